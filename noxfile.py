@@ -1,0 +1,85 @@
+"""The checks of the workspace: `uv run nox` runs lint, types and tests; `uv run nox -l` lists the rest.
+
+Every session runs in the environment that `uv run` has just made from the lock. One of its own for each would
+need the same packages again, several gigabytes a copy, and could test other versions than those in use.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.lockfile import addressless  # noqa: E402
+from support.workspace import PACKAGES, uv  # noqa: E402
+
+TEST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # each test process has one core; more threads only take turns on it
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "tests"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff's rules and its formatting."""
+    session.run(sys.executable, "-m", "ruff", "check", ".")
+    session.run(sys.executable, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types: mypy, strict, over sources and tests."""
+    session.run(sys.executable, "-m", "mypy")
+    for conftest in (ROOT / "conftest.py", *sorted(ROOT.glob("packages/*/tests/conftest.py"))):
+        session.run(sys.executable, "-m", "mypy", str(conftest))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Tests with coverage; what follows `--` goes to pytest."""
+    session.run(sys.executable, "-m", "coverage", "erase")
+    session.run(
+        *(sys.executable, "-m", "coverage", "run", "-m", "pytest"),
+        *("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"),
+        *session.posargs,
+        env=TEST_ENVIRONMENT,
+    )
+    session.run(sys.executable, "-m", "coverage", "combine", "--quiet")
+    session.run(sys.executable, "-m", "coverage", "report")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """A source distribution and a wheel of each package, into dist/."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run(uv(), "build", "--all-packages")
+    built = sorted(wheel.name.split("-")[0] for wheel in (ROOT / "dist").glob("*.whl"))
+    expected = [package.replace("-", "_") for package in PACKAGES]
+    if built != expected:
+        session.error(f"dist/ holds wheels of {built}; expected {expected}")
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Lock the dependencies and write the lock as it is committed; what follows `--` goes to `uv lock`."""
+    path = ROOT / "uv.lock"
+    session.run(uv(), "lock", *session.posargs)
+    path.write_text(addressless(path.read_text()))
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device; what follows `--` goes to pytest."""
+    import torch
+
+    if not torch.cuda.is_available():
+        session.error("the gpu session needs a CUDA device, and torch finds none on this machine")
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs, env=TEST_ENVIRONMENT)

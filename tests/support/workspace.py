@@ -1,0 +1,51 @@
+"""What the workspace consists of: its root, its packages, its files, and the uv that runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PACKAGES = ("tok-client", "tok-core", "tok-kernels", "tok-server")
+
+_NOT_OURS = {".git", ".venv", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "__pycache__"}
+
+
+def sources(package: str) -> list[Path]:
+    """The Python files that `package` installs."""
+    return sorted((ROOT / "packages" / package / "src").rglob("*.py"))
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints about this checkout; None where this is no checkout, or git refuses."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return None
+    # A checkout that another user owns (a mounted volume) is still only read here.
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+def files() -> list[Path]:
+    """Every file of ours, as git sees it; outside a checkout, every file that no tool has left."""
+    listed = git("ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    found = (ROOT / name for name in listed.split("\0") if name) if listed is not None else _walk()
+    return sorted(path for path in found if path.is_file())
+
+
+def uv() -> str:
+    """The path of the uv that runs this process, or else of the one on PATH."""
+    found = os.environ.get("UV") or shutil.which("uv")
+    if found is None:
+        raise FileNotFoundError("uv is not on PATH; install it with: python3 -m pip install uv")
+    return found
+
+
+def _walk() -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_OURS]
+        yield from (Path(folder, name) for name in names)

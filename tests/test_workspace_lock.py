@@ -1,0 +1,88 @@
+"""The committed lock pins every version and names no package index."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.lockfile import NOWHERE, Pin, addresses, addressless, constraints, pins
+from support.workspace import ROOT, git
+
+FULL = """\
+version = 1
+requires-python = ">=3.11"
+
+[[package]]
+name = "app"
+version = "0.1.0"
+source = { editable = "packages/app" }
+dependencies = [
+    { name = "left" },
+    { name = "right", version = "1.0", source = { registry = "https://packages.example/simple" } },
+]
+
+[package.metadata]
+requires-dist = [{ name = "left", specifier = ">=1" }, { name = "right" }]
+
+[[package]]
+name = "left"
+version = "1.2"
+source = { registry = "https://packages.example/simple" }
+sdist = { url = "https://files.example/left-1.2.tar.gz", hash = "sha256:00" }
+wheels = [
+    { url = "https://files.example/left-1.2-py3-none-any.whl", hash = "sha256:11" },
+]
+
+[[package]]
+name = "right"
+version = "1.0"
+source = { registry = "https://packages.example/simple" }
+resolution-markers = [
+    "python_full_version < '3.12'",
+]
+"""
+
+
+def test_the_committed_form_holds_no_address() -> None:
+    assert len(addresses(FULL)) == 5
+    assert addresses(addressless(FULL)) == []
+    assert addressless(FULL).count(NOWHERE) == 3
+
+
+def test_the_committed_form_keeps_every_pin() -> None:
+    assert pins(addressless(FULL)) == {Pin("left", "1.2"), Pin("right", "1.0", ("python_full_version < '3.12'",))}
+
+
+def test_the_committed_form_makes_uv_resolve_again() -> None:
+    assert "requires-dist = []" in addressless(FULL)
+
+
+def test_rewriting_the_committed_form_changes_nothing() -> None:
+    assert addressless(addressless(FULL)) == addressless(FULL)
+
+
+def test_constraints_carry_the_markers() -> None:
+    assert constraints(FULL) == "left==1.2\nright==1.0 ; python_full_version < '3.12'\n"
+
+
+@pytest.fixture(scope="module")
+def committed() -> str:
+    """The lock that the next commit would hold."""
+    if git("rev-parse", "--git-dir") is None:
+        pytest.skip("this is no git checkout, so there is no committed lock")
+    lock = git("show", ":uv.lock")
+    assert lock is not None, "uv.lock is not committed"
+    return lock
+
+
+def test_the_committed_lock_names_no_index(committed: str) -> None:
+    assert addresses(committed) == [], "uv.lock is committed as uv wrote it; run: uv run nox -s lock"
+    assert committed == addressless(committed)
+
+
+def test_the_committed_lock_pins_what_is_installed_from_the_working_copy(committed: str) -> None:
+    assert pins(committed) == pins((ROOT / "uv.lock").read_text())
+
+
+def test_the_committed_lock_pins_what_the_engine_is_measured_with(committed: str) -> None:
+    measured = {Pin("torch", "2.11.0"), Pin("triton", "3.6.0"), Pin("transformers", "5.17.0")}
+    assert measured <= pins(committed)

@@ -1,0 +1,70 @@
+"""Each package is whole, each module says what it is for, and no file is long or tells where it was made."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+
+import pytest
+
+from support.workspace import PACKAGES, ROOT, files, sources
+
+LONGEST = 500
+"""Lines; a longer file holds two ideas."""
+
+REGISTRIES = (
+    "py" + "pi.org",
+    "python" + "hosted.org",
+    "npm" + "js.org",
+    "crates" + ".io",
+    "ana" + "conda.org",
+    "download.py" + "torch.org",
+    "pypi." + "nvidia.com",
+)
+"""Hosts of package registries, in halves so that this file does not name them either."""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_all_its_parts(package: str) -> None:
+    root = ROOT / "packages" / package
+    module = root / "src" / package.replace("-", "_")
+    parts = [root / "README.md", root / "CHANGELOG.md", module / "__init__.py", module / "py.typed"]
+    assert [str(part) for part in parts if not part.is_file()] == []
+    assert list((root / "tests").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_changelog_begins_with_the_version_of_its_package(package: str) -> None:
+    root = ROOT / "packages" / package
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    headings = [
+        line for line in (root / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
+    ]
+    assert project["name"] == package
+    assert headings[0].split()[1] == project["version"]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    modules = [path for package in PACKAGES for path in sources(package)]
+    modules += [path for path in files() if path.suffix == ".py" and path not in modules]
+    silent = [path for path in modules if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert [str(path.relative_to(ROOT)) for path in silent] == []
+
+
+def test_no_source_file_is_long() -> None:
+    lengths = {path: len(path.read_bytes().splitlines()) for path in files() if path.suffix == ".py"}
+    assert lengths
+    assert {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in files() if path.name.startswith("test_")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_file_names_a_package_registry() -> None:
+    lock = ROOT / "uv.lock"  # uv fills addresses into the working copy; what is committed has a test of its own
+    naming = [
+        path for path in files() if path != lock and any(host.encode() in path.read_bytes() for host in REGISTRIES)
+    ]
+    assert [str(path.relative_to(ROOT)) for path in naming] == []
