@@ -1,0 +1,165 @@
+"""What one step computes on: attention and sampling inputs as tensors on the backend's device.
+
+Axes used in names and shapes throughout this package:
+  B  sequences of the step          T  query tokens of the step       S  slots
+  P  pages a slot may hold          G  prefix groups of a level       R  rows that sample
+  H  query heads, K  key/value heads, D  head size, V  vocabulary, N  hidden size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeLevel:
+    """Groups of decode rows whose sequences share pages, each range of pages read once for its whole group.
+
+    Group `g` is the rows `[row_start[g], row_start[g] + row_count[g])` of the step's decode rows; they
+    attend, without a causal mask, to the positions `[kv_start[g], kv_end[g])` found through the page table of
+    `slot[g]`. All int32 `[G]`; positions are multiples of the page size. A row is in at most one group of a
+    level. `max_rows` and `max_kv` are host-side upper bounds of `row_count` and `kv_end - kv_start`.
+    """
+
+    row_start: Tensor
+    row_count: Tensor
+    slot: Tensor
+    kv_start: Tensor
+    kv_end: Tensor
+    max_rows: int
+    max_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """What the queries of one step attend to.
+
+    The first `num_decode` sequences have one query token each; the others (prefill chunks) have any number.
+    Query token `j` of sequence `b` stands at position `kv_len[b] - q_len[b] + j` and attends causally to the
+    positions `[kv_start[b], its own]`; what lies before `kv_start[b]` is covered by the cascade levels, and
+    the parts are merged by log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade
+    inference").
+
+    page_table  int32 [S, P]   page ids of every slot
+    slots       int32 [B]      the slot of each sequence
+    q_start     int32 [B + 1]  where each sequence's query tokens begin among the step's T
+    kv_len      int32 [B]      positions in the cache once this step's keys are written
+    kv_start    int32 [B]      first position read by the sequence itself; 0 without a group
+    levels      cascade levels, over disjoint position ranges
+    max_q, max_kv              host-side upper bounds of query tokens and kv_len of any sequence
+    """
+
+    page_table: Tensor
+    slots: Tensor
+    q_start: Tensor
+    kv_len: Tensor
+    kv_start: Tensor
+    num_decode: int
+    max_q: int
+    max_kv: int
+    levels: tuple[CascadeLevel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Rows whose logits depend on the tokens they already hold.
+
+    `rows` int64 `[r]` names them among the R; `in_prompt` bool and `in_output` int32, `[r, V]`, say which
+    vocabulary entries stand in the prompt and how often each was generated; `presence`, `frequency`
+    (subtracted; generated tokens only, as in OpenAI's reference) and `repetition` (divides positive,
+    multiplies negative logits; prompt and generated; Keskar et al. 2019, "CTRL") are float32 `[r]`.
+    """
+
+    rows: Tensor
+    in_prompt: Tensor
+    in_output: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Additions to single logits: `logits[row[i], token[i]] += value[i]`; int64 `[m]`, int64 `[m]`, float32
+    `[m]`.
+
+    A value of −inf forbids the token.
+    """
+
+    row: Tensor
+    token: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Rows that cut the distribution before drawing: `rows` int64 `[r]`, then one value per such row.
+
+    Applied in the order top-k, top-p, min-p on the temperature-scaled distribution, as transformers does.
+    `top_k` int32 (0: off), `top_p` float32 (1: off), `min_p` float32 (0: off).
+    """
+
+    rows: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each of the R rows of logits becomes a token.
+
+    temperature   float32 [R]  0: the largest logit (the lowest id among equals)
+    seed          int64   [R]  with `sample` and `position` the whole key of the row's randomness
+    sample        int64   [R]  index of the sample among the n of its request
+    position      int64   [R]  position that the drawn token will take in its sequence
+    penalties, bias, filters   only for the rows that ask; None: no row does
+    top_logprobs               how many largest log-probabilities to return, for every row; 0: none
+    all_greedy                 the host knows that every temperature is 0, and nothing need be drawn
+    """
+
+    temperature: Tensor
+    seed: Tensor
+    sample: Tensor
+    position: Tensor
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+    filters: Filters | None = None
+    top_logprobs: int = 0
+    all_greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What `sample` returns: `token` int64 `[R]` and `logprob` float32 `[R]`, the drawn token's
+    log-probability under the model's own distribution (before temperature, penalties, bias and filters);
+    `top_token` int64 and `top_logprob` float32, `[R, top_logprobs]`, largest first, of the same distribution.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    top_token: Tensor
+    top_logprob: Tensor
+
+
+def empty_top(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The `top_token` and `top_logprob` of a step in which nobody asks for them."""
+    return (
+        torch.empty((rows, 0), dtype=torch.int64, device=device),
+        torch.empty((rows, 0), dtype=torch.float32, device=device),
+    )

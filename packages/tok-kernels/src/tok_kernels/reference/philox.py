@@ -1,0 +1,46 @@
+"""Randomness is a function of a key and a counter: no generator state, so no row depends on another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    Words are 32-bit values held in int64 tensors of one shape; so are the four results.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _wide_product(_MULTIPLIERS[0], c0)
+        high1, low1 = _wide_product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> Tensor:
+    """One number in [0, 1) a row, float64 with 53 random bits, from int64 seed (all 64 bits), sample and
+    position.
+
+    The seed is the key, (sample, position, 0, 0) the counter; sample and position count modulo 2³².
+    """
+    zero = torch.zeros_like(seed_R)
+    counter = (sample_R & _MASK, position_R & _MASK, zero, zero)
+    first, second, _, _ = philox4x32(counter, (seed_R & _MASK, (seed_R >> 32) & _MASK))
+    return (((first >> 5) << 26) + (second >> 6)).to(torch.float64) * 2.0**-53
+
+
+def _wide_product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    # int64 products wrap modulo 2⁶⁴, which keeps all the bits; the mask undoes the shift's sign.
+    product = word * multiplier
+    return (product >> 32) & _MASK, product & _MASK

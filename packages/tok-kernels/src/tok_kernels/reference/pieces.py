@@ -1,0 +1,132 @@
+"""A step's attention is cut into pieces: padded rectangles of queries, each against one range of keys.
+
+Every size is a host number, so that nothing here waits for a CUDA device; on the CPU the bounds given by the
+caller are first tightened to the true lengths. Axes: N items of a piece (sequences or groups), Q queries of
+an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import AttentionBatch, CascadeLevel
+
+# Elements of a piece's scores or keys. On a CPU pieces that stay in its cache, in memory that the allocator
+# hands out again without new page faults, take half the time of large ones; elsewhere this only bounds the
+# memory.
+_CPU_BUDGET = 1 << 20
+_BUDGET = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries of N items, each item over the keys from its start on.
+
+    token_NQ  int64: which of the step's T query tokens; T where padded
+    slot_N    int64: whose page table finds the keys
+    start_N   int64: first position of the keys
+    limit_NQ  int64: the query sees positions below this one; 0 where padded
+    width     host-side upper bound of the positions any query sees
+    """
+
+    token_NQ: Tensor
+    slot_N: Tensor
+    start_N: Tensor
+    limit_NQ: Tensor
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """N items before padding: item `i` has `count[i]` queries, tokens `first[i]` onwards, over keys `[start,
+    end)`.
+
+    With `causal` its last query sees all the keys and each query before it one less; otherwise all see all.
+    """
+
+    first: Tensor
+    count: Tensor
+    slot: Tensor
+    start: Tensor
+    end: Tensor
+    causal: bool
+
+    def __getitem__(self, part: slice) -> _Items:
+        return _Items(
+            self.first[part], self.count[part], self.slot[part], self.start[part], self.end[part], self.causal
+        )
+
+
+def own_pieces(batch: AttentionBatch, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+    """Pieces in which every query meets its own sequence's keys: decode rows, then prefill chunks.
+
+    `heads` is H and `row_size` is K × D, by which pieces are kept within the memory budget.
+    """
+    q_start = batch.q_start.long()
+    kv_len = batch.kv_len.long()
+    items = _Items(q_start[:-1], q_start.diff(), batch.slots.long(), batch.kv_start.long(), kv_len, causal=True)
+    decode, prefill = items[: batch.num_decode], items[batch.num_decode :]
+    yield from _cut(decode, 1, batch.max_kv, tokens, heads, row_size)
+    yield from _cut(prefill, batch.max_q, batch.max_kv, tokens, heads, row_size)
+
+
+def level_pieces(level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+    """Pieces in which each group's decode rows together meet the keys that they share; arguments as
+    `own_pieces`."""
+    items = _Items(
+        first=level.row_start.long(),  # decode row b is query token b
+        count=level.row_count.long(),
+        slot=level.slot.long(),
+        start=level.kv_start.long(),
+        end=level.kv_end.long(),
+        causal=False,
+    )
+    yield from _cut(items, level.max_rows, level.max_kv, tokens, heads, row_size)
+
+
+def _cut(items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+    """Blocks of items, and of queries where one item alone is over the budget."""
+    total = items.first.shape[0]
+    if total == 0:
+        return
+    budget = _CPU_BUDGET if items.first.device.type == "cpu" else _BUDGET
+    max_q, max_kv = _tight("max_q", items.count, max_q), _tight("max_kv", items.end - items.start, max_kv)
+    step = max(1, budget // max(max_kv * heads * max_q, max_kv * row_size, 1))
+    for begin in range(0, total, step):
+        block = items[begin : begin + step]
+        block_q = _tight("max_q", block.count, max_q)
+        width = _tight("max_kv", block.end - block.start, max_kv)
+        q_step = max(1, budget // max(width * heads, 1))
+        for q_begin in range(0, block_q, q_step):
+            yield _pad(block, range(q_begin, min(q_begin + q_step, block_q)), width, tokens)
+
+
+def _pad(items: _Items, queries: range, width: int, tokens: int) -> Piece:
+    nth = torch.arange(queries.start, queries.stop, device=items.first.device)
+    count, end = items.count.unsqueeze(-1), items.end.unsqueeze(-1)
+    present = nth < count
+    limit = end - count + nth + 1 if items.causal else end
+    return Piece(
+        token_NQ=torch.where(present, items.first.unsqueeze(-1) + nth, tokens),
+        slot_N=items.slot,
+        start_N=items.start,
+        limit_NQ=torch.where(present, limit, 0),
+        width=max(width, 1),
+    )
+
+
+def _tight(name: str, lengths: Tensor, bound: int) -> int:
+    """The largest length where that costs no device synchronisation, the caller's bound where it would.
+
+    Raises ValueError for a bound below the largest length, where that can be seen.
+    """
+    if lengths.device.type != "cpu":
+        return bound
+    largest = int(lengths.max())
+    if largest > bound:
+        raise ValueError(f"{name} is {bound}, below the {largest} that the step holds")
+    return largest

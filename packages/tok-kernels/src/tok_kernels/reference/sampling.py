@@ -1,0 +1,105 @@
+"""A token is drawn by inverting the cumulative distribution at one uniform number a row.
+
+One number a row, rather than Gumbel noise for every vocabulary entry: the logits are read once and no random
+number is made per entry; vocabulary shards combine by their sums alone; and the outcome depends on nothing
+but the row and its key (seed, sample, position).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top
+from tok_kernels.reference.edits import apply_bias, apply_filters, apply_penalties
+from tok_kernels.reference.philox import uniform
+
+_CHUNK = 128  # entries whose weights are summed before the search
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
+    """Draws one token a row; `logits_RV` (float32 or bfloat16, −inf allowed) stays unchanged.
+
+    Penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
+    possible takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    """
+    raw = logits_RV.float()
+    edited = _edit(raw, batch)
+    peak, token = edited.max(dim=-1)  # the first of equals
+    if not batch.all_greedy:
+        token = torch.where(batch.temperature > 0, _draw(edited, peak, batch), token)
+    if edited is not raw:
+        token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
+    return _with_logprobs(raw, token, batch.top_logprobs)
+
+
+def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
+    if batch.penalties is None and batch.bias is None:
+        return raw
+    edited = raw.clone()
+    if batch.penalties is not None:
+        apply_penalties(edited, batch.penalties)
+    if batch.bias is not None:
+        apply_bias(edited, batch.bias)
+    return edited
+
+
+def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
+    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only; denormal ones may
+    # flush to 0.
+    temperature = torch.where(batch.temperature > 0, batch.temperature, 1.0).clamp(_TINY, _HUGE)
+    score = (logits_RV - peak_R.unsqueeze(-1)).div_(temperature.unsqueeze(-1))
+    if batch.filters is not None:
+        apply_filters(score, batch.filters)
+    return invert_cdf(score.exp_(), uniform(batch.seed, batch.sample, batch.position))
+
+
+def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
+    """The first entry at which the running sum of the weights exceeds `u` × their total: int64 `[R]`.
+
+    `weight_RV` float32, not negative; `u_R` float64 in [0, 1). Never an entry of weight 0 unless all are 0
+    (then the last entry). Sums are float64, over chunks first and then within the chunk found.
+    """
+    rows, vocabulary = weight_RV.shape
+    padded = F.pad(weight_RV, (0, -vocabulary % _CHUNK)) if vocabulary % _CHUNK else weight_RV
+    chunks = padded.view(rows, padded.shape[-1] // _CHUNK, _CHUNK)
+    mass = chunks.sum(-1, dtype=torch.float64)
+    running = mass.cumsum(-1)
+    target = u_R * running[:, -1]
+    chunk = _first_above(mass, running, target).unsqueeze(-1)
+    before = (running - mass).gather(-1, chunk)
+    inside = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, _CHUNK)).squeeze(1).double()
+    entry = _first_above(inside, inside.cumsum(-1), target - before.squeeze(-1))
+    return (chunk.squeeze(-1) * _CHUNK + entry).clamp(max=vocabulary - 1)
+
+
+def _first_above(weight: Tensor, running: Tensor, target: Tensor) -> Tensor:
+    # A parallel scan may round an entry of weight 0 above its predecessor: it must not be hit. Rounding may also
+    # leave no running sum above the target: then the last entry with any weight.
+    possible = weight > 0
+    hit = possible & (running > target.unsqueeze(-1))
+    last = weight.shape[-1] - 1 - possible.flip(-1).to(torch.uint8).argmax(-1)
+    return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)
+
+
+def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int) -> Sampled:
+    rows, vocabulary = raw_RV.shape
+    if not 0 <= top <= vocabulary:
+        raise ValueError(f"top_logprobs is {top!r}; allowed: 0 to the vocabulary's {vocabulary}")
+    lse = raw_RV.logsumexp(-1, keepdim=True)
+    # A row of −inf only has no distribution; every log-probability of it is −inf.
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    logprob = (raw_RV.gather(-1, token_R.unsqueeze(-1)) - lse).squeeze(-1)
+    if top == 0:
+        return Sampled(token_R, logprob, *empty_top(rows, raw_RV.device))
+    value, entry = _ranked(*raw_RV.topk(top, dim=-1))
+    return Sampled(token_R, logprob, entry, value - lse)
+
+
+def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    entry, order = entry.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return value, entry.gather(-1, order)

@@ -1,0 +1,45 @@
+"""What the README promises is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tok_kernels
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, str(README), "exec"), {})
+    assert re.fullmatch(r"\[\d+, \d+\] torch\.Size\(\[2, 2\]\)\n", capsys.readouterr().out)
+
+
+def test_the_table_in_the_readme_names_every_operation() -> None:
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", README.read_text(encoding="utf-8"), re.M)))
+    operations = {name for name in vars(tok_kernels.Backend) if not name.startswith("_")} - {"name"}
+    assert set(named) == operations | {"merge_states"}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(tok_kernels.__all__) == {
+        "BACKENDS",
+        "AttentionBatch",
+        "Backend",
+        "CascadeLevel",
+        "Filters",
+        "LayerCache",
+        "Llama3Scaling",
+        "LogitBias",
+        "Penalties",
+        "RopeScaling",
+        "Sampled",
+        "SamplingBatch",
+        "choose",
+        "merge_states",
+        "rope_table",
+    }
+    assert all(hasattr(tok_kernels, name) for name in tok_kernels.__all__)
