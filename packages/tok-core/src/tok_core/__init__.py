@@ -1,0 +1,43 @@
+"""The tok inference engine: `Engine` and `AsyncEngine` to embed, and what they take and return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
+from tok_core.outputs import Completion, Delta, RequestOutput, Timings, TokenLogprob
+from tok_core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tok_core.engine import AsyncEngine, Engine, RequestStream
+
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "InvalidField",
+    "ModelError",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "Timings",
+    "TokError",
+    "TokenLogprob",
+]
+
+_ENGINE = ("AsyncEngine", "Engine", "RequestStream")
+
+
+def __getattr__(name: str) -> object:
+    # Deferred, so that building a configuration or a command line loads neither ZeroMQ nor torch.
+    if name in _ENGINE:
+        from tok_core import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,87 @@
+"""EngineConfig: everything an engine is told at its start, checked when constructed."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from tok_core.errors import InvalidField
+
+Device = Literal["auto", "cuda", "cpu"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine is told at its start. Checked when constructed (`InvalidField`).
+
+    model                a local directory in Hugging Face's layout, or a hub id
+    device               auto: the GPU where there is one
+    dtype                of weights, activations and cache; auto: bfloat16 on a GPU, float32 on a CPU
+    load_format          dummy: random weights, for measuring speed without a checkpoint
+    page_size            tokens a page of the KV cache holds, a power of two
+    kv_cache_tokens      positions the KV cache holds; None: what the memory allows
+    gpu_memory_fraction  share of the GPU's memory that weights, cache and activations may take together
+    max_running          most samples that run at once; None: 8192 on a GPU, 256 on a CPU
+    max_step_tokens      most tokens one forward computes; None: 8192 on a GPU, 1024 on a CPU
+    max_model_len        most tokens of prompt and output together; None: what model and cache allow
+    dp, tp, pp           replicas, tensor-parallel ranks, pipeline stages
+    prefix_groups        read prefixes shared by running sequences once a step
+    run_ahead            steps that may be queued at the worker before their tokens are back
+    max_restarts         how often within `restart_window` seconds a replica may be started anew
+    """
+
+    model: str
+    device: Device = "auto"
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    page_size: int = 16
+    kv_cache_tokens: int | None = None
+    gpu_memory_fraction: float = 0.9
+    max_running: int | None = None
+    max_step_tokens: int | None = None
+    max_model_len: int | None = None
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    prefix_groups: bool = True
+    run_ahead: int = 2
+    max_restarts: int = 3
+    restart_window: float = 300.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidField("model", self.model, "a directory or a hub id")
+        _choice("device", self.device, get_args(Device))
+        _choice("dtype", self.dtype, get_args(DType))
+        _choice("load_format", self.load_format, get_args(LoadFormat))
+        _at_least("page_size", self.page_size, 1)
+        if self.page_size & (self.page_size - 1) or self.page_size > 1024:
+            raise InvalidField("page_size", self.page_size, "powers of two from 1 to 1024")
+        for field in ("kv_cache_tokens", "max_running", "max_step_tokens", "max_model_len"):
+            if getattr(self, field) is not None:
+                _at_least(field, getattr(self, field), 1)
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
+            raise InvalidField("kv_cache_tokens", self.kv_cache_tokens, f"at least page_size ({self.page_size})")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
+        for field in ("dp", "tp", "pp"):
+            if getattr(self, field) != 1:
+                raise InvalidField(field, getattr(self, field), "1 (this version runs one rank)")
+        _at_least("run_ahead", self.run_ahead, 1)
+        _at_least("max_restarts", self.max_restarts, 0)
+        _at_least("seed", self.seed, 0)
+        if not self.restart_window > 0:
+            raise InvalidField("restart_window", self.restart_window, "seconds above 0")
+
+
+def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidField(field, value, ", ".join(allowed))
+
+
+def _at_least(field: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise InvalidField(field, value, f"integers from {low}")

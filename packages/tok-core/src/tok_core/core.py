@@ -1,0 +1,298 @@
+"""EngineCore: open requests, and the life of the replica that serves them; `Engine` and `AsyncEngine` stand on it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from tok_core.assembly import OpenRequest, Sink, token_logprob
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError, from_wire
+from tok_core.hub import resolve
+from tok_core.messages import Cancel, EngineInfo, Failed, Finished, Progress, Stats, Submit, ToEngine
+from tok_core.outputs import Delta
+from tok_core.processes.replica import ProcessReplica, Replica, ThreadReplica
+from tok_core.sampling import SamplingParams
+from tok_core.text.template import ChatTemplate
+from tok_core.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# What a tokenizer_config.json of an unexpected shape leads to.
+MALFORMED = (KeyError, TypeError, ValueError)
+
+EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether requests are served now, and if not, why."""
+
+    ok: bool
+    state: EngineState
+    detail: str = ""
+
+
+class EngineCore:
+    """Thread-safe. Callbacks of requests run on the replica's reporting thread."""
+
+    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
+        self._name = config.model
+        self._config = config
+        self._kind = ThreadReplica if in_process else ProcessReplica
+        self._replica: Replica | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._state: EngineState = "starting"
+        self._detail = ""
+        self._failure: TokError | None = None
+        self._open: dict[int, OpenRequest] = {}
+        self._by_id: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count(1)
+        self._deaths: deque[float] = deque()
+        self._stats = Stats()
+        self.restarts = 0
+        self._info: EngineInfo | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs with; known once it is ready."""
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    def start(self) -> None:
+        """Blocks until ready. Raises what kept the engine from starting."""
+        path = resolve(self._config.model)
+        self._config = msgspec.structs.replace(self._config, model=str(path))
+        self.tokenizer, self.chat_template = _load_text(path)
+        self._start_replica()
+        with self._changed:
+            self._changed.wait_for(lambda: self._state != "starting")
+            if self._state != "ready":
+                raise self._failure or EngineClosed(self._detail)
+
+    def close(self, drain: float = 0.0) -> None:
+        """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replica."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open or self._state != "ready", drain)
+            if self._state == "closed":
+                return
+            self._set_state("closed", "the engine was closed")
+            replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.close()
+        self._fail_open(EngineClosed("the engine was closed"))
+
+    def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None, sink: Sink
+    ) -> OpenRequest:
+        """A new request. Raises InvalidField for what cannot be served, EngineDead while nothing is."""
+        ids = self.encode(prompt)
+        self.check(ids, params)
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        with self._lock:
+            if self._state != "ready" or self._replica is None:
+                raise EngineDead(f"the engine is {self._state}: {self._detail}")
+            rid = next(self._numbers)
+            request_id = request_id or f"req-{secrets.token_hex(12)}"
+            if request_id in self._by_id:
+                raise InvalidField("request_id", request_id, "an id that no open request has")
+            request = OpenRequest(rid, request_id, ids, params, self.tokenizer, sink)
+            self._open[rid] = self._by_id[request_id] = request
+            self._replica.send(Submit(rid, np.array(ids, np.int32), params))
+        return request
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise InvalidField("prompt", prompt, "token ids (the model has no tokenizer)")
+        try:
+            return self.tokenizer.encode(prompt)
+        except InvalidField as error:
+            raise InvalidField("prompt", prompt, error.allowed) from None
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its samples finish with reason "abort". One that is not open is left alone."""
+        with self._lock:
+            request = self._by_id.get(request_id)
+            if request is None:
+                return
+            self._forget(request)
+            if self._replica is not None:
+                self._replica.send(Cancel(request.rid))
+            deltas = request.abort()
+        request.sink(request, deltas)
+
+    def abort_all(self, rids: Iterable[int]) -> None:
+        """Aborts those of the requests that are still open."""
+        with self._lock:
+            open_ids = [self._open[rid].request_id for rid in rids if rid in self._open]
+        for request_id in open_ids:
+            self.abort(request_id)
+
+    def health(self) -> Health:
+        """Whether requests are served now."""
+        with self._lock:
+            return Health(self._state == "ready", self._state, self._detail)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the replica's start, and gauges; see `Stats`. `restarts` counts replicas started anew."""
+        return {**msgspec.structs.asdict(self._stats), "restarts": self.restarts}
+
+    def check(self, ids: list[int], params: SamplingParams) -> None:
+        """Raises InvalidField for a request that cannot be served."""
+        info = self.info
+        if not ids:
+            raise InvalidField("prompt", ids, "at least one token")
+        if len(ids) >= info.max_model_len:
+            most = info.max_model_len - 1
+            raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}, so that one can follow")
+        if not all(isinstance(token, int) for token in ids) or min(ids) < 0 or max(ids) >= info.vocab_size:
+            raise InvalidField("prompt", "token ids", f"integers from 0 to {info.vocab_size - 1}")
+        if params.max_tokens is not None and params.max_tokens > info.max_model_len - len(ids):
+            most = info.max_model_len - len(ids)
+            raise InvalidField("max_tokens", params.max_tokens, f"at most {most} after this prompt")
+        if params.min_tokens > info.max_model_len - len(ids):
+            most = info.max_model_len - len(ids)
+            raise InvalidField("min_tokens", params.min_tokens, f"at most {most} after this prompt")
+        if params.stop and self.tokenizer is None:
+            raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
+        for field, tokens in (
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in tokens:
+                if token >= info.vocab_size:
+                    raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
+
+    def _start_replica(self) -> None:
+        replica = self._kind(self._config, self._receive, self._on_death)
+        with self._lock:
+            self._replica = replica
+        replica.start()
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Progress():
+                self._deliver(message)
+            case EngineInfo():
+                with self._changed:
+                    self._info = msgspec.structs.replace(message, model_id=_model_id(self._name))
+                    if self._state != "closed":
+                        self._set_state("ready", "")
+            case Failed():
+                self._failure = from_wire(message.kind, message.arguments)
+            case _:
+                assert_never(message)
+
+    def _deliver(self, progress: Progress) -> None:
+        """Hands out what one step brought: one callback a request, outside the lock."""
+        finished = {(end.rid, end.sample): end for end in progress.finished}
+        news: dict[int, tuple[OpenRequest, list[Delta]]] = {}
+        with self._lock:
+            self._stats = progress.stats
+            for rid, cached in progress.cached:
+                if rid in self._open:
+                    self._open[rid].cached_tokens = cached
+            for i, (rid, sample) in enumerate(zip(progress.rid.tolist(), progress.sample.tolist(), strict=True)):
+                request = self._open.get(rid)
+                if request is not None:
+                    delta = _delta(request, progress, i, sample, finished.get((rid, sample)))
+                    news.setdefault(rid, (request, []))[1].append(delta)
+            for request, _ in news.values():
+                if request.done:
+                    self._forget(request)
+        for request, deltas in news.values():
+            request.sink(request, deltas)
+
+    def _forget(self, request: OpenRequest) -> None:
+        with self._changed:
+            del self._open[request.rid]
+            del self._by_id[request.request_id]
+            self._changed.notify_all()
+
+    def _fail_open(self, error: TokError) -> None:
+        with self._lock:
+            requests = list(self._open.values())
+            for request in requests:
+                request.error = error
+                self._forget(request)
+        for request in requests:
+            request.sink(request, [])
+
+    def _on_death(self, replica: Replica, reason: str) -> None:
+        """Fails what is open, and starts the replica anew unless that has been done too often."""
+        with self._lock:
+            if self._state == "closed" or replica is not self._replica:
+                return
+            started = self._state != "starting"
+            again = started and self._may_restart()
+            detail = str(self._failure) if self._failure is not None and not started else reason
+            self._replica = None
+            self._set_state("restarting" if again else "failed", detail)
+            self._stats = msgspec.structs.replace(
+                self._stats, requests_running=0, requests_waiting=0, sequences_running=0, pages_used=0
+            )
+        log.error("the engine's replica ended: %s", reason)
+        self._fail_open(EngineDead(f"{reason} while the request was open"))
+        if again:
+            self.restarts += 1
+            self._start_replica()
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._deaths and now - self._deaths[0] > self._config.restart_window:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        return len(self._deaths) <= self._config.max_restarts
+
+    def _set_state(self, state: EngineState, detail: str) -> None:
+        with self._changed:
+            self._state, self._detail = state, detail
+            self._changed.notify_all()
+
+
+def _delta(request: OpenRequest, progress: Progress, row: int, sample: int, finished: Finished | None) -> Delta:
+    token = int(progress.token[row])
+    logprob = token_logprob(
+        request.params,
+        token,
+        float(progress.logprob[row]),
+        progress.top_token[row],
+        progress.top_logprob[row],
+    )
+    return request.token(sample, token, logprob, finished)
+
+
+def _load_text(path: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and chat template, each None where the directory has none that can be used."""
+    try:
+        tokenizer = Tokenizer.load(path)
+    except (ModelError, *MALFORMED) as error:
+        log.warning("token ids only, the tokenizer cannot be used: %s", error)
+        return None, None
+    try:
+        return tokenizer, ChatTemplate.load(path)
+    except (ModelError, *MALFORMED) as error:
+        log.warning("no chat, the chat template cannot be used: %s", error)
+        return tokenizer, None
+
+
+def _model_id(model: str) -> str:
+    """What the model is called: a hub id as it is, a directory by its last part."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model

@@ -1,0 +1,59 @@
+"""What can go wrong, as exceptions.
+
+TokError
+├── InvalidField (ValueError)   one named field of a configuration or a request has a value that is not allowed
+├── ModelError                  a model directory cannot be served: unknown architecture, missing or misshapen tensors
+└── EngineError                 the engine cannot go on with a request
+    ├── EngineDead              a process of the engine died while the request was open
+    └── EngineClosed            the engine was closed, or could not be started again
+"""
+
+from __future__ import annotations
+
+
+class TokError(Exception):
+    """Base of all errors of this package."""
+
+
+class InvalidField(TokError, ValueError):
+    """`field` has `value`, which is not allowed; `allowed` says what is."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} is {shown}; allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class ModelError(TokError):
+    """A model directory that cannot be served; the message names the file, tensor or architecture."""
+
+
+class EngineError(TokError):
+    """The engine cannot go on with a request."""
+
+
+class EngineDead(EngineError):
+    """A process of the engine died while the request was open."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed, or could not be started again."""
+
+
+def to_wire(error: BaseException) -> tuple[str, tuple[str, ...]]:
+    """Class name and arguments of an error, to be raised again in another process by `from_wire`."""
+    if isinstance(error, InvalidField):
+        return "InvalidField", (error.field, str(error.value), error.allowed)
+    if isinstance(error, TokError):
+        return type(error).__name__, (str(error),)
+    return "EngineError", (f"{type(error).__name__}: {error}",)
+
+
+def from_wire(kind: str, arguments: tuple[str, ...]) -> TokError:
+    """The error that `to_wire` described."""
+    kinds = {one.__name__: one for one in (InvalidField, ModelError, EngineError, EngineDead, EngineClosed)}
+    return kinds[kind](*arguments)

@@ -1,0 +1,55 @@
+"""Turns what a user calls a model into a local directory: a path, or a hub repository downloaded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from tok_core.errors import ModelError
+
+WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # no pickles, no code
+UNWANTED_FILES = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+
+
+def resolve(model: str) -> Path:
+    """The directory of `model`: a path as it is, anything else as hub id ("owner/name"), fetched once.
+
+    Code that comes with a repository is neither fetched nor run. Raises ModelError saying what was tried.
+    """
+    local = Path(model).expanduser()
+    if model and local.is_dir():
+        return _with_config(local, f"directory {model}")
+    if not model or local.exists() or model.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"model {model!r}: is no directory; allowed: a directory or a hub id (owner/name)")
+    return _with_config(_download(model), f"hub repository {model}")
+
+
+def _download(model: str) -> Path:
+    tried = f"model {model!r}: is no directory, and as a hub id"
+    try:
+        return Path(snapshot_download(model, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES))
+    except HFValidationError as error:
+        raise ModelError(f'{tried} it is malformed; allowed: "owner/name": {error}') from error
+    except GatedRepoError as error:
+        raise ModelError(f"{tried} it is gated: accept its terms there, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{tried} it is not found; a private repository needs HF_TOKEN") from error
+    except LocalEntryNotFoundError as error:
+        cause = error.__cause__ or error
+        raise ModelError(f"{tried} it is not cached, and the hub does not answer: {cause}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"{tried} its download failed: {error}") from error
+
+
+def _with_config(path: Path, name: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{name}: has no config.json; a model is config.json with *.safetensors")
+    return path

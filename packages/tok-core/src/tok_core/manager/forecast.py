@@ -1,0 +1,78 @@
+"""Forecast: KV pages over future time, in closed form over sorted finish times.
+
+A sequence of `length` tokens that runs `remaining` more of them, of whose pages `shared` are counted elsewhere,
+needs ceil((length + t) / page_size) − shared pages after t steps, for t = 0 … remaining, and none after that.
+Between two finishes nobody leaves and everybody grows, so use can only peak at the moments t = remaining_k.
+
+Legend: n sequences, M moments, P page_size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tok_core.messages import Int64
+
+
+def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
+    """The most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
+    if not len(length):
+        return 0
+    return int(_usage(length, remaining, shared, page_size, np.unique(remaining)).max())
+
+
+def admissible(
+    length: Int64,
+    remaining: Int64,
+    shared: Int64,
+    cand_length: Int64,
+    cand_remaining: Int64,
+    cand_shared: Int64,
+    capacity: int,
+    page_size: int,
+) -> int:
+    """How many candidates, in strict order, may start now with the peak of all that run staying within `capacity`.
+
+    The largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never need
+    more than `capacity` pages; 0 where the running ones alone do. Found by bisection: a sequence never needs less
+    than 0 pages (shared ≤ its pages), so one candidate more lowers the use at no time and hence not the peak.
+    """
+    moments = np.unique(np.concatenate((remaining, cand_remaining)))
+    running = _usage(length, remaining, shared, page_size, moments)
+
+    def fits(k: int) -> bool:
+        # Moments at which none of these finishes are looked at too: what is needed then is no more than the peak.
+        added = _usage(cand_length[:k], cand_remaining[:k], cand_shared[:k], page_size, moments)
+        return int((running + added).max(initial=0)) <= capacity
+
+    low, high = 0, len(cand_length)
+    if fits(high):
+        return high
+    while high - low > 1:  # `low` fits, or is 0; `high` does not
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
+    """Pages needed at each of `moments`, int64 [M] ascending.
+
+    With length − 1 = q · P + c and t = Q · P + s, a sequence has q + 1 + Q + [c ≥ P − s] pages after t steps: the
+    sums over all that still run are sums over a tail of the finish times, the last one a tail's count for each s.
+    """
+    order = np.argsort(remaining)
+    first = np.searchsorted(remaining[order], moments)  # the sequences order[first:] still run
+    full, used = np.divmod(length[order] - 1, page_size)
+    turns, steps = np.divmod(moments, page_size)
+    pages = _tail_sums(full + 1 - shared[order])[first]
+    pages += (len(order) - first) * turns
+    crossed = used[:, None] >= page_size - np.arange(page_size)
+    pages += _tail_sums(crossed)[first, steps]
+    return pages
+
+
+def _tail_sums(values: np.ndarray) -> Int64:
+    """Row i is the sum of values[i:], for i = 0 … n."""
+    sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
+    np.cumsum(values[::-1], axis=0, out=sums[1:])
+    return sums[::-1]

@@ -1,0 +1,164 @@
+"""Manager: the one loop that takes requests and tokens in and sends steps and reports out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, assert_never
+
+import numpy as np
+
+from tok_core.config import EngineConfig
+from tok_core.manager.admission import Admission
+from tok_core.manager.lengths import LengthModel
+from tok_core.manager.paging import Paging
+from tok_core.manager.returns import Reported, Returns
+from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.sequences import Request, SequenceTable, State
+from tok_core.manager.stops import StopSets
+from tok_core.messages import (
+    Cancel,
+    EngineInfo,
+    Progress,
+    Stats,
+    StepInput,
+    StepOutput,
+    Submit,
+    ToManager,
+)
+
+
+class Ports(Protocol):
+    """What the manager talks through: sockets between processes, queues within one."""
+
+    def requests(self) -> list[ToManager]:
+        """Requests and cancellations that have arrived; does not wait."""
+        ...
+
+    def outputs(self) -> list[StepOutput]:
+        """Steps that have come back; does not wait."""
+        ...
+
+    def send(self, step: StepInput) -> None:
+        """Queues a step at the worker."""
+        ...
+
+    def report(self, progress: Progress) -> None:
+        """Tells the engine."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Returns when something has arrived, at the latest after `seconds`."""
+        ...
+
+
+class Manager:
+    """Schedules ahead of the worker: up to `run_ahead` steps are queued there whose tokens are not back yet."""
+
+    def __init__(self, config: EngineConfig, info: EngineInfo, ports: Ports, pieces: Sequence[bytes] | None) -> None:
+        self.config = config
+        self.info = info
+        self.ports = ports
+        self.requests: dict[int, Request] = {}
+        self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size)
+        self.paging = Paging(self.table, info.num_pages)
+        self.lengths = LengthModel()
+        admission = Admission(self.table, self.paging, self.lengths)
+        self.scheduler = Scheduler(info, self.table, self.paging, admission, groups=config.prefix_groups)
+        self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
+        self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
+        self._arrivals = 0
+        self._prompt_tokens = 0
+        self._stats: Stats | None = None
+
+    def run(self) -> None:
+        """Works until the process ends or a port raises."""
+        while True:
+            if not self.turn():
+                self._report_if_changed()
+                self.ports.wait(1.0)
+
+    def turn(self) -> bool:
+        """Takes in what has arrived and sends at most one step; returns whether it did anything."""
+        messages, outputs = self.ports.requests(), self.ports.outputs()
+        for message in messages:
+            self._take(message)
+        for output in outputs:
+            self._report(self.returns.take(output))
+        step = self._next_step()
+        if step is not None:
+            self.returns.expect(step)
+            self.ports.send(step)
+        return bool(messages or outputs or step is not None)
+
+    def _next_step(self) -> StepInput | None:
+        if len(self.returns.in_flight) >= self.config.run_ahead:
+            return None
+        return self.scheduler.next_step()
+
+    def _take(self, message: ToManager) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel():
+                self._cancel(message.rid)
+            case _:
+                assert_never(message)
+
+    def _submit(self, message: Submit) -> None:
+        stop_set = self.stops.acquire(message.params)
+        self._arrivals += 1
+        request = Request(
+            message.rid, message.prompt, message.params, self._arrivals, stop_set, self.info.max_model_len
+        )
+        self.requests[message.rid] = request
+        self._prompt_tokens += len(message.prompt)
+        self.scheduler.submit(request)
+
+    def _cancel(self, rid: int) -> None:
+        """Frees whatever the request holds, in whichever state its samples are."""
+        request = self.requests.pop(rid, None)
+        if request is None:
+            return
+        for slot in list(request.slots.values()):
+            self.scheduler.release(slot)
+        self.scheduler.waiting.remove(rid)
+        self.stops.release(request.stop_set)
+
+    def _report(self, reported: Reported) -> None:
+        for rid in {end.rid for end in reported.finished}:
+            if self.requests[rid].left == 0:
+                del self.requests[rid]
+        cached, self.scheduler.newly_cached = self.scheduler.newly_cached, []
+        self._stats = self.stats()
+        self.ports.report(Progress(*reported, cached, self._stats))
+
+    def _report_if_changed(self) -> None:
+        if self.stats() != self._stats:
+            self._report(NOTHING)
+
+    def stats(self) -> Stats:
+        """Counters since the start, and gauges."""
+        rids = self.table.rid[self.table.state != State.FREE]
+        requests_running = len(np.unique(rids))
+        return Stats(
+            requests_running=requests_running,
+            requests_waiting=len(self.requests) - requests_running,
+            sequences_running=len(rids),
+            requests_finished=self.returns.requests_finished,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self.scheduler.cached_tokens,
+            computed_tokens=self.scheduler.computed_tokens,
+            output_tokens=self.returns.output_tokens,
+            discarded_tokens=self.returns.discarded_tokens,
+            preemptions=self.scheduler.preemptions,
+            pages_total=self.info.num_pages,
+            pages_used=self.paging.used,
+            pages_cached=self.paging.tree.evictable,
+            steps=self.scheduler.steps,
+            steps_in_flight=len(self.returns.in_flight),
+            group_rows=self.scheduler.group_rows,
+        )
+
+
+_I32, _F32 = np.empty(0, np.int32), np.empty(0, np.float32)
+NOTHING = Reported(np.empty(0, np.int64), _I32, _I32, _F32, _I32.reshape(0, 0), _F32.reshape(0, 0), [])

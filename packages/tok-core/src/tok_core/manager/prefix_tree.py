@@ -1,0 +1,286 @@
+"""PrefixTree: a path-compressed radix tree over whole pages of tokens, evicted in order of last use.
+
+The tree owns the pages in it. A lock on a node keeps the node and all above it; whoever holds pages of the tree
+holds a lock on the node that they end with. When a node is split, its id and its locks stay with the lower part,
+which ends where the whole did, so that what holders remember stays true.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.messages import EMPTY, Int32
+
+
+class Node:
+    """Some pages of one path, up to where the next path branches off or a holder's pages end.
+
+    id        small int, used anew when the node is gone
+    parent    None for the root alone
+    children  by the bytes of the first page's tokens
+    tokens    int32 [k · page_size]
+    pages     int32 [k]
+    depth     pages from the root, its own included
+    locks     locks on it and below
+    used      logical time of the last use of it or of anything below
+    queued    whether the eviction queue has an entry for it
+    """
+
+    __slots__ = ("children", "depth", "id", "locks", "pages", "parent", "queued", "tokens", "used")
+
+    def __init__(self, node_id: int, parent: Node | None, tokens: Int32, pages: Int32) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.tokens = tokens
+        self.pages = pages
+        self.depth: int = len(pages) + (parent.depth if parent else 0)
+        self.locks = 0
+        self.used = 0
+        self.queued = False
+
+
+class Match(NamedTuple):
+    """The longest cached prefix: the node it ends with, its pages int32 [k], its length in tokens."""
+
+    node: Node
+    pages: Int32
+    length: int
+
+
+class Insertion(NamedTuple):
+    """Where inserted pages stand now.
+
+    node        ends with the last of them
+    pages       the tree's page of each block, int32 [k]
+    duplicates  the caller's pages that the tree did not take because it had the block; still the caller's
+    """
+
+    node: Node
+    pages: Int32
+    duplicates: Int32
+
+
+class PrefixTree:
+    """Radix tree with pages of `page_size` tokens. Matching and inserting lock nothing; both count as use.
+
+    pages      pages held
+    evictable  pages of nodes without locks: all of them can be evicted
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = Node(0, None, EMPTY, EMPTY)
+        self.pages = 0
+        self.evictable = 0
+        self._nodes: list[Node | None] = [self.root]
+        self._free_ids: list[int] = []
+        self._clock = 0
+        # Unlocked leaves by time of last use: one entry a node at most, whose time may lag behind the node's.
+        # Times only grow, so an entry is a lower bound, and is put right when it comes to the top.
+        self._queue: list[tuple[int, int]] = []
+
+    def node(self, node_id: int) -> Node:
+        """The node that has `node_id` now."""
+        node = self._nodes[node_id]
+        assert node is not None, f"node {node_id} is gone"
+        return node
+
+    def match(self, tokens: Int32) -> Match:
+        """The longest prefix of `tokens`, int32 [n], that is cached in whole pages. Splits a node that it ends in."""
+        node, pages = self._descend(self.root, np.asarray(tokens, np.int32))
+        self._touch(node)
+        return Match(node, pages, len(pages) * self.page_size)
+
+    def lock(self, node: Node) -> None:
+        """Keeps `node` and all above it until `unlock`; locks are counted."""
+        at: Node | None = node
+        while at is not None:
+            if not at.locks:
+                self.evictable -= len(at.pages)
+            at.locks += 1
+            at = at.parent
+
+    def unlock(self, node: Node) -> None:
+        """Takes back one `lock` of `node`. Its holder had use of it until now."""
+        self._touch(node)
+        at: Node | None = node
+        while at is not None:
+            assert at.locks > 0, f"node {at.id} is unlocked more often than locked"
+            at.locks -= 1
+            if not at.locks:
+                self.evictable += len(at.pages)
+            at = at.parent
+        self._queue_if_evictable(node)
+
+    def insert(self, tokens: Int32, pages: Int32) -> Insertion:
+        """The tree takes over `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from the start on.
+
+        Blocks that the tree has already keep their page there; the caller's, where it is another, is a duplicate.
+        """
+        return self._insert_below(self.root, tokens, pages)
+
+    def extend(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
+        """Like `insert`, for tokens that follow on `node`, on which the caller has a lock.
+
+        A leaf that only the caller holds grows in place, so that a sequence's chunks make no chain of nodes.
+        """
+        if not len(pages) or node.parent is None or node.children or node.locks != 1:
+            return self._insert_below(node, tokens, pages)
+        assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
+        node.tokens = np.concatenate((node.tokens, tokens), dtype=np.int32)
+        node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
+        node.depth += len(pages)
+        self.pages += len(pages)
+        self._touch(node)
+        return Insertion(node, pages, EMPTY)
+
+    def evict(self, count: int) -> Int32:
+        """Gives up to `count` pages back to the caller, int32: those of the least recently used unlocked leaves.
+
+        A leaf loses its tail, and only as much of it as is needed; a node whose last child has gone is a leaf.
+        """
+        freed, left = [EMPTY], count
+        while left > 0 and self._queue:
+            used, node_id = self._queue[0]
+            node = self.node(node_id)
+            if node.locks or node.children:
+                heappop(self._queue)
+                node.queued = False
+            elif node.used != used:
+                heapreplace(self._queue, (node.used, node_id))
+            else:
+                freed.append(node.pages[-left:])
+                left -= len(freed[-1])
+                self._trim(node, len(freed[-1]))
+        return np.concatenate(freed)
+
+    def _descend(self, node: Node, tokens: Int32) -> tuple[Node, Int32]:
+        """The node below `node` where the cached part of `tokens` ends, and the pages down to there."""
+        size, at, pages = self.page_size, 0, [EMPTY]
+        whole = len(tokens) // size * size
+        while at < whole:
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None:
+                break
+            common = _common(child.tokens, tokens[at:whole]) // size
+            node = child if common == len(child.pages) else self._split(child, common)
+            pages.append(node.pages)
+            at += common * size
+        return node, np.concatenate(pages)
+
+    def _insert_below(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
+        assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
+        tokens = np.asarray(tokens, np.int32)
+        node, kept = self._descend(node, tokens)
+        known = len(kept)
+        duplicates = pages[:known][pages[:known] != kept]
+        if known < len(pages):
+            node = self._add(node, tokens[known * self.page_size :].copy(), pages[known:].copy())
+            self.pages += len(node.pages)
+            self.evictable += len(node.pages)
+        self._touch(node)
+        self._queue_if_evictable(node)
+        return Insertion(node, np.concatenate((kept, pages[known:])), duplicates)
+
+    def _add(self, parent: Node, tokens: Int32, pages: Int32) -> Node:
+        """A new node below `parent`."""
+        if not self._free_ids:
+            self._free_ids.append(len(self._nodes))
+            self._nodes.append(None)
+        node = Node(self._free_ids.pop(), parent, tokens, pages)
+        self._nodes[node.id] = node
+        parent.children[self._key(node)] = node
+        return node
+
+    def _split(self, lower: Node, count: int) -> Node:
+        """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
+        assert lower.parent is not None
+        cut = count * self.page_size
+        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy())
+        upper.locks, upper.used = lower.locks, lower.used
+        lower.parent = upper
+        lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
+        upper.children[self._key(lower)] = lower
+        return upper
+
+    def _trim(self, node: Node, count: int) -> None:
+        """Drops the last `count` pages of the leaf at the top of the queue, and the leaf with its last page."""
+        self.pages -= count
+        self.evictable -= count
+        left = len(node.pages) - count
+        if not left:
+            heappop(self._queue)
+            self._remove(node)
+            return
+        node.pages = _head(node.pages, left)
+        node.tokens = _head(node.tokens, left * self.page_size)
+        node.depth -= count
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[self._key(node)]
+        self._nodes[node.id] = None
+        self._free_ids.append(node.id)
+        self._queue_if_evictable(node.parent)
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            at.used = self._clock
+            at = at.parent
+
+    def _queue_if_evictable(self, node: Node) -> None:
+        if not (node.queued or node.locks or node.children or node.parent is None):
+            node.queued = True
+            heappush(self._queue, (node.used, node.id))
+
+    def _key(self, node: Node) -> bytes:
+        return node.tokens[: self.page_size].tobytes()
+
+    def check(self) -> None:
+        """Asserts every invariant; walks the whole tree."""
+        nodes, stack = [], [self.root]
+        while stack:
+            nodes.append(stack.pop())
+            self._check_node(nodes[-1])
+            stack += nodes[-1].children.values()
+        pages = np.concatenate([node.pages for node in nodes])
+        assert len(pages) == self.pages == len(np.unique(pages))
+        assert self.evictable == sum(len(node.pages) for node in nodes if not node.locks)
+        assert len(nodes) + len(self._free_ids) == len(self._nodes)
+        queued = [node_id for _, node_id in self._queue]
+        assert sorted(queued) == sorted(node.id for node in nodes if node.queued)
+        assert all(used <= self.node(node_id).used for used, node_id in self._queue)
+
+    def _check_node(self, node: Node) -> None:
+        assert self._nodes[node.id] is node
+        assert len(node.tokens) == len(node.pages) * self.page_size
+        assert node.locks >= sum(child.locks for child in node.children.values())
+        if node.parent is None:
+            assert node is self.root
+            assert node.depth == len(node.pages) == 0
+            return
+        assert len(node.pages)
+        assert node.depth == node.parent.depth + len(node.pages)
+        assert node.used <= node.parent.used
+        assert node.parent.children[self._key(node)] is node
+        assert node.queued or node.locks or node.children
+
+
+def _common(left: Int32, right: Int32) -> int:
+    """How many leading tokens agree; neither side is empty."""
+    length = min(len(left), len(right))
+    differ = left[:length] != right[:length]
+    first = int(differ.argmax())
+    return first if differ[first] else length
+
+
+def _head(array: Int32, count: int) -> Int32:
+    """The first `count` entries; what they are a view of is given up once it is more than twice as long."""
+    head = array[:count]
+    return head.copy() if head.base is not None and head.base.size > 2 * count else head

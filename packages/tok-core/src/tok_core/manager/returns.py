@@ -1,0 +1,120 @@
+"""Returns: what the tokens that come back from the worker mean for their sequences and requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.lengths import LengthModel
+from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, StopHit, StopSets
+from tok_core.messages import Finished, Int64, StepInput, StepOutput
+
+
+class Reported(NamedTuple):
+    """Tokens of one step that still belong to somebody, in columns, and the samples that they end."""
+
+    rid: np.ndarray
+    sample: np.ndarray
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    finished: list[Finished]
+
+
+class Returns:
+    """Takes StepOutputs in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
+
+    def __init__(self, table: SequenceTable, scheduler: Scheduler, stops: StopSets, lengths: LengthModel) -> None:
+        self.table = table
+        self.scheduler = scheduler
+        self.stops = stops
+        self.lengths = lengths
+        self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
+        self.output_tokens = 0
+        self.discarded_tokens = 0
+        self.requests_finished = 0
+
+    def expect(self, step: StepInput) -> None:
+        """The step was sent: remembers whose tokens it will return."""
+        slots = step.sample_slot
+        self.in_flight.append((step.step, slots, self.table.epoch[slots]))
+
+    def take(self, output: StepOutput) -> Reported:
+        """Stores the step's tokens, ends what they end, and returns what is to be reported."""
+        number, slots, epoch = self.in_flight.popleft()
+        assert number == output.step, f"step {output.step} returned where {number} was expected"
+        live = self.table.epoch[slots] == epoch
+        slots = slots[live].astype(np.int64)
+        token = output.token[live]
+        self.output_tokens += len(slots)
+        self.discarded_tokens += len(live) - len(slots)
+        self.table.tokens[slots, self.table.known[slots]] = token
+        self.table.known[slots] += 1
+        rid, sample = self.table.rid[slots], self.table.sample[slots]
+        finished = self._finish(slots, token)
+        self._requeue(slots)
+        return Reported(
+            rid,
+            sample,
+            token,
+            output.logprob[live],
+            output.top_token[live],
+            output.top_logprob[live],
+            finished,
+        )
+
+    def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
+        """Ends the sequences among `slots` that their new token ends."""
+        table = self.table
+        kind = self.stops.classify(table.stop_set[slots], token)
+        kind = np.where(table.known[slots] > table.min_total[slots], kind, 0)
+        ended = (kind & (END | STOP_ID)) != 0
+        at_limit = table.known[slots] >= table.limit[slots]
+        finished = []
+        for i in np.flatnonzero(ended | at_limit | ((kind & MAYBE_STRING) != 0)):
+            slot = int(slots[i])
+            # A stop string that ends with an end token still has to be cut from the text.
+            hit = self._find_string(slot) if kind[i] & MAYBE_STRING else None
+            if hit is not None:
+                finished.append(self._end(slot, "stop", hit.stop, hit.cut))
+            elif ended[i]:
+                finished.append(self._end(slot, "stop", None if kind[i] & END else int(token[i])))
+            elif at_limit[i]:
+                finished.append(self._end(slot, "length"))
+        self._observe(finished)
+        return finished
+
+    def _find_string(self, slot: int) -> StopHit | None:
+        table = self.table
+        generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
+        return self.stops.find(int(table.stop_set[slot]), generated)
+
+    def _end(self, slot: int, reason: str, stop: int | str | None = None, cut: int | None = None) -> Finished:
+        table = self.table
+        request = table.requests[slot]
+        assert request is not None
+        tokens = int(table.known[slot] - table.prompt_len[slot])
+        finished = Finished(request.rid, int(table.sample[slot]), reason, tokens, stop, cut)
+        self.scheduler.release(slot)
+        request.left -= 1
+        if request.left == 0:
+            self.stops.release(request.stop_set)
+            self.requests_finished += 1
+        return finished
+
+    def _observe(self, finished: list[Finished]) -> None:
+        if finished:
+            lengths = np.array([end.tokens for end in finished], np.int64)
+            self.lengths.observe(lengths, np.array([end.reason == "length" for end in finished]))
+
+    def _requeue(self, slots: Int64) -> None:
+        """Preempted sequences whose last scheduled token is back wait for a slot again."""
+        table = self.table
+        back = slots[(table.state[slots] == State.PREEMPTED) & (table.known[slots] > table.length[slots])]
+        for slot in back:
+            self.scheduler.requeue(int(slot))

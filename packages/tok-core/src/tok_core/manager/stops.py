@@ -1,0 +1,162 @@
+"""StopSets: what ends a sample, as one row of flags a distinct set, looked up for a whole step at once.
+
+Legend: V vocabulary, S rows of the mask matrix, n tokens of a step.
+
+Whether a token may complete a stop string is known beforehand (`EndingIndex`), so only samples whose new
+token is flagged are searched, and only at their end. Stop strings are searched in the bytes of the pieces of
+all generated tokens, special tokens' content included.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tok_core.errors import InvalidField
+from tok_core.sampling import SamplingParams
+from tok_core.text.endings import EndingIndex
+
+Int32s = npt.NDArray[np.int32]
+
+END = 1  # one of the model's own end ids
+STOP_ID = 2  # one of the request's stop_token_ids
+MAYBE_STRING = 4  # may complete one of the request's stop strings: ask `find`
+
+CACHED_STRINGS = 256
+
+
+class StopHit(msgspec.Struct, frozen=True):
+    """A stop string that was completed.
+
+    token_count  tokens of the sample, the completing one included
+    cut          bytes of the pieces of all these tokens that lie before the stop string
+    """
+
+    stop: str
+    token_count: int
+    cut: int
+
+
+class _StopSet(msgspec.Struct, frozen=True):
+    ignore_eos: bool
+    token_ids: frozenset[int]
+    strings: frozenset[str]
+
+
+class StopSets:
+    """Interns sets of what ends a sample; equal ones share an id, which is a row of the mask matrix.
+
+    vocab_size  V: token ids the model can make
+    eos_ids     the model's own end ids; those from V on cannot be made and are left out
+    pieces      bytes of each token id, missing ones taken as empty; None without a tokenizer
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: Sequence[int], pieces: Sequence[bytes] | None) -> None:
+        self._vocab_size = vocab_size
+        self._eos_ids = [token for token in eos_ids if token < vocab_size]
+        self._pieces = None if pieces is None else list(pieces[:vocab_size])
+        self._index = EndingIndex(self._pieces or [])
+        self._completing: OrderedDict[str, npt.NDArray[np.int64]] = OrderedDict()
+        self._masks = np.zeros((4, vocab_size), np.uint8)
+        self._free = list(range(len(self._masks)))[::-1]
+        self._ids: dict[_StopSet, int] = {}
+        self._sets: dict[int, _StopSet] = {}
+        self._stops: dict[int, list[bytes]] = {}
+        self._users: dict[int, int] = {}
+
+    def acquire(self, params: SamplingParams) -> int:
+        """Id of what ends a sample of `params`; hand it back by `release`, once each time.
+
+        Errors: InvalidField for stop strings without a tokenizer or that are no Unicode, and for
+        stop_token_ids outside of the vocabulary; nothing is acquired then.
+        """
+        key = _StopSet(params.ignore_eos, frozenset(params.stop_token_ids), frozenset(params.stop))
+        if key not in self._ids:
+            self._check(params)
+            self._add(key)
+        set_id = self._ids[key]
+        self._users[set_id] += 1
+        return set_id
+
+    def release(self, set_id: int) -> None:
+        """One user of `set_id` less; its row is used anew when there are none."""
+        self._users[set_id] -= 1
+        if self._users[set_id] == 0:
+            del self._ids[self._sets.pop(set_id)], self._stops[set_id], self._users[set_id]
+            self._free.append(set_id)
+
+    def classify(self, set_ids: Int32s, tokens: Int32s) -> npt.NDArray[np.uint8]:
+        """Flags uint8 [n] of each row's new token under its set: END, STOP_ID and MAYBE_STRING, or 0."""
+        places = set_ids.astype(np.int64) * self._vocab_size + tokens
+        return self._masks.reshape(-1).take(places)
+
+    def find(self, set_id: int, tokens: Int32s) -> StopHit | None:
+        """The stop string of `set_id` that the last of `tokens` completes; `tokens` are all of the sample.
+
+        Of several, the one that ends first; of those that end at the same byte, the longest.
+        """
+        head, last = tokens[:-1], self._piece(int(tokens[-1]))
+        for end in range(1, len(last) + 1):
+            for stop in self._stops[set_id]:
+                if self._completes(stop, head, last[:end]):
+                    before = sum(map(len, map(self._piece, head.tolist())))
+                    return StopHit(stop.decode(), len(tokens), before + end - len(stop))
+        return None
+
+    def _completes(self, stop: bytes, head: Int32s, last: bytes) -> bool:
+        """Whether the pieces of `head` and `last` together end with `stop`; compared from the end."""
+        left = len(stop)
+        at = len(head)
+        piece = last
+        while len(piece) < left:
+            if not stop.endswith(piece, 0, left):
+                return False
+            left -= len(piece)
+            at -= 1
+            if at < 0:
+                return False
+            piece = self._piece(int(head[at]))
+        return piece.endswith(stop[:left])
+
+    def _piece(self, token: int) -> bytes:
+        pieces = self._pieces or ()
+        return pieces[token] if token < len(pieces) else b""
+
+    def _check(self, params: SamplingParams) -> None:
+        for token in params.stop_token_ids:
+            if token >= self._vocab_size:
+                raise InvalidField("stop_token_ids", token, f"ids from 0 to {self._vocab_size - 1}")
+        if params.stop and self._pieces is None:
+            raise InvalidField("stop", params.stop, "none: the model has no tokenizer, so no text to search")
+        for stop in params.stop:
+            if any("\ud800" <= char <= "\udfff" for char in stop):
+                raise InvalidField("stop", stop, "strings that are valid Unicode (no lone surrogates)")
+
+    def _add(self, key: _StopSet) -> None:
+        if not self._free:
+            self._free = list(range(2 * len(self._masks) - 1, len(self._masks) - 1, -1))
+            self._masks = np.concatenate([self._masks, np.zeros_like(self._masks)])
+        set_id = self._free.pop()
+        row = self._masks[set_id]
+        row[:] = 0
+        if not key.ignore_eos:
+            row[self._eos_ids] |= END
+        row[list(key.token_ids)] |= STOP_ID
+        for stop in key.strings:
+            row[self._completing_ids(stop)] |= MAYBE_STRING
+        self._ids[key] = set_id
+        self._sets[set_id] = key
+        self._stops[set_id] = sorted((stop.encode() for stop in key.strings), key=len, reverse=True)
+        self._users[set_id] = 0
+
+    def _completing_ids(self, stop: str) -> npt.NDArray[np.int64]:
+        if stop not in self._completing:
+            self._completing[stop] = self._index.completing(stop.encode())
+            if len(self._completing) > CACHED_STRINGS:
+                self._completing.popitem(last=False)
+        self._completing.move_to_end(stop)
+        return self._completing[stop]

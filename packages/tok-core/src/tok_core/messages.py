@@ -1,0 +1,240 @@
+"""All that crosses a process boundary, and how it is written: msgpack with arrays as raw bytes.
+
+    engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
+
+Arrays of a StepInput are int32 unless said otherwise. Legend: B sequences of the step (decode rows first, then prefill
+chunks), R rows that sample, G prefix groups, N tokens reported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.config import EngineConfig
+from tok_core.sampling import SamplingParams
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+class Submit(msgspec.Struct, tag=True):
+    """A new request. `rid` is the engine's number for it; `params.seed` is set."""
+
+    rid: int
+    prompt: np.ndarray
+    params: SamplingParams
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """The request `rid` is not wanted any more; one already ended is ignored."""
+
+    rid: int
+
+
+class NewSlots(msgspec.Struct):
+    """Slots given to new sequences: one entry of every array a slot.
+
+    `length`: positions already in the cache. `seed` int64; the floats are float32. `bias_*` are ragged, a slot's
+    entries together: the logit of `bias_token[i]` gains `bias_value[i]` at drawn positions below `bias_until[i]`.
+    """
+
+    slot: np.ndarray
+    length: np.ndarray
+    prompt_len: np.ndarray
+    seed: np.ndarray
+    sample: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+    repetition: np.ndarray
+    bias_slot: np.ndarray
+    bias_token: np.ndarray
+    bias_value: np.ndarray
+    bias_until: np.ndarray
+
+
+class StepInput(msgspec.Struct):
+    """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
+
+    1. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
+    2. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
+       `prefill_start` on. Group `g` is `group_count[g]` decode rows from `group_start[g]` on, sharing the positions
+       `[0, group_kv_end[g])` as found through the page table of `group_slot[g]`.
+    3. Pages `copy_src` are copied to `copy_dst`.
+    4. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
+       `sample_slot` (several slots may draw from one row: that is a fork).
+
+    `filter_row`, `penalty_row`, `bias_row`: which of the R rows ask for these. `max_kv`: longest sequence after it.
+    """
+
+    step: int
+    new: NewSlots | None
+    page_slot: np.ndarray
+    page_index: np.ndarray
+    page_id: np.ndarray
+    decode_slot: np.ndarray
+    group_start: np.ndarray
+    group_count: np.ndarray
+    group_slot: np.ndarray
+    group_kv_end: np.ndarray
+    prefill_slot: np.ndarray
+    prefill_start: np.ndarray
+    prefill_count: np.ndarray
+    prefill_token: np.ndarray
+    copy_src: np.ndarray
+    copy_dst: np.ndarray
+    sample_row: np.ndarray
+    sample_slot: np.ndarray
+    filter_row: np.ndarray
+    penalty_row: np.ndarray
+    bias_row: np.ndarray
+    top_logprobs: int
+    all_greedy: bool
+    max_kv: int
+
+
+class StepOutput(msgspec.Struct, tag=True):
+    """The tokens of one step, in the order of its R rows: int32, float32, and `[R, top_logprobs]` of each."""
+
+    step: int
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    seconds: float
+
+
+class EngineInfo(msgspec.Struct, tag=True, frozen=True):
+    """What a worker found out at its start: the model's and the cache's sizes and every `auto` resolved."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    max_running: int
+    max_step_tokens: int
+    device: str
+    dtype: str
+    backend: str
+    model_id: str = ""
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Positions the KV cache holds."""
+        return self.num_pages * self.page_size
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A process cannot start or go on. `arguments` are those of the exception class `kind`."""
+
+    kind: str
+    arguments: tuple[str, ...]
+
+
+class Finished(msgspec.Struct, array_like=True):
+    """A sample has ended after the tokens reported so far.
+
+    `tokens`: how many tokens it has. `cut`: with a stop string, the bytes of its pieces before the string begins.
+    """
+
+    rid: int
+    sample: int
+    reason: str
+    tokens: int
+    stop: int | str | None = None
+    cut: int | None = None
+
+
+class Stats(msgspec.Struct):
+    """Counters since the start, and gauges, of one manager."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    sequences_running: int = 0
+    requests_finished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    discarded_tokens: int = 0
+    preemptions: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    steps: int = 0
+    steps_in_flight: int = 0
+    group_rows: int = 0
+
+
+class Progress(msgspec.Struct, tag=True):
+    """What happened since the last report: N tokens in columns, and the rare events as lists.
+
+    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`; `cached` is
+    `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was admitted.
+    """
+
+    rid: np.ndarray
+    sample: np.ndarray
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    finished: list[Finished]
+    cached: list[tuple[int, int]]
+    stats: Stats
+
+
+class Launch(msgspec.Struct):
+    """What a child process is told: its role and the addresses it talks through."""
+
+    role: str
+    config: EngineConfig
+    requests: str
+    reports: str
+    steps: str
+    outputs: str
+
+
+ToManager = Submit | Cancel
+ToEngine = Progress | EngineInfo | Failed
+FromWorker = StepOutput | EngineInfo
+
+
+def _enc(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    raise TypeError(f"cannot send {type(value).__name__}")
+
+
+def _dec(kind: type, value: Any) -> object:
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    raise TypeError(f"cannot receive {kind.__name__}")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as bytes."""
+    return msgspec.msgpack.encode(message, enc_hook=_enc)
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of one message type or a union of tagged ones; arrays come back read-only."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_dec)
+
+
+def array(values: object, dtype: type = np.int32) -> np.ndarray:
+    """A one-dimensional array of `dtype`, whatever `values` is a sequence of."""
+    return np.asarray(values, dtype=dtype)
+
+
+EMPTY: Int32 = np.empty(0, np.int32)

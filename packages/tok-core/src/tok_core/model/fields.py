@@ -1,0 +1,97 @@
+"""Reads typed values out of a model's JSON files; a missing or wrong one is an error naming file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tok_core.errors import ModelError
+
+
+class Fields:
+    """The values of one JSON object. A key set to null counts as absent: transformers writes so.
+
+    `origin` says in errors where the object stands ("…/config.json", "…/config.json: rope_parameters").
+    """
+
+    def __init__(self, origin: str, values: Mapping[str, object]) -> None:
+        self.origin = origin
+        self.values = {key: value for key, value in values.items() if value is not None}
+
+    @classmethod
+    def of_file(cls, path: Path) -> Fields:
+        """The object in the JSON file at `path`. Raises ModelError if there is none."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{path}: holds a {type(values).__name__}; expected a JSON object")
+        return cls(str(path), values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`. Without a default the key must be there."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, value, f"an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number. Without a default the key must be there."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.wrong(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """A boolean, false when absent."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string. Without a default the key must be there."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "a string")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings, empty when absent."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, value, "a list of strings")
+        return value
+
+    def section(self, key: str) -> Fields | None:
+        """The object under `key`, None when absent."""
+        if key not in self.values:
+            return None
+        value = self.values[key]
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "a JSON object")
+        return Fields(f"{self.origin}: {key}", value)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them, empty when absent; each inside the vocabulary."""
+        value = self.values.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        for item in ids:
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
+                raise self.wrong(key, value, f"token ids from 0 to {vocab_size - 1}, one or a list")
+        return tuple(dict.fromkeys(ids))
+
+    def wrong(self, key: str, value: object, allowed: str) -> ModelError:
+        """The error for a value that is not allowed."""
+        return ModelError(f"{self.origin}: {key} is {value!r}; allowed: {allowed}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.values.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.origin}: {key} is missing")
+        return value

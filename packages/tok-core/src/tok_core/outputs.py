@@ -1,0 +1,61 @@
+"""What the engine returns: deltas while a request runs, and the whole output once it has ended."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One token's log-probability under the model's own distribution, and the `top` most likely `(id, logprob)`."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one sample gained. `text` never holds half a character, nor what may yet turn out to be a stop string.
+
+    `finish_reason` is set on the last delta of the sample: "stop" (end id, stop id or stop string, named by
+    `stop_reason`; None for the model's own end id), "length" or "abort".
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(msgspec.Struct):
+    """One finished sample. `token_ids` include the end id; `text` does not show it."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class Timings(msgspec.Struct):
+    """Seconds on the monotonic clock: submitted, first token received, finished."""
+
+    submitted: float
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class RequestOutput(msgspec.Struct):
+    """One finished request; `outputs` in order of index. `cached_tokens`: prompt tokens found in the cache."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    cached_tokens: int
+    timings: Timings

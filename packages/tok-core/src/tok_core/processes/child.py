@@ -1,0 +1,79 @@
+"""A child process of an engine: reads its Launch from standard input, then is a manager or a worker.
+
+Standard input is also the lifeline: it ends when the parent ends, however that came about, and so does the child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+from typing import BinaryIO
+
+import zmq
+
+from tok_core.errors import to_wire
+from tok_core.messages import Failed, Launch, decoder, encode
+from tok_core.processes.sockets import Sender
+
+LENGTH = struct.Struct("<I")
+ORPHANED = 70  # exit status of a child whose parent is gone
+
+
+def write_launch(stream: BinaryIO, launch: Launch) -> None:
+    """The parent's side: tells a child what to be. The stream stays open for as long as the child shall live."""
+    data = encode(launch)
+    stream.write(LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read_launch(stream: BinaryIO) -> Launch:
+    """The child's side."""
+    (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+    launch: Launch = decoder(Launch).decode(stream.read(length))
+    return launch
+
+
+def main() -> int:
+    """Runs until the lifeline ends, or fails and says why."""
+    # Signals of a terminal or a service manager reach the whole group: the parent drains, then ends its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch = read_launch(sys.stdin.buffer)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {launch.role}: %(message)s")
+    threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        _run(context, launch)
+    except Exception as error:
+        logging.getLogger(__name__).error("%s failed", launch.role, exc_info=error)
+        reports = Sender(context, launch.reports)
+        reports.send(Failed(*to_wire(error)))
+        reports.close(linger=2)
+        context.destroy(linger=2000)
+    return 1
+
+
+def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+    """Imports late: the manager process never loads torch, and the lifeline is watched during slow imports."""
+    if launch.role == "worker":
+        from tok_core.processes.worker import run_worker
+
+        run_worker(context, launch)
+    else:
+        from tok_core.processes.manager import run_manager
+
+        run_manager(context, launch)
+
+
+def _watch_lifeline() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""LocalPorts: manager and worker in one process, each step carried out when it is sent."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tok_core.messages import Progress, StepInput, StepOutput, ToManager
+
+if TYPE_CHECKING:
+    from tok_core.worker.runner import Launched, Runner
+
+
+class LocalPorts:
+    """Ports of a manager that calls its worker. Outputs come back as late as from a worker process.
+
+    A step's tokens are handed over only when `run_ahead` steps are queued or nothing is left to schedule, so that
+    scheduling ahead of returned values is the same here as between processes.
+    """
+
+    def __init__(self, runner: Runner, run_ahead: int, report: Callable[[Progress], None]) -> None:
+        self._runner = runner
+        self._run_ahead = run_ahead
+        self._report = report
+        self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
+        self._arrived: list[ToManager] = []
+        self._launched: deque[Launched] = deque()
+        self._idle = False
+        self._closed = False
+
+    def submit(self, message: ToManager) -> None:
+        """From any thread: a request or a cancellation."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """From any thread: makes the manager's loop end with Closed."""
+        self._inbox.put(None)
+
+    def requests(self) -> list[ToManager]:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def outputs(self) -> list[StepOutput]:
+        if self._launched and (self._idle or len(self._launched) >= self._run_ahead):
+            self._idle = False
+            return [self._launched.popleft().output()]
+        return []
+
+    def send(self, step: StepInput) -> None:
+        self._launched.append(self._runner.launch(step))
+
+    def report(self, progress: Progress) -> None:
+        self._report(progress)
+
+    def wait(self, seconds: float) -> None:
+        if self._launched:
+            self._idle = True
+            return
+        with suppress(queue.Empty):
+            self._receive(self._inbox.get(timeout=seconds))
+
+    def _receive(self, message: ToManager | None) -> None:
+        if message is None:
+            raise Closed
+        self._arrived.append(message)
+
+
+class Closed(Exception):
+    """The ports were closed: the manager's loop is to end."""

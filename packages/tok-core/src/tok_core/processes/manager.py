@@ -1,0 +1,76 @@
+"""The manager process: one single-threaded loop between the engine's sockets and the worker's."""
+
+from __future__ import annotations
+
+import zmq
+
+from tok_core.errors import ModelError
+from tok_core.manager.loop import Manager
+from tok_core.messages import (
+    EngineInfo,
+    FromWorker,
+    Launch,
+    Progress,
+    StepInput,
+    StepOutput,
+    ToManager,
+)
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.text.tokenizer import Tokenizer
+
+
+class SocketPorts:
+    """The manager's Ports over sockets."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+        self._requests: Receiver[ToManager] = Receiver(context, launch.requests, ToManager)
+        self._outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
+        self._steps = Sender(context, launch.steps)
+        self._reports = Sender(context, launch.reports)
+        self._poller = zmq.Poller()
+        self._poller.register(self._requests.socket, zmq.POLLIN)
+        self._poller.register(self._outputs.socket, zmq.POLLIN)
+
+    def await_worker(self) -> EngineInfo:
+        """The worker's first message: it is ready."""
+        info = self._outputs.wait(None)
+        assert isinstance(info, EngineInfo)
+        return info
+
+    def announce(self, info: EngineInfo) -> None:
+        """Tells the engine that requests are welcome."""
+        self._reports.send(info)
+
+    def requests(self) -> list[ToManager]:
+        return self._requests.all()
+
+    def outputs(self) -> list[StepOutput]:
+        outputs = self._outputs.all()
+        return [output for output in outputs if isinstance(output, StepOutput)]
+
+    def send(self, step: StepInput) -> None:
+        self._steps.send(step)
+
+    def report(self, progress: Progress) -> None:
+        self._reports.send(progress)
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(int(seconds * 1000))
+
+
+def load_pieces(model: str) -> list[bytes] | None:
+    """What each token id stands for, to find stop strings; None for a model without a usable tokenizer."""
+    try:
+        return Tokenizer.load(model).pieces
+    except ModelError:
+        return None
+
+
+def run_manager(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+    """Never returns."""
+    ports = SocketPorts(context, launch)
+    pieces = load_pieces(launch.config.model)
+    info = ports.await_worker()
+    manager = Manager(launch.config, info, ports, pieces)
+    ports.announce(info)
+    manager.run()

@@ -1,0 +1,175 @@
+"""Replica: one manager and its worker, started, watched and ended together — as processes, or as one thread."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import to_wire
+from tok_core.messages import Cancel, Failed, Launch, Submit, ToEngine
+from tok_core.processes.child import write_launch
+from tok_core.processes.local import Closed, LocalPorts
+from tok_core.processes.sockets import Receiver, Sender
+
+if TYPE_CHECKING:
+    from tok_core.manager.loop import Manager
+
+Report = Callable[[ToEngine], None]
+Death = Callable[["Replica", str], None]
+
+
+class Replica(Protocol):
+    """What an engine needs of a replica. Reports and the death come on a thread of the replica's own."""
+
+    def start(self) -> None:
+        """Begins; an EngineInfo is reported once it is ready."""
+        ...
+
+    def send(self, message: Submit | Cancel) -> None:
+        """From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Ends it and waits for that; no death is reported."""
+        ...
+
+
+class ThreadReplica:
+    """Manager and worker in a thread of this process."""
+
+    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
+        self._config = config
+        self._report = report
+        self._death = death
+        self._ports: LocalPorts | None = None
+        self.manager: Manager | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: Submit | Cancel) -> None:
+        assert self._ports is not None
+        self._ports.submit(message)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._ports is not None:
+            self._ports.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Closed:
+            pass
+        except Exception as error:
+            self._report(Failed(*to_wire(error)))
+            self._death(self, f"{type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
+        from tok_core.manager.loop import Manager
+        from tok_core.processes.manager import load_pieces
+        from tok_core.worker.setup import set_up
+
+        runner, info = set_up(self._config)
+        self._ports = ports = LocalPorts(runner, self._config.run_ahead, self._report)
+        if self._closed.is_set():
+            return
+        self.manager = Manager(self._config, info, ports, load_pieces(self._config.model))
+        self._report(info)
+        self.manager.run()
+
+
+class ProcessReplica:
+    """Manager and worker as child processes. When one ends, the other is ended and the death reported once."""
+
+    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
+        self._config = config
+        self._report = report
+        self._death = death
+        self._directory = tempfile.mkdtemp(prefix="tok-")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._lock = threading.Lock()
+        self._ending = False
+        self._read_on = True
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self._reports: Receiver[ToEngine] = Receiver(self._context, self._address("reports"), ToEngine)
+        self._requests = Sender(self._context, self._address("requests"))
+        self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
+
+    def start(self) -> None:
+        self._reader.start()
+        with self._lock:
+            for role in ("worker", "manager"):
+                self.children[role] = self._spawn(role)
+        for role in self.children:
+            threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
+
+    def send(self, message: Submit | Cancel) -> None:
+        with self._lock:
+            if not self._ending:
+                self._requests.send(message)
+
+    def close(self) -> None:
+        if self._begin_end():
+            self._end()
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory}/{name}"
+
+    def _spawn(self, role: str) -> subprocess.Popen[bytes]:
+        # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.processes.child import main; sys.exit(main())"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        assert child.stdin is not None
+        names = ("requests", "reports", "steps", "outputs")
+        write_launch(child.stdin, Launch(role, self._config, *(self._address(name) for name in names)))  # type: ignore[arg-type]
+        return child
+
+    def _read(self) -> None:
+        while self._read_on:
+            message = self._reports.wait(0.1)
+            if message is not None:
+                self._report(message)
+
+    def _watch(self, role: str) -> None:
+        status = self.children[role].wait()
+        if not self._begin_end():
+            return
+        reason = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        self._end()
+        self._death(self, f"the {role} process was {reason}" if status < 0 else f"the {role} process {reason}")
+
+    def _begin_end(self) -> bool:
+        """Whether the caller is the one to end the replica."""
+        with self._lock:
+            first, self._ending = not self._ending, True
+            return first
+
+    def _end(self) -> None:
+        for child in self.children.values():
+            child.kill()
+        for child in self.children.values():
+            child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+        self._read_on = False
+        if self._reader.is_alive():
+            self._reader.join()
+        for message in self._reports.all():  # what a dying process had to say
+            self._report(message)
+        self._reports.close()
+        self._requests.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""Detokeniser: one sample's text while its tokens arrive, each character once and none too early.
+
+Positions are bytes of the pieces of *all* generated tokens, special ones included, counted from the first: in
+these bytes stop strings are found. What is shown are the bytes of the tokens that are not special. Bytes go
+through three stations: those that may yet belong to a stop string wait in `_tail`; released, they pass an
+incremental UTF-8 decoder, which holds an unfinished character back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tok_core.text.tokenizer import Tokenizer
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokeniser:
+    """Text of one sample, incrementally.
+
+    The text continues the prompt: the leading space of a first sentencepiece-like token is shown. An end
+    token that is not special, but shall not be shown, is not pushed.
+
+    stops   stop strings of the request; a tail that may be the beginning of one, and one that the last pushed
+            token completed, are withheld: further tokens or `finish` tell whether they are text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = _UTF8("replace")
+        self._watches = [_Watch(stop.encode()) for stop in stops]
+        self._tail: deque[tuple[bytes, bytes]] = deque()  # piece, and what is visible of it: all or nothing
+        self._released = 0
+        self._seen = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """What can be shown now that `ids` follow; cost does not depend on what was pushed before."""
+        visible = self._tokenizer.pieces_of(ids, skip_special_tokens=True)
+        if not self._watches:
+            return self._utf8.decode(b"".join(visible))
+        for piece, shown in zip(self._tokenizer.pieces_of(ids), visible, strict=True):
+            self._seen += len(piece)
+            self._tail.append((piece, shown))
+            for watch in self._watches:
+                watch.feed(piece)
+        return self._utf8.decode(self._release(self._seen - max(watch.held for watch in self._watches)))
+
+    def finish(self, keep_bytes: int | None = None) -> str:
+        """The rest. `keep_bytes`: position where the stop string that ended the sample starts, None without.
+
+        Errors: ValueError if text from there on has been shown: the stop string was not among `stops`.
+        """
+        if keep_bytes is not None and not self._watches:
+            raise ValueError(f"keep_bytes is {keep_bytes}, but there are no stop strings: all is shown")
+        end = self._seen if keep_bytes is None else keep_bytes
+        if not self._released <= end <= self._seen:
+            raise ValueError(f"keep_bytes is {end}; withheld are {self._released} to {self._seen}")
+        text = self._utf8.decode(self._release(end), final=True)
+        self._tail.clear()
+        return text
+
+    def _release(self, end: int) -> bytes:
+        """Takes the bytes before position `end` off the tail; what of them is visible."""
+        parts = []
+        while self._tail and self._released < end:
+            piece, shown = self._tail.popleft()
+            count = min(len(piece), end - self._released)
+            parts.append(shown[:count])
+            if count < len(piece):
+                self._tail.appendleft((piece[count:], shown[count:]))
+            self._released += count
+        return b"".join(parts)
+
+
+class _Watch:
+    """How many of the last bytes may belong to one stop string (Knuth, Morris and Pratt 1977)."""
+
+    __slots__ = ("_borders", "_state", "_stop", "held")
+
+    def __init__(self, stop: bytes) -> None:
+        self._stop = stop
+        self._borders = _borders(stop)
+        self._state = 0
+        self.held = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Then `held` is the longest suffix that begins the stop string or begins with one ended here."""
+        stop, borders, state = self._stop, self._borders, self._state
+        held = 0
+        at = 0
+        while at < len(piece):
+            if state == 0:
+                at = piece.find(stop[:1], at)
+                if at < 0:
+                    break
+            while state and stop[state] != piece[at]:
+                state = borders[state]
+            state += stop[state] == piece[at]
+            at += 1
+            if state == len(stop):
+                held = max(held, state + len(piece) - at)
+                state = borders[state]
+        self._state = state
+        self.held = max(held, state)
+
+
+@lru_cache(maxsize=128)
+def _borders(stop: bytes) -> list[int]:
+    """By length of a prefix of `stop`: the length of its longest border (proper prefix that is a suffix)."""
+    borders = [0, 0]
+    for byte in stop[1:]:
+        state = borders[-1]
+        while state and stop[state] != byte:
+            state = borders[state]
+        borders.append(state + (stop[state] == byte))
+    return borders

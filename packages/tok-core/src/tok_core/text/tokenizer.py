@@ -1,0 +1,140 @@
+"""Tokenizer: text to token ids and back, where the text of ids is the concatenation of their pieces.
+
+Encoding is the `tokenizers` library's. Decoding joins pieces (`tok_core.text.pieces`), so that a whole text,
+a streamed one and the search for stop strings all see the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import tokenizers
+
+from tok_core.errors import InvalidField, ModelError
+from tok_core.text.files import CONFIG, read_json, special_tokens
+from tok_core.text.pieces import PieceDecoder, piece_decoder
+
+
+class _Layout(msgspec.Struct):
+    decoder: dict[str, object] | None = None
+
+
+class Tokenizer:
+    """The tokenizer of a model directory; made by `load`.
+
+    vocab_size   greatest id plus one, added tokens included
+    pieces       bytes of each id, special tokens' content included; b"" for ids without a token
+    special_ids  ids that `decode` and `Detokeniser` do not show
+    bos_id       id that begins a text, None where the model has none
+    eos_ids      ids of the tokenizer's own end token: at most one; the model's configuration may name more
+    """
+
+    def __init__(self, encoder: tokenizers.Tokenizer, decoder: PieceDecoder, roles: dict[str, str]) -> None:
+        self._encoder = encoder
+        self._decoder = decoder
+        added = encoder.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.pieces = _pieces(encoder.get_vocab(with_added_tokens=True), decoder, self.special_ids)
+        self.vocab_size = len(self.pieces)
+        self._visible = [b"" if i in self.special_ids else piece for i, piece in enumerate(self.pieces)]
+        self.bos_id = _role_id(encoder, roles, "bos_token")
+        eos_id = _role_id(encoder, roles, "eos_token")
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """From a directory with tokenizer.json. Errors: ModelError saying what is missing or unsupported."""
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(f"{directory} has no tokenizer.json: text cannot be encoded, only token ids served")
+        decoder = piece_decoder(_read_layout(file).decoder)
+        roles = special_tokens(directory)
+        return cls(_read_encoder(file, roles), decoder, roles)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Errors: InvalidField("text") for lone surrogates."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, in parallel and without holding the interpreter lock."""
+        for text in texts:
+            if not _encodable(text):
+                raise InvalidField("text", text, "strings that are valid Unicode (no lone surrogates)")
+        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids` as a text of its own; bytes that are no UTF-8 become U+FFFD."""
+        return self._decoder.join(self.pieces_of(ids, skip_special_tokens)).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        """Bytes that `token` contributes; b"" for an id outside of the vocabulary."""
+        return self.pieces[token] if 0 <= token < self.vocab_size else b""
+
+    def pieces_of(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[bytes]:
+        """Bytes that each of `ids` contributes; with `skip_special_tokens`, b"" for special ones."""
+        pieces = self._visible if skip_special_tokens else self.pieces
+        size = self.vocab_size
+        return [pieces[token] if 0 <= token < size else b"" for token in ids]
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_layout(file: Path) -> _Layout:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Layout)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _read_encoder(file: Path, roles: dict[str, str]) -> tokenizers.Tokenizer:
+    try:
+        encoder = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    encoder.no_truncation()
+    encoder.no_padding()
+    _add_configured(encoder, file.parent)
+    known = [content for content in roles.values() if encoder.token_to_id(content) is not None]
+    # Tokens with a role are special even where tokenizer.json does not list them as added.
+    encoder.add_special_tokens(known)
+    return encoder
+
+
+def _add_configured(encoder: tokenizers.Tokenizer, directory: Path) -> None:
+    """Tokens that only tokenizer_config.json knows, in order of id, as older repositories have them."""
+    entries = read_json(directory, CONFIG).get("added_tokens_decoder")
+    if not isinstance(entries, dict):
+        return
+    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
+        if encoder.token_to_id(entry["content"]) is not None:
+            continue
+        encoder.add_tokens([tokenizers.AddedToken(**entry)])
+        if encoder.token_to_id(entry["content"]) != int(key):
+            raise ModelError(f"{directory / CONFIG}: token {entry['content']!r} cannot be given id {key}")
+
+
+def _pieces(vocabulary: dict[str, int], decoder: PieceDecoder, special: frozenset[int]) -> list[bytes]:
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, index in vocabulary.items():
+        pieces[index] = token.encode() if index in special else decoder.to_bytes(token)
+    return pieces
+
+
+def _role_id(encoder: tokenizers.Tokenizer, roles: dict[str, str], role: str) -> int | None:
+    if role not in roles:
+        return None
+    found = encoder.token_to_id(roles[role])
+    if found is None:
+        raise ModelError(f"{CONFIG}: {role} {roles[role]!r} is not in the vocabulary of tokenizer.json")
+    return found

@@ -1,0 +1,266 @@
+"""Engine and AsyncEngine as those who embed them see it: what may be asked, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.tiny_models import make_model
+
+from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, InvalidField, SamplingParams
+
+EOS = (321, 322)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("api") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Iterator[Engine]:
+    with cpu_engine(path, max_running=16, kv_cache_tokens=4096) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return random_prompts((24,))[0]
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 32, "ignore_eos": True, **values})
+
+
+def tokens(engine: Engine, prompt: list[int] | str, **values: Any) -> list[int]:
+    return engine.generate([prompt], params(**values))[0].outputs[0].token_ids
+
+
+def test_an_output_says_everything_about_its_request(engine: Engine, prompt: list[int]) -> None:
+    (output,) = engine.generate([prompt], params(n=3, temperature=1.0, seed=7, logprobs=2))
+    assert output.prompt_token_ids == prompt
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
+    timings = output.timings
+    assert timings.first_token is not None
+    assert timings.finished is not None
+    assert timings.submitted <= timings.first_token <= timings.finished
+    for sample in output.outputs:
+        assert sample.logprobs is not None
+        assert [one.token_id for one in sample.logprobs] == sample.token_ids
+        for one in sample.logprobs:
+            assert len(one.top) == 2
+            assert one.top[0][1] >= one.top[1][1]
+            assert one.logprob <= one.top[0][1] + 1e-6
+        assert engine.tokenizer is not None
+        assert sample.text == engine.tokenizer.decode(sample.token_ids)
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode("the cat sat")
+    assert tokens(engine, "the cat sat") == tokens(engine, ids)
+
+
+def test_each_prompt_may_have_its_own_parameters(engine: Engine, prompt: list[int]) -> None:
+    outputs = engine.generate([prompt, prompt], [params(max_tokens=3), params(max_tokens=5)], progress=True)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
+    done = [index for index, _ in engine.stream([prompt, prompt], [params(max_tokens=40), params(max_tokens=2)])]
+    assert done == [1, 0]
+
+
+@pytest.mark.parametrize("extra", [{}, {"top_k": 40}, {"top_p": 0.9}, {"frequency_penalty": 0.5}, {"min_p": 0.01}])
+def test_a_seed_repeats_its_tokens_alone_and_in_a_batch(
+    engine: Engine, prompt: list[int], extra: dict[str, float]
+) -> None:
+    seeded = params(temperature=0.9, seed=11, n=2, **extra)
+    alone = [sample.token_ids for sample in engine.generate([prompt], seeded)[0].outputs]
+    others = random_prompts(tuple(range(1, 63)), seed=3)
+    batch = engine.generate([*others, prompt, prompt], [params(temperature=1.0)] * 62 + [seeded, seeded])
+    assert [sample.token_ids for sample in batch[62].outputs] == alone
+    assert [sample.token_ids for sample in batch[63].outputs] == alone
+    assert [s.token_ids for s in engine.generate([prompt], params(temperature=0.9, seed=12, n=2))[0].outputs] != alone
+
+
+def test_a_seed_repeats_its_tokens_after_preemption(path: Path, engine: Engine) -> None:
+    asked = random_prompts((60, 70, 80, 90, 100, 110), seed=4)
+    seeded = params(temperature=0.8, seed=5, max_tokens=64, presence_penalty=0.5)
+    with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as small:
+        outputs = small.generate(asked, seeded)
+        assert small.stats()["preemptions"] > 0
+    alone = [engine.generate([one], seeded)[0] for one in asked]
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_without_a_seed_no_two_requests_are_alike(engine: Engine, prompt: list[int]) -> None:
+    first, second = engine.generate([prompt, prompt], params(temperature=1.0))
+    assert first.outputs[0].token_ids != second.outputs[0].token_ids
+
+
+def test_end_ids_and_stop_ids_end_a_sample_where_they_stand(engine: Engine, prompt: list[int]) -> None:
+    free = tokens(engine, prompt)
+    stop = free[10]
+    first = free.index(stop)
+    (output,) = engine.generate([prompt], params(stop_token_ids=(stop,)))
+    sample = output.outputs[0]
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (free[: first + 1], "stop", stop)
+    assert engine.tokenizer is not None
+    assert sample.text == engine.tokenizer.decode(free[:first])
+    bias = {EOS[0]: 100.0}
+    (output,) = engine.generate([prompt], params(logit_bias=bias, ignore_eos=False))
+    sample = output.outputs[0]
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([EOS[0]], "stop", None)
+    assert sample.text == ""
+    assert tokens(engine, prompt, logit_bias=bias, max_tokens=4) == [EOS[0]] * 4  # ignored
+
+
+def test_min_tokens_holds_every_kind_of_end_back(engine: Engine, prompt: list[int]) -> None:
+    bias = {EOS[0]: 100.0}
+    held = tokens(engine, prompt, logit_bias=bias, ignore_eos=False, min_tokens=5)
+    assert len(held) == 6
+    assert held[5] == EOS[0]
+    assert not set(held[:5]) & set(EOS)
+    free = tokens(engine, prompt)
+    held = tokens(engine, prompt, stop_token_ids=(free[0],), min_tokens=8)
+    assert free[0] not in held[:8]
+    assert len(held) >= 8
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.decode(free)
+    assert len(tokens(engine, prompt, stop=(text[0],), min_tokens=20)) >= 20
+
+
+def test_a_stop_string_ends_the_text_before_it(engine: Engine, prompt: list[int]) -> None:
+    assert engine.tokenizer is not None
+    free = tokens(engine, prompt)
+    pieces = [engine.tokenizer.piece(token) for token in free]
+    text = b"".join(pieces).decode(errors="replace")
+    for start, length in ((5, 1), (9, 4), (3, 12)):
+        stop = text[start : start + length]
+        if "\ufffd" in stop:
+            continue
+        (output,) = engine.generate([prompt], params(stop=("never in it", stop)))
+        sample = output.outputs[0]
+        assert sample.text == text[: text.index(stop)]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+        kept = b"".join(pieces[: len(sample.token_ids)])
+        assert stop.encode() in kept
+        assert stop.encode() not in b"".join(pieces[: len(sample.token_ids) - 1])
+
+
+def test_penalties_and_biases_change_what_they_should(engine: Engine, prompt: list[int]) -> None:
+    free = tokens(engine, prompt, max_tokens=48)
+    assert len(set(free)) < 48
+    never_twice = tokens(engine, prompt, max_tokens=48, presence_penalty=2.0, logit_bias={free[0]: -100.0})
+    assert free[0] not in never_twice
+    assert len(set(tokens(engine, prompt, max_tokens=48, repetition_penalty=1000.0))) > len(set(free))
+
+
+def test_a_request_stops_at_the_models_length(path: Path) -> None:
+    with cpu_engine(path, max_model_len=48) as one:
+        (output,) = one.generate(random_prompts((40,)), params(max_tokens=None))
+        assert len(output.outputs[0].token_ids) == 8
+        assert output.outputs[0].finish_reason == "length"
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("prompt", [], {}),
+    ("prompt", [5, 512], {}),
+    ("prompt", [-1], {}),
+    ("prompt", [1] * 2000, {}),
+    ("max_tokens", [1] * 1000, {"max_tokens": 500}),
+    ("max_tokens", [1], {"max_tokens": 0}),
+    ("n", [1], {"n": 0}),
+    ("n", [1], {"n": -3}),
+    ("temperature", [1], {"temperature": float("nan")}),
+    ("temperature", [1], {"temperature": -0.5}),
+    ("top_p", [1], {"top_p": 0}),
+    ("min_p", [1], {"min_p": 1.5}),
+    ("top_k", [1], {"top_k": -5}),
+    ("presence_penalty", [1], {"presence_penalty": 3}),
+    ("logprobs", [1], {"logprobs": 50}),
+    ("stop", [1], {"stop": ("",)}),
+    ("stop_token_ids", [1], {"stop_token_ids": (9999,)}),
+    ("logit_bias", [1], {"logit_bias": {9999: 1.0}}),
+    ("logit_bias", [1], {"logit_bias": {5: float("inf")}}),
+    ("min_tokens", [1], {"min_tokens": 50, "max_tokens": 10}),
+    ("seed", [1], {"seed": 2**70}),
+]
+
+
+@pytest.mark.parametrize(("field", "ids", "values"), REFUSED)
+def test_what_cannot_be_served_is_refused_by_name_and_the_next_request_works(
+    engine: Engine, prompt: list[int], field: str, ids: list[int], values: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidField, match=field) as caught:
+        engine.generate([prompt, ids], params(**values))
+    assert caught.value.field == field
+    assert len(tokens(engine, prompt, max_tokens=2)) == 2
+
+
+def test_a_tiny_temperature_is_greedy(engine: Engine, prompt: list[int]) -> None:
+    assert tokens(engine, prompt, temperature=1e-30) == tokens(engine, prompt)
+
+
+def test_a_closed_engine_ends_open_requests(path: Path, prompt: list[int]) -> None:
+    one = Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=2048, max_running=2), in_process=True)
+    results = one.stream([prompt, prompt], [params(max_tokens=2), params(max_tokens=900)])
+    assert next(results)[0] == 0
+    one.close()
+    with pytest.raises(EngineClosed):
+        next(results)
+
+
+@pytest.fixture
+async def serving(path: Path) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(model=str(path), device="cpu", kv_cache_tokens=2048, max_running=4, dtype="float32")
+    one = AsyncEngine(config, in_process=True)
+    await one.start()
+    yield one
+    manager = manager_of(one)
+    assert_all_given_back(manager)
+    await one.close()
+
+
+async def test_deltas_add_up_to_the_output(serving: AsyncEngine, prompt: list[int]) -> None:
+    asked = params(n=3, temperature=1.0, seed=1, logprobs=0)
+    stream = serving.generate(prompt, asked)
+    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    texts = {0: "", 1: "", 2: ""}
+    count = 0
+    async for delta in stream:
+        ids[delta.index] += delta.token_ids
+        texts[delta.index] += delta.text
+        count += 1
+    whole = await serving.generate(prompt, asked).output()
+    assert count >= 3 * 32
+    assert [sample.token_ids for sample in whole.outputs] == list(ids.values())
+    assert [sample.text for sample in whole.outputs] == list(texts.values())
+
+
+async def test_aborting_frees_whatever_a_request_holds_in_every_state(serving: AsyncEngine, prompt: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    asked = [random_prompts((int(rng.integers(1, 400)),), seed)[0] for seed in range(24)]
+    streams = [serving.generate(one, params(n=1 + i % 4, max_tokens=200)) for i, one in enumerate(asked)]
+    for i in rng.permutation(len(streams)):
+        await asyncio.sleep(float(rng.uniform(0, 0.03)))
+        streams[i].abort()
+        output = await streams[i].output()
+        assert {sample.finish_reason for sample in output.outputs} <= {"abort", "length"}
+    assert len((await serving.generate(prompt, params(max_tokens=3)).output()).outputs[0].token_ids) == 3
+
+
+async def test_first_come_is_first_served(serving: AsyncEngine) -> None:
+    order: list[int] = []
+
+    async def one(i: int) -> None:
+        async for _ in serving.generate(random_prompts((30,), i)[0], params(max_tokens=10)):
+            if i not in order:
+                order.append(i)
+
+    await asyncio.gather(*(one(i) for i in range(40)))
+    assert order == sorted(order)

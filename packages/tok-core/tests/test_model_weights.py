@@ -1,0 +1,208 @@
+"""Checkpoints of every layout land in the fused parameters; a bad one is refused by tensor and file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.tiny_models import KINDS, make_model
+from tok_core.errors import ModelError
+from tok_core.model import CausalLM, build, dummy, load, read_config
+from tok_core.model.weights import checkpoint_slices
+from tok_kernels import choose
+
+CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def built(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return build(read_config(path), choose(CPU), CPU, dtype)
+
+
+def loaded(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    model = built(path, dtype)
+    load(model, path)
+    return model
+
+
+def assert_equal_parameters(a: CausalLM, b: CausalLM) -> None:
+    torch.testing.assert_close(dict(a.named_parameters()), dict(b.named_parameters()), rtol=0, atol=0)
+
+
+def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrites the single checkpoint file of `path` after `change` has edited its tensors."""
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slices_of_a_checkpoint_cover_every_parameter_once(kind: str, tmp_path: Path) -> None:
+    model = built(make_model(kind, tmp_path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for view in checkpoint_slices(model).values():
+            view.add_(1)
+    assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+    assert set(checkpoint_slices(model)) == set(load_file(tmp_path / WEIGHTS))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_sharded_checkpoint_loads_like_a_single_file(kind: str, tmp_path: Path) -> None:
+    one = loaded(make_model(kind, tmp_path / "one"))
+    many = make_model(kind, tmp_path / "many", shards=4)
+    assert not (many / WEIGHTS).exists()
+    assert len(list(many.glob("*.safetensors"))) == 4
+    assert_equal_parameters(loaded(many), one)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_stored_dtype_is_cast_to_the_one_asked_for(
+    stored: torch.dtype, target: torch.dtype, tmp_path: Path
+) -> None:
+    path = make_model("qwen2", tmp_path, dtype=stored)
+    slices = checkpoint_slices(loaded(path, target))
+    for name, tensor in load_file(path / WEIGHTS).items():
+        assert tensor.dtype is stored
+        torch.testing.assert_close(slices[name], tensor.to(target), rtol=0, atol=0)
+
+
+def test_a_tied_model_has_no_lm_head_of_its_own(tmp_path: Path) -> None:
+    model = loaded(make_model("llama", tmp_path / "tied"))
+    assert model.lm_head is None
+    untied = loaded(make_model("llama", tmp_path / "untied", tied=False))
+    assert untied.lm_head is not None
+    assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
+
+
+def test_what_follows_from_the_rest_may_stand_in_the_file(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    plain = loaded(path)
+
+    def add_derived(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(512, 64)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    edit(path, add_derived)
+    assert_equal_parameters(loaded(path), plain)
+
+
+def test_a_missing_tensor_is_named_with_its_shape(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.pop(Q_PROJ))
+    with pytest.raises(ModelError, match=rf"{tmp_path}: missing tensors: {Q_PROJ} \[64, 64\]$"):
+        loaded(path)
+
+
+def test_a_missing_lm_head_of_an_untied_model_is_named(tmp_path: Path) -> None:
+    path = make_model("llama-untied", tmp_path)
+    edit(path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"missing tensors: lm_head\.weight \[512, 64\]$"):
+        loaded(path)
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name])
+    with pytest.raises(ModelError, match=r"missing tensors: (model\.\S+ \[[\d, ]+\],? ){8}and 10 more$"):
+        loaded(path)
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=rf"{WEIGHTS}: tensor model\.layers\.9\.extra \[3\] has no place"):
+        loaded(path)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 32)}))
+    with pytest.raises(ModelError, match=rf"{WEIGHTS}: tensor {Q_PROJ} has shape \[64, 32\]; expected \[64, 64\]"):
+        loaded(path)
+
+
+def test_a_tensor_that_could_broadcast_is_misshapen_too(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[1\]; expected \[64\]"):
+        loaded(path)
+
+
+def test_a_tensor_of_integers_is_named(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=rf"tensor {Q_PROJ} is stored as I8; supported: F32, F16, BF16"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+def test_a_cut_file_is_named(keep: int, tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    whole = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(whole[:keep])
+    with pytest.raises(ModelError, match=rf"{WEIGHTS}: cannot be read as safetensors"):
+        loaded(path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path, shards=3)
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"index\.json: names the file 'model-00002-of-00003\.safetensors'"):
+        loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index"),
+        ("{}", "is no index of safetensors files: KeyError"),
+        ('{"weight_map": [1]}', "is no index"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names the file '../model"),
+        ('{"weight_map": {"a": 1}}', "names the file 1"),
+    ],
+)
+def test_a_broken_index_is_named(index: str, message: str, tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "model", shards=2)
+    (path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=rf"index\.json: {message}"):
+        loaded(path)
+
+
+def test_a_directory_without_safetensors_is_named(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"has neither .* supported: safetensors only"):
+        loaded(path)
+
+
+def test_a_checkpoint_of_other_dimensions_is_refused(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(ModelError, match=r"mlp\.\S+ has shape \[\d+, \d+\]; expected \[(96, 64|64, 96)\]"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dummy_weights_are_small_everywhere_and_follow_the_seed(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = make_model("qwen3", tmp_path)
+    first, again, other = built(path, dtype), built(path, dtype), built(path, dtype)
+    dummy(first, seed=3)
+    dummy(again, seed=3)
+    dummy(other, seed=4)
+    assert_equal_parameters(first, again)
+    for name, parameter in first.named_parameters():
+        assert parameter.dtype is dtype
+        assert 0 < float(parameter.abs().max()) <= 1.001e-3, name
+        assert abs(float(parameter.float().mean())) < 5e-4, name
+        assert not torch.equal(parameter, dict(other.named_parameters())[name])

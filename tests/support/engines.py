@@ -1,0 +1,52 @@
+"""Engines for tests: in one process, on tiny models, and checked to have given everything back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tok_core import Engine, EngineConfig
+from tok_core.manager.loop import Manager
+from tok_core.processes.replica import ThreadReplica
+
+
+def manager_of(core: object) -> Manager:
+    """The manager of an engine that runs in this process."""
+    replica = core._core._replica  # type: ignore[attr-defined]
+    assert isinstance(replica, ThreadReplica)
+    assert replica.manager is not None
+    return replica.manager
+
+
+def assert_all_given_back(manager: Manager, seconds: float = 20.0) -> None:
+    """No slot, page, lock or request is held once everything has ended; waits for the last steps to come back."""
+    deadline = time.monotonic() + seconds
+    while manager.requests or manager.returns.in_flight or manager.table.free_slots < manager.table.slots:
+        assert time.monotonic() < deadline, "something is still held"
+        time.sleep(0.01)
+    assert manager.paging.used == 0
+    assert manager.paging.allocator.free + manager.paging.tree.pages == manager.paging.num_pages
+    assert manager.paging.tree.evictable == manager.paging.tree.pages
+    assert not manager.scheduler.waiting
+    assert not manager.scheduler.followers
+    manager.paging.tree.check()
+
+
+@contextmanager
+def cpu_engine(path: Path, **options: Any) -> Iterator[Engine]:
+    """An fp32 engine in this process."""
+    settings: dict[str, Any] = {"kv_cache_tokens": 65_536, "max_running": 64, "dtype": "float32", "device": "cpu"}
+    with Engine(EngineConfig(model=str(path), **{**settings, **options}), in_process=True) as engine:
+        yield engine
+        assert_all_given_back(manager_of(engine))
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random token ids that are no special ones in tiny models."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 300, length).tolist() for length in lengths]

@@ -1,0 +1,137 @@
+"""A real server on a real port, for tests: engine, application and event loop in a thread of the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from tok_core import AsyncEngine, EngineConfig
+from tok_server import Settings, make_app
+from tok_server.context import CONTEXT, Context
+from tok_server.serve import listen
+
+NAME = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers (names in lower case) and body of a response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, object]:
+        """The body, which is to be a JSON object."""
+        found = json.loads(self.body, parse_constant=_refuse)
+        assert isinstance(found, dict)
+        return found
+
+    def error(self) -> dict[str, object]:
+        """The error object, which is to have all four members."""
+        found = self.json()["error"]
+        assert isinstance(found, dict)
+        assert found.keys() == {"message", "type", "param", "code"}
+        return found
+
+    def events(self) -> list[str]:
+        """Data of the server-sent events."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        blocks = self.body.decode().split("\n\n")
+        assert blocks.pop() == ""
+        assert all(block.startswith("data: ") for block in blocks)
+        return [block.removeprefix("data: ") for block in blocks]
+
+    def chunks(self) -> list[dict[str, object]]:
+        """The events of a stream that ended well."""
+        *events, done = self.events()
+        assert done == "[DONE]"
+        return [json.loads(event, parse_constant=_refuse) for event in events]
+
+
+def _refuse(constant: str) -> float:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server."""
+
+    port: int
+    engine: AsyncEngine
+    context: Context
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def call(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
+        """One request; a body that is not bytes is sent as JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            given = {"Content-Type": "application/json"} | (headers or {})
+            connection.request(method, path, data, given)
+            response = connection.getresponse()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, response.read())
+        finally:
+            connection.close()
+
+    def complete(self, **fields: object) -> Answer:
+        """POST /v1/completions."""
+        return self.call("POST", "/v1/completions", {"model": NAME, **fields})
+
+    def chat(self, **fields: object) -> Answer:
+        """POST /v1/chat/completions."""
+        return self.call("POST", "/v1/chat/completions", {"model": NAME, **fields})
+
+
+@contextmanager
+def serving(model: Path, *, api_key: str | None = None, max_body: int = 1 << 20) -> Iterator[Server]:
+    """Serves `model` under the name "tiny" on the CPU while the context lasts."""
+    config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
+    settings = Settings(model_name=NAME, api_key=api_key, max_body=max_body, body_timeout=2.0)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = AsyncEngine(config, in_process=True)
+    runner = web.AppRunner(make_app(engine, settings), handler_cancellation=True, access_log=None)
+
+    async def start() -> int:
+        await engine.start()
+        await runner.setup()
+        listener = listen("127.0.0.1", 0)
+        await web.SockSite(runner, listener).start()
+        return int(listener.getsockname()[1])
+
+    async def stop() -> None:
+        await runner.cleanup()
+        await engine.close()
+
+    try:
+        port = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
+        yield Server(port, engine, runner.app[CONTEXT])
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Returns as soon as `true()` holds; fails when it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.01)

@@ -1,0 +1,143 @@
+"""A worker without a model: its next token is a hash of the context that it finds through the page table.
+
+Every wrong page, stale page table entry, lost copy or wrong position changes the hash, so what a sequence generates is
+right exactly if the manager handed out its pages rightly. Steps are carried out as on a device: all keys of a step are
+written before any is read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
+
+
+def next_token(context: np.ndarray, sample: int, vocab: int) -> int:
+    """The token that follows `context` in sample `sample`."""
+    return zlib.crc32(context.astype(np.int32).tobytes(), sample) % vocab
+
+
+class SimulatedWorker:
+    """Per-slot and per-page state as a worker has it, in NumPy."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.page_size = info.page_size
+        per_slot = -(-info.max_model_len // info.page_size)
+        self.cache = np.full(info.num_pages * info.page_size, -1, np.int32)
+        self.page_table = np.full((info.max_running, per_slot), -1, np.int32)
+        self.length = np.zeros(info.max_running, np.int64)
+        self.last_token = np.zeros(info.max_running, np.int32)
+        self.sample = np.zeros(info.max_running, np.int64)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Carries out one step."""
+        if step.new is not None:
+            self.length[step.new.slot] = step.new.length
+            self.sample[step.new.slot] = step.new.sample
+        self.page_table[step.page_slot, step.page_index] = step.page_id
+        slots = [*step.decode_slot.tolist(), *step.prefill_slot.tolist()]
+        assert len(set(slots)) == len(slots)
+        self._write(step)
+        contexts = [self._context(step, row, slot) for row, slot in enumerate(slots)]
+        pages = self.cache.reshape(-1, self.page_size)
+        pages[step.copy_dst] = pages[step.copy_src]
+        token = [
+            next_token(contexts[row], int(self.sample[slot]), self.info.vocab_size)
+            for row, slot in zip(step.sample_row, step.sample_slot, strict=True)
+        ]
+        self.last_token[step.sample_slot] = token
+        count = len(token)
+        return StepOutput(
+            step=step.step,
+            token=np.array(token, np.int32),
+            logprob=np.zeros(count, np.float32),
+            top_token=np.empty((count, 0), np.int32),
+            top_logprob=np.empty((count, 0), np.float32),
+            seconds=0.0,
+        )
+
+    def _write(self, step: StepInput) -> None:
+        written: list[int] = []
+        for slot in step.decode_slot:
+            written.append(self._store(slot, int(self.length[slot]), int(self.last_token[slot])))
+            self.length[slot] += 1
+        tokens = iter(step.prefill_token.tolist())
+        for slot, start, count in zip(step.prefill_slot, step.prefill_start, step.prefill_count, strict=True):
+            assert count > 0
+            for position in range(start, start + count):
+                written.append(self._store(slot, position, next(tokens)))
+            self.length[slot] = start + count
+        assert len(set(written)) == len(written), "two sequences write to one place"
+
+    def _store(self, slot: int, position: int, token: int) -> int:
+        row = int(self.page_table[slot, position // self.page_size]) * self.page_size + position % self.page_size
+        assert row >= 0
+        self.cache[row] = token
+        return row
+
+    def _context(self, step: StepInput, row: int, slot: int) -> np.ndarray:
+        length = int(self.length[slot])
+        assert length <= step.max_kv
+        position = np.arange(length)
+        reader = np.full(length, slot)
+        for start, count, leader, end in zip(
+            step.group_start, step.group_count, step.group_slot, step.group_kv_end, strict=True
+        ):
+            if start <= row < start + count:
+                assert row < len(step.decode_slot)
+                assert end < length
+                reader[:end] = leader
+        page = self.page_table[reader, position // self.page_size]
+        return self.cache[page * self.page_size + position % self.page_size]
+
+
+class SimulatedPorts:
+    """Ports of a manager over a simulated worker; tokens come back `delay` steps late, or when nothing else is left."""
+
+    def __init__(self, info: EngineInfo, delay: int) -> None:
+        self.worker = SimulatedWorker(info)
+        self.delay = delay
+        self.inbox: list[ToManager] = []
+        self.queued: deque[StepOutput] = deque()
+        self.reports: list[Progress] = []
+        self.steps: list[StepInput] = []
+        self.idle = False
+
+    def requests(self) -> list[ToManager]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def outputs(self) -> list[StepOutput]:
+        if self.queued and (self.idle or len(self.queued) > self.delay):
+            self.idle = False
+            return [self.queued.popleft()]
+        return []
+
+    def send(self, step: StepInput) -> None:
+        self.steps.append(step)
+        self.queued.append(self.worker.run(step))
+
+    def report(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+    def wait(self, seconds: float) -> None:
+        self.idle = True
+
+
+def collect(reports: list[Progress]) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], Any]]:
+    """Tokens and endings by request and sample."""
+    tokens: dict[tuple[int, int], list[int]] = {}
+    ends: dict[tuple[int, int], Any] = {}
+    for report in reports:
+        for rid, sample, token in zip(report.rid.tolist(), report.sample.tolist(), report.token.tolist(), strict=True):
+            assert (rid, sample) not in ends, "a token after the end"
+            tokens.setdefault((rid, sample), []).append(token)
+        for end in report.finished:
+            assert (end.rid, end.sample) not in ends
+            ends[end.rid, end.sample] = end
+    return tokens, ends

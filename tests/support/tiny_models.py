@@ -1,0 +1,171 @@
+"""Tiny random models that wander, written as whole model directories, and what transformers answers for them.
+
+With transformers' own initialisation greedy decoding repeats one token and errors hide; with norm weights
+near 1, embeddings of std 1 and linears of std 0.25 every position matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
+
+KINDS = ("llama", "llama-untied", "llama3", "qwen2", "qwen3")
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "llama-untied": LlamaConfig,
+    "llama3": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+UNTIED = ("llama-untied", "qwen3")
+# Wavelengths from 6 to 600 000 positions: some kept, some blended, some stretched within 200 tokens.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_model(
+    kind: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    tied: bool | None = None,
+    vocab_size: int = 512,
+    layers: int = 2,
+    head_dim: int | None = None,
+    max_positions: int = 1024,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    biases: bool = False,
+    generation_config: bool = True,
+) -> Path:
+    """Writes a random model of one of `KINDS`, tokenizer and chat template included; returns `directory`.
+
+    Hidden size 64, 4 query and 2 key/value heads of size 16 (qwen3: 32), equal seeds giving equal weights.
+    `biases` adds them to every projection that can have one (qwen2 always has them on q, k and v).
+    `<|end_of_text|>` and `<|eot_id|>` both end a text.
+    """
+    first_special = write_tokenizer(directory, vocab_size)
+    begin, *ends = range(first_special, first_special + len(SPECIAL_TOKENS))
+    config = CONFIGS[kind](
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim or (32 if kind == "qwen3" else 16),
+        max_position_embeddings=max_positions,
+        rope_parameters=dict(LLAMA3_ROPE if kind == "llama3" else {"rope_type": "default", "rope_theta": 10_000.0}),
+        tie_word_embeddings=kind not in UNTIED if tied is None else tied,
+        bos_token_id=begin,
+        eos_token_id=ends,
+        **({"attention_bias": biases, "mlp_bias": biases} if kind != "qwen2" else {}),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    randomise(model, seed)
+    write_checkpoint(model.to(dtype), directory, shards)
+    model.config.save_pretrained(directory)
+    if generation_config:
+        GenerationConfig(bos_token_id=begin, eos_token_id=ends).save_pretrained(directory)
+    return directory
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Norm weights 1 + 0.1·n, embeddings n, matrices and biases 0.25·n, for standard normal n."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.1 * noise)
+            elif name.endswith("embed_tokens.weight"):
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(0.25 * noise)
+
+
+def write_checkpoint(model: nn.Module, directory: Path, shards: int = 1) -> None:
+    """Writes the parameters as safetensors: one file, or `shards` files and their index."""
+    tensors: dict[str, Tensor] = {name: value.contiguous() for name, value in model.named_parameters()}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[shard::shards]}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def reference_greedy(
+    path: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their log-probabilities by transformers, one prompt at a time, past any EOS.
+
+    Answers are kept for the life of the process, by directory and prompt: the directory must not change.
+    """
+    answers = [_greedy(path, tuple(map(int, prompt)), new_tokens, dtype) for prompt in prompts]
+    return [(list(tokens), list(logprobs)) for tokens, logprobs in answers]
+
+
+def reference_logits(path: Path, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits `[T, V]` by transformers after each of `tokens`."""
+    with torch.inference_mode():
+        logits: Tensor = reference_model(path, dtype)(torch.tensor([list(tokens)])).logits[0]
+    return logits
+
+
+@lru_cache(maxsize=8)
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The directory's model as transformers loads it, with eager attention."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+@lru_cache(maxsize=4096)
+def _greedy(
+    path: Path, prompt: tuple[int, ...], new_tokens: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    model, past = reference_model(path, dtype), None
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    inputs = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(new_tokens):
+            out = model(inputs, past_key_values=past, use_cache=True)
+            past, logits = out.past_key_values, out.logits[0, -1].float()
+            tokens.append(int(logits.argmax()))
+            logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
+            inputs = torch.tensor([tokens[-1:]])
+    return tuple(tokens), tuple(logprobs)
