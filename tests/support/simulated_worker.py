@@ -69,8 +69,7 @@ class SimulatedWorker:
         tokens = iter(step.prefill_token.tolist())
         for slot, start, count in zip(step.prefill_slot, step.prefill_start, step.prefill_count, strict=True):
             assert count > 0
-            for position in range(start, start + count):
-                written.append(self._store(slot, position, next(tokens)))
+            written += [self._store(slot, position, next(tokens)) for position in range(start, start + count)]
             self.length[slot] = start + count
         assert len(set(written)) == len(written), "two sequences write to one place"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
-
 from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, InvalidField, SamplingParams
 
 EOS = (321, 322)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from support.engines import cpu_engine, random_prompts
 from support.tiny_models import KINDS, make_model, reference_greedy
-
 from tok_core import RequestOutput, SamplingParams
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200)

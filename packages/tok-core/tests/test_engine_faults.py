@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.tiny_models import make_model
 
+from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, InvalidField, ModelError, SamplingParams
 from tok_core.processes.replica import ProcessReplica
 

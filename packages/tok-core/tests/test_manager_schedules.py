@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.simulated_worker import SimulatedPorts, collect, next_token
 
+from support.simulated_worker import SimulatedPorts, collect, next_token
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.loop import Manager
 from tok_core.messages import Cancel, EngineInfo, Submit

@@ -13,6 +13,8 @@ import numpy as np
 
 from tok_core.messages import Int64
 
+TABLE = 1 << 15  # entries, at most, of the table of page crossings
+
 
 def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
     """The most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
@@ -39,19 +41,18 @@ def admissible(
     """
     moments = np.unique(np.concatenate((remaining, cand_remaining)))
     running = _usage(length, remaining, shared, page_size, moments)
-
-    def fits(k: int) -> bool:
+    low, high = -1, len(cand_length) + 1  # `low` fit or are none at all, `high` do not or are too many
+    k = len(cand_length)
+    while high - low > 1:
         # Moments at which none of these finishes are looked at too: what is needed then is no more than the peak.
         added = _usage(cand_length[:k], cand_remaining[:k], cand_shared[:k], page_size, moments)
-        return int((running + added).max(initial=0)) <= capacity
-
-    low, high = 0, len(cand_length)
-    if fits(high):
-        return high
-    while high - low > 1:  # `low` fits, or is 0; `high` does not
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        over = running + added > capacity
+        if over.any():  # only where k are too many can fewer be
+            high, moments, running = k, moments[over], running[over]
+        else:
+            low = k
+        k = (low + high) // 2
+    return max(low, 0)
 
 
 def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
@@ -65,10 +66,28 @@ def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, momen
     full, used = np.divmod(length[order] - 1, page_size)
     turns, steps = np.divmod(moments, page_size)
     pages = _tail_sums(full + 1 - shared[order])[first]
-    pages += (len(order) - first) * turns
-    crossed = used[:, None] >= page_size - np.arange(page_size)
-    pages += _tail_sums(crossed)[first, steps]
+    pages += (len(order) - first) * turns + _crossed(used, first, steps, page_size)
     return pages
+
+
+def _crossed(used: Int64, first: Int64, steps: Int64, page_size: int) -> Int64:
+    """For each moment, how many of used[first:] reach P after `steps` more.
+
+    Looked up in a table of the answers for every stride-th `first`; the sequences before that are compared singly.
+    """
+    stride = max(1, len(used) * page_size // TABLE)
+    rows = -(-len(used) // stride)
+    lacking = np.arange(len(used)) // stride * page_size + (page_size - 1 - used)
+    table = np.zeros((rows + 1, page_size), np.int64)
+    counts = np.bincount(lacking, minlength=rows * page_size).reshape(rows, page_size)
+    table[:-1, 1:] = np.cumsum(_tail_sums(counts)[:-1, :-1], axis=1)
+    row = -(-first // stride)
+    crossed: Int64 = table[row, steps]
+    until = np.minimum(row * stride, len(used))
+    for skipped in range(stride - 1):
+        at = np.flatnonzero(first + skipped < until)
+        crossed[at] += used[first[at] + skipped] + steps[at] >= page_size
+    return crossed
 
 
 def _tail_sums(values: np.ndarray) -> Int64:

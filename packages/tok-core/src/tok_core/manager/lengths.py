@@ -31,6 +31,14 @@ class _Curve(NamedTuple):
     area: Float64  # of `survival`, up to the knot
 
 
+class _Point(NamedTuple):
+    """The curve at some lengths [n]."""
+
+    survival: Float64
+    at_risk: Float64
+    sum: Float64  # of `survival` over 0 … length − 1
+
+
 class LengthModel:
     """Predicts further tokens of samples. Its size is fixed.
 
@@ -59,13 +67,10 @@ class LengthModel:
 
         Between 1 and limit − generated; 0 where that is nothing.
         """
-        if self._curve is None:
-            self._curve = self._fit()
         left = np.maximum(limit - generated, 0)
         prior = left / 2
-        alive = np.interp(generated, self._knots, self._curve.survival)
-        known = np.interp(generated, self._knots, self._curve.at_risk)
-        life = self._sum_to(limit) - self._sum_to(generated)
+        alive, known, before = self._at(generated)
+        life = self._at(limit).sum - before
         learned = np.divide(life, alive, out=prior.copy(), where=alive > 0)
         trust = known / (known + PRIOR_WEIGHT)
         expected = np.rint(trust * learned + (1 - trust) * prior).astype(np.int64)
@@ -79,13 +84,18 @@ class LengthModel:
         pieces = np.diff(self._knots) * (survival[:-1] + survival[1:]) / 2
         return _Curve(survival, np.append(at_risk, 0.0), np.concatenate(([0.0], np.cumsum(pieces))))
 
-    def _sum_to(self, length: Int64) -> Float64:
-        """Sum of the survival curve over 0 … length − 1: its area, and what the trapezoids leave out of the sum."""
-        assert self._curve is not None
-        piece = np.searchsorted(self._knots, length, side="right") - 1
-        at = np.interp(length, self._knots, self._curve.survival)
-        survival, area = self._curve.survival[piece], self._curve.area[piece]
-        return area + (length - self._knots[piece]) * (survival + at) / 2 + (1 - at) / 2
+    def _at(self, length: Int64) -> _Point:
+        """The curve at each of `length`; on whole lengths, trapezoids miss half of the first term less the last."""
+        if self._curve is None:
+            self._curve = self._fit()
+        survival, at_risk, area = self._curve
+        piece = np.searchsorted(self._knots, np.minimum(length, LONGEST - 1), side="right") - 1
+        past = length - self._knots[piece]
+        share = past / (self._knots[piece + 1] - self._knots[piece])
+        here = survival[piece]
+        alive = here + share * (survival[piece + 1] - here)
+        known = at_risk[piece] + share * (at_risk[piece + 1] - at_risk[piece])
+        return _Point(alive, known, area[piece] + past * (here + alive) / 2 + (1 - alive) / 2)
 
 
 def _edges() -> Int64:

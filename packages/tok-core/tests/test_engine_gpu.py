@@ -1,0 +1,83 @@
+"""The engine on a GPU: fp32 tokens equal transformers', bf16 stays close, nothing waits for the device in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.tiny_models import KINDS, make_model, reference_greedy
+from tok_core import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+ASKED = random_prompts((1, 3, 15, 16, 17, 33, 64, 65, 128, 200))
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(params=KINDS)
+def path(request: pytest.FixtureRequest, directory: Path) -> Path:
+    target = directory / request.param
+    return target if target.exists() else make_model(request.param, target)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    settings = {"device": "cuda", "max_running": 64, "kv_cache_tokens": 65_536, **options}
+    return Engine(EngineConfig(model=str(path), **settings), in_process=True)  # type: ignore[arg-type]
+
+
+def test_greedy_tokens_in_fp32_equal_those_of_transformers(path: Path) -> None:
+    wanted = reference_greedy(path, ASKED, 64)
+    for options in ({}, {"page_size": 4, "max_step_tokens": 64}, {"kv_cache_tokens": 512, "max_model_len": 512}):
+        with engine(path, dtype="float32", **options) as one:
+            for _ in range(2):  # the second time from the cache
+                outputs = one.generate(ASKED, GREEDY)
+                for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
+                    assert output.outputs[0].token_ids == list(tokens)
+                    got = [token.logprob for token in output.outputs[0].logprobs or []]
+                    np.testing.assert_allclose(got, logprobs, atol=1e-3)
+            assert_all_given_back(manager_of(one))
+
+
+def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, n=8)
+    answers = []
+    for groups in (True, False):
+        with engine(path, dtype="float32", prefix_groups=groups) as one:
+            answers.append([[s.token_ids for s in output.outputs] for output in one.generate(ASKED, params)])
+            assert (one.stats()["group_rows"] > 0) == groups
+    assert answers[0] == answers[1]
+
+
+def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:
+    params = SamplingParams(temperature=0.9, max_tokens=48, seed=3, ignore_eos=True, top_p=0.95, presence_penalty=0.4)
+    with engine(path, dtype="float32") as one:
+        here = [output.outputs[0].token_ids for output in one.generate(ASKED, params)]
+    with cpu_engine(path) as other:
+        there = [output.outputs[0].token_ids for output in other.generate(ASKED, params)]
+    same = sum(left == right for left, right in zip(here, there, strict=True))
+    assert same >= len(ASKED) - 1  # rounding may move one draw over the border between two tokens
+
+
+def test_the_cache_takes_the_memory_it_may(path: Path) -> None:
+    with engine(path, kv_cache_tokens=None, gpu_memory_fraction=0.2, max_model_len=512) as one:
+        total = torch.cuda.get_device_properties(0).total_memory
+        assert 0.1 * total < torch.cuda.memory_allocated() < 0.2 * total
+        assert len(one.generate(ASKED, GREEDY)) == len(ASKED)
+
+
+def test_a_worker_process_serves_from_the_gpu(path: Path) -> None:
+    config = EngineConfig(model=str(path), dtype="float32", kv_cache_tokens=65_536, max_running=64)
+    with Engine(config) as one:
+        assert one.info.device == "cuda:0"
+        outputs = one.generate(ASKED, GREEDY)
+    for output, (tokens, _) in zip(outputs, reference_greedy(path, ASKED, 64), strict=True):
+        assert output.outputs[0].token_ids == list(tokens)
