@@ -109,5 +109,5 @@ def test_an_engine_that_cannot_start_says_why(config: EngineConfig, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         Engine(EngineConfig(model=str(path), device="cpu"))
-    with pytest.raises(InvalidField, match="max_model_len"):
+    with pytest.raises(InvalidField, match="max_model_len is 5000; allowed: at most"):
         Engine(EngineConfig(model=config.model, device="cpu", max_model_len=5000))

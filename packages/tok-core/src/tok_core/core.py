@@ -26,7 +26,7 @@ from tok_core.sampling import SamplingParams
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tok_core")
 
 # What a tokenizer_config.json of an unexpected shape leads to.
 MALFORMED = (KeyError, TypeError, ValueError)
@@ -247,7 +247,8 @@ class EngineCore:
             self._stats = msgspec.structs.replace(
                 self._stats, requests_running=0, requests_waiting=0, sequences_running=0, pages_used=0
             )
-        log.error("the engine's replica ended: %s", reason)
+        if started:
+            log.error("the engine's replica ended: %s", reason)
         self._fail_open(EngineDead(f"{reason} while the request was open"))
         if again:
             self.restarts += 1

@@ -44,16 +44,23 @@ class EngineClosed(EngineError):
     """The engine was closed, or could not be started again."""
 
 
-def to_wire(error: BaseException) -> tuple[str, tuple[str, ...]]:
+Argument = str | int | float
+
+
+def to_wire(error: BaseException) -> tuple[str, tuple[Argument, ...]]:
     """Class name and arguments of an error, to be raised again in another process by `from_wire`."""
     if isinstance(error, InvalidField):
-        return "InvalidField", (error.field, str(error.value), error.allowed)
+        value = error.value if isinstance(error.value, str | int | float) else str(error.value)
+        return "InvalidField", (error.field, value, error.allowed)
     if isinstance(error, TokError):
         return type(error).__name__, (str(error),)
     return "EngineError", (f"{type(error).__name__}: {error}",)
 
 
-def from_wire(kind: str, arguments: tuple[str, ...]) -> TokError:
+def from_wire(kind: str, arguments: tuple[Argument, ...]) -> TokError:
     """The error that `to_wire` described."""
-    kinds = {one.__name__: one for one in (InvalidField, ModelError, EngineError, EngineDead, EngineClosed)}
-    return kinds[kind](*arguments)
+    if kind == "InvalidField":
+        field, value, allowed = arguments
+        return InvalidField(str(field), value, str(allowed))
+    kinds = {one.__name__: one for one in (ModelError, EngineError, EngineDead, EngineClosed)}
+    return kinds.get(kind, EngineError)(*arguments)

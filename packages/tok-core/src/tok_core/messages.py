@@ -137,7 +137,7 @@ class Failed(msgspec.Struct, tag=True):
     """A process cannot start or go on. `arguments` are those of the exception class `kind`."""
 
     kind: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str | int | float, ...]
 
 
 class Finished(msgspec.Struct, array_like=True):
@@ -194,9 +194,10 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Launch(msgspec.Struct):
-    """What a child process is told: its role and the addresses it talks through."""
+    """What a child process is told: its role, the level of its log, and the addresses it talks through."""
 
     role: str
+    log_level: int
     config: EngineConfig
     requests: str
     reports: str

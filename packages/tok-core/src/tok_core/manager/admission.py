@@ -48,9 +48,8 @@ class Admission:
     def _running(self, slots: Int64, reserved: dict[int, int]) -> _Demand:
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
-        remaining = self.lengths.remaining(
-            length - table.prompt_len[slots], np.maximum(table.limit[slots] - length, 0).astype(np.int64)
-        )
+        prompt = table.prompt_len[slots].astype(np.int64)
+        remaining = self.lengths.remaining(length - prompt, table.limit[slots] - prompt)
         shared = table.num_shared[slots].astype(np.int64)
         if not reserved:
             return length, remaining, shared
@@ -70,7 +69,7 @@ class Admission:
         for pending in waiting:
             request, tokens = pending.request, len(pending.tokens)
             here = min(len(pending.samples), most - len(length))
-            limit += [request.limit - tokens] * here
+            limit += [request.limit - len(request.prompt)] * here
             length += [tokens] * here
             generated += [tokens - len(request.prompt)] * here
             shared += [self._shared_pages(pending.tokens)] + [tokens // self.paging.page_size] * (here - 1)

@@ -135,13 +135,13 @@ class PrefixTree:
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
         node.depth += len(pages)
         self.pages += len(pages)
-        self._touch(node)
-        return Insertion(node, pages, EMPTY)
+        return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
 
     def evict(self, count: int) -> Int32:
-        """Gives up to `count` pages back to the caller, int32: those of the least recently used unlocked leaves.
+        """Gives up to `count` pages back to the caller, int32, least recently used first.
 
-        A leaf loses its tail, and only as much of it as is needed; a node whose last child has gone is a leaf.
+        A page goes only when no lock is on or below it and all pages below it are gone: leaves are trimmed from their
+        tail, and only as much as is needed.
         """
         freed, left = [EMPTY], count
         while left > 0 and self._queue:
@@ -153,7 +153,7 @@ class PrefixTree:
             elif node.used != used:
                 heapreplace(self._queue, (node.used, node_id))
             else:
-                freed.append(node.pages[-left:])
+                freed.append(node.pages[-left:][::-1])
                 left -= len(freed[-1])
                 self._trim(node, len(freed[-1]))
         return np.concatenate(freed)

@@ -15,9 +15,11 @@ from typing import BinaryIO
 
 import zmq
 
-from tok_core.errors import to_wire
+from tok_core.errors import TokError, to_wire
 from tok_core.messages import Failed, Launch, decoder, encode
 from tok_core.processes.sockets import Sender
+
+log = logging.getLogger("tok_core")
 
 LENGTH = struct.Struct("<I")
 ORPHANED = 70  # exit status of a child whose parent is gone
@@ -43,13 +45,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = read_launch(sys.stdin.buffer)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {launch.role}: %(message)s")
+    logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s {launch.role}: %(message)s")
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         _run(context, launch)
     except Exception as error:
-        logging.getLogger(__name__).error("%s failed", launch.role, exc_info=error)
+        if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
+            log.error("%s failed", launch.role, exc_info=error)
         reports = Sender(context, launch.reports)
         reports.send(Failed(*to_wire(error)))
         reports.close(linger=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -133,9 +134,19 @@ class ProcessReplica:
         code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.processes.child import main; sys.exit(main())"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         assert child.stdin is not None
-        names = ("requests", "reports", "steps", "outputs")
-        write_launch(child.stdin, Launch(role, self._config, *(self._address(name) for name in names)))  # type: ignore[arg-type]
+        write_launch(child.stdin, self._launch(role))
         return child
+
+    def _launch(self, role: str) -> Launch:
+        return Launch(
+            role=role,
+            log_level=logging.getLogger("tok_core").getEffectiveLevel(),
+            config=self._config,
+            requests=self._address("requests"),
+            reports=self._address("reports"),
+            steps=self._address("steps"),
+            outputs=self._address("outputs"),
+        )
 
     def _read(self) -> None:
         while self._read_on:

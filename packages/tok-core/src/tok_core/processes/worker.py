@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 
+import torch
 import zmq
 
 from tok_core.messages import Launch, StepInput
@@ -15,6 +17,8 @@ from tok_core.worker.setup import set_up
 
 def run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
     """Never returns."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0))))
     steps: Receiver[StepInput] = Receiver(context, launch.steps, StepInput)
     runner, info = set_up(launch.config)
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
@@ -25,6 +29,11 @@ def run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
         step = steps.wait(None)
         if step is not None:
             launched.put(runner.launch(step))
+
+
+def leave_one_core(cores: int) -> int:
+    """Threads for a worker on a CPU: with no core left to manager and server, its threads wait for each other."""
+    return max(1, cores - 1)
 
 
 def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender) -> None:

@@ -1,0 +1,338 @@
+"""The prefix tree together with the page allocator, against a model that keeps every page by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from tok_core.manager.pages import PageAllocator
+from tok_core.manager.prefix_tree import Insertion, Node, PrefixTree
+from tok_core.messages import EMPTY, Int32
+
+PAGE = 2
+NUM_PAGES = 40
+Tokens = tuple[int, ...]
+
+# Few distinct pages, so that paths meet, part and end inside of each other.
+token_lists = st.lists(st.integers(0, 1), max_size=7 * PAGE).map(tuple)
+
+
+@dataclass
+class Model:
+    """Each cached page by the tokens from the start to its end, its time of last use, and what is locked."""
+
+    page: dict[Tokens, int]
+    used: dict[Tokens, int]
+    locked: list[Tokens]
+    clock: int = 0
+
+    def cached(self, tokens: Tokens) -> Tokens:
+        """The longest prefix of whole pages that is cached."""
+        end = 0
+        while end + PAGE <= len(tokens) and tokens[: end + PAGE] in self.page:
+            end += PAGE
+        return tokens[:end]
+
+    def touch(self, tokens: Tokens) -> None:
+        self.clock += 1
+        for prefix in prefixes(tokens):
+            self.used[prefix] = self.clock
+
+    def keeps(self, prefix: Tokens) -> bool:
+        return any(tokens[: len(prefix)] == prefix for tokens in self.locked)
+
+    def evict(self, count: int) -> list[int]:
+        """One page after the other: of those that nothing locks or follows, the one unused for longest."""
+        freed: list[int] = []
+        while len(freed) < count:
+            inner = {prefix[:-PAGE] for prefix in self.page}
+            loose = [prefix for prefix in self.page if prefix not in inner and not self.keeps(prefix)]
+            if not loose:
+                break
+            oldest = min(loose, key=lambda prefix: self.used[prefix])
+            freed.append(self.page.pop(oldest))
+        return freed
+
+
+@dataclass
+class Holder:
+    """Who has a lock on the node that `tokens` end with."""
+
+    tokens: Tokens
+    node: Node
+
+
+def prefixes(tokens: Tokens) -> list[Tokens]:
+    """Those of whole pages, shortest first."""
+    return [tokens[:end] for end in range(PAGE, len(tokens) + 1, PAGE)]
+
+
+def array(tokens: Tokens) -> Int32:
+    return np.array(tokens, np.int32)
+
+
+def contents(tree: PrefixTree) -> dict[Tokens, int]:
+    """Every page in the tree by the tokens from the start to its end."""
+    found: dict[Tokens, int] = {}
+    stack: list[tuple[Tokens, Node]] = [((), tree.root)]
+    while stack:
+        start, node = stack.pop()
+        whole = start + tuple(node.tokens.tolist())
+        own = prefixes(whole)[len(start) // PAGE :]
+        found |= dict(zip(own, node.pages.tolist(), strict=True))
+        stack += [(whole, child) for child in node.children.values()]
+    return found
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Holders start, extend, fork and end as sequences do; now and then the cache is evicted from."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(NUM_PAGES)
+        self.tree = PrefixTree(PAGE)
+        self.model = Model({}, {}, [])
+
+    @rule(target=holders, tokens=token_lists)
+    def start(self, tokens: Tokens) -> Holder:
+        """A sequence takes over what is cached of its prompt."""
+        node = self.matched(tokens)
+        self.lock(node, held := self.model.cached(tokens))
+        return Holder(held, node)
+
+    @rule(tokens=token_lists)
+    def look_up(self, tokens: Tokens) -> None:
+        self.matched(tokens)
+
+    @rule(target=holders, holder=holders)
+    def fork(self, holder: Holder) -> Holder:
+        self.lock(holder.node, holder.tokens)
+        return Holder(holder.tokens, holder.node)
+
+    @rule(target=holders, holder=consumes(holders), more=token_lists)
+    def extend(self, holder: Holder, more: Tokens) -> Holder:
+        """A chunk was prefilled: its full pages go to the tree, and the lock moves down."""
+        added, tokens = self.extended(holder, more)
+        self.lock(added.node, tokens)
+        self.unlock(holder)
+        return Holder(tokens, added.node)
+
+    @rule(holder=consumes(holders), more=token_lists)
+    def end(self, holder: Holder, more: Tokens) -> None:
+        """A sequence leaves its pages to the tree, and goes."""
+        self.extended(holder, more)
+        self.unlock(holder)
+
+    @rule(target=holders, holder=consumes(holders))
+    def leave(self, holder: Holder) -> object:
+        self.unlock(holder)
+        return multiple()
+
+    @rule(tokens=token_lists)
+    def insert(self, tokens: Tokens) -> None:
+        """Pages from the start on that nobody locks; what is cached already is given with its own pages or anew."""
+        tokens = tokens[: len(tokens) // PAGE * PAGE]
+        pages = self.fresh(len(tokens) // PAGE)
+        if pages is not None:
+            self.added(self.tree.insert(array(tokens), pages), (), tokens, pages)
+
+    @rule(tokens=token_lists)
+    def insert_with_the_cached_pages(self, tokens: Tokens) -> None:
+        tokens = tokens[: len(tokens) // PAGE * PAGE]
+        node = self.matched(tokens)
+        cached = self.model.cached(tokens)
+        self.lock(node, cached)
+        own = self.fresh((len(tokens) - len(cached)) // PAGE)
+        if own is not None:
+            known = [self.model.page[prefix] for prefix in prefixes(cached)]
+            pages = np.concatenate((array(tuple(known)), own))
+            added = self.added(self.tree.insert(array(tokens), pages), (), tokens, pages)
+            assert not len(added.duplicates)
+        self.unlock(Holder(cached, node))
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count: int) -> None:
+        freed = self.tree.evict(count)
+        assert freed.tolist() == self.model.evict(count)
+        self.allocator.release(freed)
+
+    @invariant()
+    def the_tree_holds_what_the_model_holds(self) -> None:
+        self.tree.check()
+        assert contents(self.tree) == self.model.page
+        assert self.allocator.free + self.tree.pages == NUM_PAGES
+        loose = [prefix for prefix in self.model.page if not self.model.keeps(prefix)]
+        assert self.tree.evictable == len(loose)
+
+    def teardown(self) -> None:
+        """Without locks everything can be evicted, in the model's order, and nothing is left."""
+        if self.tree.root.locks:
+            for tokens in list(self.model.locked):
+                self.unlock(Holder(tokens, self.tree.match(array(tokens)).node))
+                self.model.touch(tokens)
+        freed = self.tree.evict(NUM_PAGES + 1)
+        assert freed.tolist() == self.model.evict(NUM_PAGES)
+        self.allocator.release(freed)
+        assert self.allocator.free == NUM_PAGES
+        assert not self.tree.root.children
+        self.tree.check()
+
+    def matched(self, tokens: Tokens) -> Node:
+        match = self.tree.match(array(tokens))
+        cached = self.model.cached(tokens)
+        self.model.touch(cached)
+        assert match.length == len(cached) == match.node.depth * PAGE
+        assert match.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(cached)]
+        return match.node
+
+    def lock(self, node: Node, tokens: Tokens) -> None:
+        self.tree.lock(node)
+        self.model.locked.append(tokens)
+
+    def unlock(self, holder: Holder) -> None:
+        self.tree.unlock(holder.node)
+        self.model.locked.remove(holder.tokens)
+        self.model.touch(holder.tokens)
+
+    def fresh(self, count: int) -> Int32 | None:
+        """Pages of one's own, evicted for where that is needed; None where even that gives too few."""
+        self.evict(max(0, count - self.allocator.free))
+        return self.allocator.allocate(count) if count <= self.allocator.free else None
+
+    def extended(self, holder: Holder, more: Tokens) -> tuple[Insertion, Tokens]:
+        pages = self.fresh(len(more) // PAGE)
+        more = more[: len(more) // PAGE * PAGE]
+        if pages is None:
+            pages, more = EMPTY, ()
+        alone = self.model.locked.count(holder.tokens) == 1 == holder.node.locks
+        leaf = alone and holder.tokens and not holder.node.children
+        added = self.tree.extend(holder.node, array(more), pages)
+        assert not leaf or added.node is holder.node
+        whole = holder.tokens + more
+        if leaf:  # the lock is where the leaf ends now
+            self.model.locked.remove(holder.tokens)
+            self.model.locked.append(whole)
+        self.added(added, holder.tokens, more, pages)
+        if leaf:
+            holder.tokens = whole
+        return added, whole
+
+    def added(self, added: Insertion, start: Tokens, tokens: Tokens, pages: Int32) -> Insertion:
+        """What was inserted is the tree's unless it had it, and what it had already is given back."""
+        whole = start + tokens
+        duplicates = []
+        for prefix, page in zip(prefixes(whole)[len(start) // PAGE :], pages.tolist(), strict=True):
+            if self.model.page.setdefault(prefix, page) != page:
+                duplicates.append(page)
+        self.model.touch(whole)
+        assert added.duplicates.tolist() == duplicates
+        assert added.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(whole)[len(start) // PAGE :]]
+        assert added.node.depth * PAGE == len(whole)
+        assert self.tree.node(added.node.id) is added.node
+        self.allocator.release(added.duplicates)
+        return added
+
+
+TestTreeAndAllocator = TreeMachine.TestCase
+
+
+def pages(first: int, count: int) -> Int32:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def test_a_match_inside_a_node_splits_it_and_leaves_id_and_locks_with_the_lower_part() -> None:
+    tree = PrefixTree(4)
+    node = tree.insert(pages(0, 16), pages(0, 4)).node
+    tree.lock(node)
+    before = node.id
+    match = tree.match(pages(0, 11))
+    assert match.length == 8
+    assert match.pages.tolist() == [0, 1]
+    assert match.node is node.parent
+    assert (node.id, node.depth, node.locks) == (before, 4, 1)
+    assert (match.node.depth, match.node.locks, tree.evictable) == (2, 1, 0)
+    tree.unlock(node)
+    assert tree.evictable == 4
+    tree.check()
+
+
+def test_only_a_leaf_that_nobody_else_holds_grows_in_place() -> None:
+    tree = PrefixTree(1)
+    leaf = tree.insert(pages(0, 2), pages(0, 2)).node
+    tree.lock(leaf)
+    assert tree.extend(leaf, pages(2, 2), pages(2, 2)).node is leaf
+    assert (leaf.depth, tree.pages, tree.evictable) == (4, 4, 0)
+    tree.lock(leaf)
+    child = tree.extend(leaf, pages(4, 1), pages(4, 1)).node
+    assert child.parent is leaf
+    assert (leaf.depth, child.depth, tree.evictable) == (4, 5, 1)
+    tree.check()
+
+
+def test_a_node_in_use_until_just_now_is_evicted_last() -> None:
+    tree = PrefixTree(1)
+    first = tree.insert(pages(0, 1), pages(0, 1)).node
+    tree.lock(first)
+    tree.insert(pages(1, 1), pages(1, 1))
+    tree.unlock(first)
+    assert tree.evict(5).tolist() == [1, 0]
+
+
+def test_an_id_is_used_anew_when_its_node_is_gone() -> None:
+    tree = PrefixTree(1)
+    for turn in range(50):
+        node = tree.insert(pages(turn, 1), pages(0, 1)).node
+        assert node.id == 1
+        tree.evict(1)
+        with pytest.raises(AssertionError, match="node 1 is gone"):
+            tree.node(1)
+
+
+def test_one_unlock_too_many_is_an_assertion_error() -> None:
+    tree = PrefixTree(1)
+    with pytest.raises(AssertionError, match="more often than locked"):
+        tree.unlock(tree.insert(pages(0, 1), pages(0, 1)).node)
+
+
+def test_a_path_may_be_deeper_than_the_recursion_limit() -> None:
+    count = 3000
+    tree = PrefixTree(1)
+    deepest = tree.insert(pages(0, count), pages(0, count)).node
+    for end in range(count - 1, 0, -1):
+        tree.match(pages(0, end))
+    tree.lock(deepest)
+    assert (tree.evictable, len(tree.evict(count))) == (0, 0)
+    tree.unlock(deepest)
+    tree.check()
+    assert tree.evict(count).tolist() == list(range(count))[::-1]
+
+
+def test_a_trimmed_leaf_gives_up_the_memory_of_its_tail() -> None:
+    tree = PrefixTree(4)
+    leaf = tree.insert(pages(0, 4000), pages(0, 1000)).node
+    while len(leaf.pages) > 1:
+        tree.evict(1)
+        for kept in (leaf.pages, leaf.tokens):
+            assert kept.base is None or kept.base.size <= 2 * kept.size
+    assert leaf.tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_the_eviction_queue_never_has_more_entries_than_the_tree_has_nodes() -> None:
+    tree = PrefixTree(1)
+    for first in range(20):
+        tree.insert(pages(first, 1), pages(first, 1))
+    for turn in range(1000):
+        node = tree.match(pages(turn % 20, 1)).node
+        tree.lock(node)
+        tree.unlock(node)
+        if turn % 7 == 0:
+            page = tree.evict(1)
+            tree.insert(page, page)
+    tree.check()
+    assert len(tree._queue) == 20
