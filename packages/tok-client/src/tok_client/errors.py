@@ -1,0 +1,195 @@
+"""What can go wrong with a call, as exceptions.
+
+TokError
+├── APIConnectionError                 no connection, or one that broke off
+│   └── APITimeoutError (TimeoutError)     no sign of the server for `timeout` seconds
+├── APIStatusError                     the server answered with an error status
+│   ├── BadRequestError           400
+│   ├── AuthenticationError       401
+│   ├── PermissionDeniedError     403
+│   ├── NotFoundError             404
+│   ├── RequestTooLargeError      413
+│   ├── UnprocessableEntityError  422
+│   ├── RateLimitError            429
+│   └── InternalServerError       500 and above
+├── APIResponseError                   an answer that is not what the API promises
+└── StreamError                        the server reported an error within a stream
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+
+class TokError(Exception):
+    """Base of all errors of this package. All of them can be pickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class APIConnectionError(TokError):
+    """There was no connection, or it broke off before the answer was whole."""
+
+
+class APITimeoutError(APIConnectionError, TimeoutError):
+    """The server gave no sign for `timeout` seconds. It may still be at work on the request."""
+
+
+class APIStatusError(TokError):
+    """The server answered with an error status.
+
+    status_code   the HTTP status
+    body          what it sent: decoded JSON, else text
+    type, param, code   of OpenAI's error object, where there is one; `param` names the field at fault
+    request_id    the header x-request-id
+    retry_after   the header Retry-After, as sent
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status_code: int,
+        body: object = None,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        request_id: str | None = None,
+        retry_after: str | None = None,
+    ) -> None:
+        super().__init__(f"{status_code}: {message}")
+        self.status_code = status_code
+        self.body = body
+        self.type = type
+        self.param = param
+        self.code = code
+        self.request_id = request_id
+        self.retry_after = retry_after
+
+
+class BadRequestError(APIStatusError):
+    """400: the request has a field that is not allowed; see `param`."""
+
+
+class AuthenticationError(APIStatusError):
+    """401: the API key is missing or wrong."""
+
+
+class PermissionDeniedError(APIStatusError):
+    """403: the API key does not allow this."""
+
+
+class NotFoundError(APIStatusError):
+    """404: no such model or path."""
+
+
+class RequestTooLargeError(APIStatusError):
+    """413: the body is larger than the server takes."""
+
+
+class UnprocessableEntityError(APIStatusError):
+    """422: the server could read the request but not make sense of it."""
+
+
+class RateLimitError(APIStatusError):
+    """429: too many requests; retries did not help."""
+
+
+class InternalServerError(APIStatusError):
+    """500 and above: the server failed; retries did not help."""
+
+
+class APIResponseError(TokError):
+    """The server's answer is not what the API promises. `body` is the part at fault."""
+
+    def __init__(self, message: str, *, body: bytes = b"") -> None:
+        super().__init__(message)
+        self.body = body
+
+
+class StreamError(TokError):
+    """The server reported an error within a stream; what came before it is valid."""
+
+    def __init__(
+        self, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.type = type
+        self.param = param
+        self.code = code
+
+
+_BY_STATUS: dict[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    413: RequestTooLargeError,
+    422: UnprocessableEntityError,
+    429: RateLimitError,
+}
+
+
+def status_error(status: int, headers: Mapping[str, str], content: bytes) -> APIStatusError:
+    """The exception for an answer with an error status, whatever the form of its body."""
+    kind = InternalServerError if status >= 500 else _BY_STATUS.get(status, APIStatusError)
+    body = _loads(content)
+    told = _tell(body)
+    message = told.message or (body if isinstance(body, str) and body else "no message")
+    if 300 <= status < 400:
+        message = f"redirected to {headers.get('Location', 'nowhere')}; set base_url to where the API is"
+    return kind(
+        message[:2000],
+        status_code=status,
+        body=body,
+        type=told.type,
+        param=told.param,
+        code=told.code,
+        request_id=headers.get("x-request-id"),
+        retry_after=headers.get("Retry-After"),
+    )
+
+
+def event_error(data: bytes) -> TokError:
+    """The exception for an event of a stream that is not a chunk: an error object, or no sense at all."""
+    told = _tell(_loads(data))
+    if told.message is None:
+        return APIResponseError(f"the stream has an event that is no chunk: {data[:200]!r}", body=data)
+    return StreamError(told.message, type=told.type, param=told.param, code=told.code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    message: str | None = None
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+def _loads(content: bytes) -> object:
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return content.decode("utf-8", "replace")
+
+
+def _tell(body: object) -> _Told:
+    """What an error body says; servers differ: an object or a text under "error", or "message", "detail"."""
+    error = body.get("error", body) if isinstance(body, dict) else None
+    if isinstance(error, str):
+        return _Told(message=error)
+    if not isinstance(error, dict):
+        return _Told()
+    message = error.get("message", error.get("detail"))
+    return _Told(
+        _text(message), _text(error.get("type")), _text(error.get("param")), _text(error.get("code"))
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,0 +1,116 @@
+"""An event loop on a thread of its own, so that blocking code can use the async client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_STOP_SECONDS = 5.0
+
+
+class LoopThread:
+    """Runs coroutines for blocking callers, of any number of threads; its own thread starts at the first
+    call.
+
+    `last` is awaited when it stops: at `stop()`, when nothing refers to it any more, or at the interpreter's
+    exit.
+    """
+
+    def __init__(self, last: Callable[[], Coroutine[object, object, None]]) -> None:
+        self._last = last
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+        self._stopped = False
+        self._finalizer: Callable[[], object] | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stopped
+
+    def call(self, function: Callable[[], Coroutine[object, object, T]]) -> T:
+        """Runs `function()` on the loop and waits for it; what interrupts the wait cancels it as well.
+
+        RuntimeError: stopped, before or during the call; or called in a process forked since the first call.
+        """
+        with self._lock:  # so that what `stop` cancels includes this
+            loop = self._started()
+            future = asyncio.run_coroutine_threadsafe(function(), loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise RuntimeError("the client was closed during the call") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Runs `function()` on the loop some time soon; nothing happens where the loop has stopped."""
+        if self._loop is not None and self._pid == os.getpid():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        """Cancels what runs, awaits `last` and ends the thread. May be called again."""
+        with self._lock:
+            self._stopped = True
+            finalizer = self._finalizer
+        if finalizer is not None:
+            finalizer()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._stopped:
+            raise RuntimeError("the client is closed")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._pid = os.getpid()
+            thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
+            thread.start()
+            self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._pid, self._last)
+        if self._pid != os.getpid():
+            raise RuntimeError("the client was used before this process was forked; make one in each process")
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _stop(
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    pid: int,
+    last: Callable[[], Coroutine[object, object, None]],
+) -> None:
+    if pid != os.getpid():  # a fork has the loop but not its thread
+        return
+    asyncio.run_coroutine_threadsafe(_finish(loop, last), loop)
+    if threading.current_thread() is not thread:  # the garbage collector may run on any thread
+        thread.join(_STOP_SECONDS)
+
+
+async def _finish(
+    loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[object, object, None]]
+) -> None:
+    others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    try:
+        await last()
+    finally:
+        loop.stop()

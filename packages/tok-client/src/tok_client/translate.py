@@ -1,0 +1,21 @@
+"""What goes wrong in the HTTP library, told as this package's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tok_client.errors import APIConnectionError, APITimeoutError
+
+
+@contextmanager
+def translating(url: object) -> Iterator[None]:
+    """Raises APITimeoutError and APIConnectionError for what the HTTP library and the system raise."""
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError as error:
+        raise APITimeoutError(f"no sign of {url} in time: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise APIConnectionError(f"no whole answer from {url}: {error or type(error).__name__}") from error

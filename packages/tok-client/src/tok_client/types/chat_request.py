@@ -1,0 +1,50 @@
+"""The chat completion request: every field of OpenAI's reference, so that a server can refuse one by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tok_client.types.base import UNSET, JSONObject, Maybe
+from tok_client.types.common import GenerationRequest
+from tok_client.types.messages import Message
+
+
+class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of `POST /chat/completions`.
+
+    `logprobs` asks for each token's log-probability, `top_logprobs` for those of so many most likely tokens.
+    `max_completion_tokens` is the newer name of `max_tokens`. Fields that a text engine has no use for are
+    here in outline only (objects are not looked into).
+
+    ValueError (decoding: msgspec.ValidationError): `messages` is empty.
+    """
+
+    messages: list[Message]
+    logprobs: Maybe[bool] = UNSET
+    top_logprobs: Maybe[int] = UNSET
+    max_completion_tokens: Maybe[int] = UNSET
+
+    tools: Maybe[list[JSONObject]] = UNSET
+    tool_choice: Maybe[str | JSONObject] = UNSET
+    parallel_tool_calls: Maybe[bool] = UNSET
+    functions: Maybe[list[JSONObject]] = UNSET
+    function_call: Maybe[str | JSONObject] = UNSET
+    response_format: Maybe[JSONObject] = UNSET
+    modalities: Maybe[list[Literal["text", "audio"]]] = UNSET
+    audio: Maybe[JSONObject] = UNSET
+    prediction: Maybe[JSONObject] = UNSET
+    reasoning_effort: Maybe[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]] = UNSET
+    verbosity: Maybe[Literal["low", "medium", "high"]] = UNSET
+    web_search_options: Maybe[JSONObject] = UNSET
+    moderation: Maybe[JSONObject] = UNSET
+    store: Maybe[bool] = UNSET
+    metadata: Maybe[dict[str, str]] = UNSET
+    service_tier: Maybe[Literal["auto", "default", "flex", "scale", "priority", "fast"]] = UNSET
+    safety_identifier: Maybe[str] = UNSET
+    prompt_cache_key: Maybe[str] = UNSET
+    prompt_cache_retention: Maybe[Literal["in_memory", "24h"]] = UNSET
+    prompt_cache_options: Maybe[JSONObject] = UNSET
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError("messages is []; allowed: at least one message")

@@ -1,0 +1,20 @@
+"""The body of every error answer, and of the event that ends a stream that failed."""
+
+from __future__ import annotations
+
+from tok_client.types.base import Wire
+
+
+class ErrorBody(Wire, frozen=True, kw_only=True):
+    """What is wrong. `param` names the field of the request, `code` the kind of error for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Wire, frozen=True, kw_only=True):
+    """`{"error": {...}}`."""
+
+    error: ErrorBody

@@ -1,0 +1,108 @@
+"""Retries wait as long as they should, by an injected clock."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_client import (
+    APIConnectionError,
+    APIResponseError,
+    APIStatusError,
+    APITimeoutError,
+    Backoff,
+    StreamError,
+    TokError,
+)
+from tok_client.backoff import may_retry
+from tok_client.errors import event_error, status_error
+
+BROKEN = APIConnectionError("broken")
+
+
+def after(retry_after: str) -> APIStatusError:
+    return status_error(429, {"Retry-After": retry_after}, b"")
+
+
+@pytest.mark.parametrize(("luck", "waits"), [(0.0, [0.5, 1, 2, 4, 5, 5]), (1.0, [1, 2, 4, 8, 10, 10])])
+def test_waits_double_up_to_the_most_with_jitter_between_half_and_whole(
+    luck: float, waits: list[float]
+) -> None:
+    backoff = Backoff(first=1, most=10, uniform=lambda: luck)
+    assert [backoff.delay(retry, BROKEN) for retry in range(1, 7)] == waits
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
+def test_a_wait_is_never_longer_than_the_most(retry: int, luck: float) -> None:
+    assert 0 < Backoff(uniform=lambda: luck).delay(retry, BROKEN) <= 8
+
+
+@pytest.mark.parametrize(
+    ("header", "wait"),
+    [
+        ("3", 3.0),
+        ("0.75", 0.75),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0),
+        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.25),
+        ("0", 0.25),
+        ("-5", 0.25),
+        ("nan", 0.25),
+        ("soon", 0.25),
+    ],
+)
+def test_a_wait_is_no_shorter_than_retry_after_in_seconds_or_as_a_date(header: str, wait: float) -> None:
+    backoff = Backoff(first=0.5, uniform=lambda: 0.0, clock=lambda: 40.0)
+    assert backoff.delay(1, after(header)) == wait
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (BROKEN, True),
+        (APITimeoutError("slow"), False),
+        (APIResponseError("garbage"), False),
+        (StreamError("failed"), False),
+        *((status_error(status, {}, b""), True) for status in (408, 409, 429, 500, 502, 503, 599)),
+        *((status_error(status, {}, b""), False) for status in (302, 400, 401, 403, 404, 405, 413, 422)),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(error: TokError, expected: bool) -> None:
+    assert may_retry(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"error":{"message":"bad n","type":"t","param":"n","code":"c"}}', ("bad n", "t", "n", "c")),
+        (b'{"error":{"message":"bad","code":400}}', ("bad", None, None, "400")),
+        (b'{"error":"overloaded"}', ("overloaded", None, None, None)),
+        (b'{"object":"error","message":"bad","type":"t"}', ("bad", "t", None, None)),
+        (b'{"detail":[{"loc":["n"]}]}', ('[{"loc":["n"]}]', None, None, None)),
+        (b"<h1>Bad Gateway</h1>", ("<h1>Bad Gateway</h1>", None, None, None)),
+        (b"\xff", ("\ufffd", None, None, None)),
+        (b"", ("no message", None, None, None)),
+        (b"[1]", ("no message", None, None, None)),
+    ],
+)
+def test_error_bodies_of_any_form_are_told(body: bytes, told: tuple[str | None, ...]) -> None:
+    error = status_error(400, {"x-request-id": "r1"}, body)
+    assert (str(error), error.type, error.param, error.code) == (f"400: {told[0]}", *told[1:])
+    assert (error.status_code, error.request_id) == (400, "r1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        after("3"),
+        APITimeoutError("slow"),
+        APIResponseError("garbage", body=b"x"),
+        event_error(b'{"error":{"message":"failed","type":"t","code":7}}'),
+    ],
+)
+def test_errors_survive_pickling(error: TokError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
