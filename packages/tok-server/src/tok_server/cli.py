@@ -1,0 +1,109 @@
+"""The `tok` command: what its subcommands are called and which flags they take. Loads nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import cast
+
+from tok_core import InvalidField, TokError
+from tok_server.flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
+
+PASS_AT_K = "pass-at-k"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit code: 0, 1 (it failed) or 2 (bad flags)."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = make_parser(arguments[:1])
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    return _run(options)
+
+
+def serve_main() -> int:
+    """`tok-server`: the same as `tok serve`."""
+    return main(["serve", *sys.argv[1:]])
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The command, its failures told in one line."""
+    command = cast("Callable[[argparse.Namespace], int]", import_module(options.module).main)
+    try:
+        return command(options)
+    except InvalidField as error:
+        flag = error.field if error.field == "model" else "--" + error.field.replace("_", "-")
+        named = InvalidField(flag, error.value, error.allowed)
+        return _fail(options.command, str(named), 2)
+    except TokError as error:
+        return _fail(options.command, str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(command: str, message: str, code: int) -> int:
+    print(f"tok {command}: error: {message}", file=sys.stderr)
+    return code
+
+
+def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands. `command`: the one called, if known; only its module may be loaded."""
+    parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"tok {version('tok-server')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API does",
+        description="Serve a model over HTTP, as OpenAI's API does.",
+        epilog=SERVE_EXAMPLES,
+    )
+    add_serve(serve)
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal. /clear begins anew, /exit or Ctrl-D ends.",
+        epilog=CHAT_EXAMPLES,
+    )
+    add_chat(chat)
+    models = commands.add_parser(
+        "models",
+        help="show which models can be served, or what a model directory holds",
+        description="Show which models can be served, or what a model directory holds.",
+        epilog=MODELS_EXAMPLES,
+    )
+    models.add_argument("model", nargs="?", metavar="MODEL", help="a model directory to look into")
+    measure = commands.add_parser(
+        PASS_AT_K, help="sample many answers a problem and show how many problems are solved (pass@k)"
+    )
+    if list(command) == [PASS_AT_K]:
+        import_module("tok_server.passatk.command").add_arguments(measure)
+    serve.set_defaults(module="tok_server.commands.serve")
+    chat.set_defaults(module="tok_server.commands.chat")
+    models.set_defaults(module="tok_server.commands.models")
+    measure.set_defaults(module="tok_server.passatk.command")
+    return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest flag beside its help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints examples as they are written, takes no shortened flags."""
+
+    def __init__(self, *args: object, **settings: object) -> None:
+        settings.setdefault("formatter_class", _Formatter)
+        settings.setdefault("allow_abbrev", False)
+        super().__init__(*args, **settings)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""`tok serve`: the server, from its flags to its ready line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import logging
+import sys
+
+from tok_core import AsyncEngine
+from tok_server.flags import engine_config, server_settings
+from tok_server.serve import ServeError, serve
+from tok_server.settings import Settings
+
+QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Serves until stopped. Errors: InvalidField, TokError."""
+    config, settings = engine_config(options), server_settings(options)
+    _log_to_stderr(options.log_level)
+
+    def announce(engine: AsyncEngine, port: int) -> None:
+        print(ready_lines(engine, settings, port), flush=True)
+
+    try:
+        asyncio.run(serve(config, settings, announce))
+    except ServeError as error:
+        print(f"tok serve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("tok", "tok_core", "tok_server"):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def ready_lines(engine: AsyncEngine, settings: Settings, port: int) -> str:
+    """The line that says where the server is, and a command to paste."""
+    url = f"http://{_reachable(settings.host)}:{port}"
+    path, members = _example(engine)
+    body = json.dumps({"model": settings.model_name, "temperature": 0, **members})
+    key = "" if settings.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    info = engine.info
+    return (
+        f"tok is ready: {settings.model_name} ({info.dtype} on {info.device}) at {url}/v1\n"
+        f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _example(engine: AsyncEngine) -> tuple[str, dict[str, object]]:
+    if engine.tokenizer is None:
+        return "/v1/completions", {"prompt": [0], "return_token_ids": True}
+    if engine.chat_template is None:
+        return "/v1/completions", {"prompt": QUESTION}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}
+
+
+def _reachable(host: str) -> str:
+    """The host as it stands in a URL; the address "all" is reached as this machine's own."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1"
+    return f"[{address}]" if address.version == 6 else str(address)

@@ -1,0 +1,31 @@
+"""Every template: a function from draws to a problem of two to four steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tok_server.demo.problem import Draw, Problem
+from tok_server.demo.templates.counting import classroom, collections, farm, garden, parking, sharing
+from tok_server.demo.templates.rates import ages, baking, reading, tank, travelling
+from tok_server.demo.templates.spending import earning, halving, saving, shopping, tickets
+
+__all__ = ["TEMPLATES"]
+
+TEMPLATES: tuple[Callable[[Draw], Problem], ...] = (
+    ages,
+    baking,
+    classroom,
+    collections,
+    earning,
+    farm,
+    garden,
+    halving,
+    parking,
+    reading,
+    saving,
+    sharing,
+    shopping,
+    tank,
+    tickets,
+    travelling,
+)

@@ -1,0 +1,27 @@
+"""/v1/models: the one model that is served."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tok_client.types import Model, ModelList
+from tok_server.context import CONTEXT, Context
+from tok_server.reading import check_model
+from tok_server.wire import encode
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """Handler of GET /v1/models."""
+    body = encode(ModelList(data=[_model(request.app[CONTEXT])]))
+    return web.Response(body=body, content_type="application/json")
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Handler of GET /v1/models/{id}."""
+    context = request.app[CONTEXT]
+    check_model(request.match_info["id"], context.settings.model_name)
+    return web.Response(body=encode(_model(context)), content_type="application/json")
+
+
+def _model(context: Context) -> Model:
+    return Model(id=context.settings.model_name, created=context.created, owned_by="tok")

@@ -1,0 +1,67 @@
+"""Sampling parameters: what a request asks for, as the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
+from tok_core import InvalidField, SamplingParams
+from tok_server.errors import invalid
+from tok_server.job import renamed
+
+T = TypeVar("T")
+Request = CompletionRequest | ChatCompletionRequest
+
+# Names that mean the same on the wire and in the engine.
+SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def given(value: Maybe[T]) -> T | None:
+    """The value; None where it is absent or null, which mean the same in requests: the default."""
+    return None if value is UNSET else value
+
+
+def sampling_params(
+    request: Request,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    names: Mapping[str, str],
+) -> SamplingParams:
+    """The parameters; `names`: what this endpoint calls fields that the engine names otherwise. Errors: ApiError."""
+    fields: dict[str, object] = {name: value for name in SAME if (value := given(getattr(request, name))) is not None}
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields["stop"] = _strings(given(request.stop))
+    fields["stop_token_ids"] = tuple(given(request.stop_token_ids) or ())
+    fields["logit_bias"] = _biases(given(request.logit_bias), vocab_size)
+    try:
+        return SamplingParams(**fields)  # type: ignore[arg-type]
+    except InvalidField as error:
+        raise renamed(error, names.get(error.field, error.field)) from error
+
+
+def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    """`{"42": 1.5}` as `{42: 1.5}`."""
+    for key in biases or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+            allowed = f"token ids from 0 to {vocab_size - 1}, as strings"
+            raise invalid("logit_bias", f"logit_bias has the key {key[:80]!r}; allowed: {allowed}")
+    return {int(key): bias for key, bias in biases.items()} if biases else None

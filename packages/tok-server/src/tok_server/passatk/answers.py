@@ -1,0 +1,98 @@
+"""Problems and their answers: reading JSONL in GSM8K's form, finding the answer in a text, comparing two answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+DEFAULT_PATTERN = r"#### (-?[0-9.,]+)"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question, and its answer in normal form."""
+
+    question: str
+    answer: str
+
+
+class AnswerPattern:
+    """Where in a text its answer stands: a regular expression with at most one group, of which the last match counts.
+
+    Errors: ValueError for what is no such expression.
+    """
+
+    def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"answer pattern is {pattern!r}; allowed: regular expressions ({error})") from error
+        if self._pattern.groups > 1:
+            raise ValueError(f"answer pattern is {pattern!r}; allowed: at most one group")
+
+    def find(self, text: str) -> str | None:
+        """The answer in normal form; None where the text gives none."""
+        matches = list(self._pattern.finditer(text))
+        found = matches[-1].group(self._pattern.groups) if matches else None
+        return (normalise(found) or None) if found else None
+
+    def right(self, text: str, answer: str) -> bool:
+        """Whether the text's answer is `answer` (in normal form)."""
+        return self.find(text) == answer
+
+
+def normalise(answer: str) -> str:
+    """Normal form: a number without thousands' commas, end point and needless zeros; other texts stripped.
+
+    >>> normalise(" 1,250.0 "), normalise("72."), normalise("blue")
+    ('1250', '72', 'blue')
+    """
+    text = answer.strip()
+    try:
+        number = Decimal(text.replace(",", "").removeprefix("$").rstrip("."))
+    except InvalidOperation:
+        return text
+    if not number.is_finite():
+        return text
+    return f"{number.normalize() + 0:f}"
+
+
+def read_tasks(file: Path, pattern: AnswerPattern, limit: int | None = None) -> list[Task]:
+    """The problems of a JSONL file, at most `limit`: objects with strings "question" and "answer".
+
+    The answer is what the pattern finds in "answer", or all of it where the pattern finds nothing there.
+    Errors: ValueError that names file, line and field; OSError for a file that cannot be read.
+    """
+    tasks: list[Task] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(tasks) >= limit:
+                break
+            if line.strip():
+                tasks.append(_task(line, f"{file}, line {number}", pattern))
+    if not tasks:
+        raise ValueError(f"{file}: has no problems")
+    return tasks
+
+
+def _task(line: str, where: str, pattern: AnswerPattern) -> Task:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: is {line.strip()[:40]!r}; allowed: an object with question and answer")
+    question, answer = (_field(entry, name, where) for name in ("question", "answer"))
+    return Task(question, pattern.find(answer) or normalise(answer))
+
+
+def _field(entry: dict[str, object], name: str, where: str) -> str:
+    value = entry.get(name)
+    if name not in entry:
+        raise ValueError(f"{where}: {name} is missing")
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {name} is {value!r}; allowed: a string that is not empty")
+    return value

@@ -1,0 +1,126 @@
+"""`tok pass-at-k`: its flags, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from tok_core import EngineConfig, InvalidField
+from tok_core.config import Device, DType
+from tok_server.default_model import model_and_name
+from tok_server.demo import HELD_OUT_FILE
+from tok_server.passatk.answers import DEFAULT_PATTERN, AnswerPattern, Task, read_tasks
+
+if TYPE_CHECKING:
+    from tok_core import Engine
+    from tok_server.passatk.run import Prompter, Report
+
+PLAIN_TEMPLATE = "Question: {question}\nAnswer:"
+"""For models without a chat template."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tok pass-at-k`."""
+    parser.description = "Sample many answers a problem and show how many problems are solved (pass@k)."
+    add = parser.add_argument
+    add(
+        "problems",
+        nargs="?",
+        type=Path,
+        metavar="PROBLEMS.jsonl",
+        help='file with one {"question", "answer"} a line, as GSM8K\'s (default: the demo model\'s held-out problems)',
+    )
+    add("--samples", type=int, default=100, metavar="N", help="answers of each problem (default: %(default)s)")
+    add("--model", metavar="MODEL", help="a directory or hub id (default: the demo model)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="of the samples (default: %(default)s)")
+    add("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)")
+    add("--limit", type=int, metavar="N", help="only the first N problems")
+    add("--seed", type=int, default=0, metavar="N", help="of the samples (default: %(default)s)")
+    add(
+        "--answer-pattern",
+        default=DEFAULT_PATTERN,
+        metavar="REGEX",
+        help="where an answer stands in a text; its last match counts (default: %(default)s)",
+    )
+    add(
+        "--prompt-template",
+        metavar="TEXT",
+        help="prompt with {question} in it (default: the model's chat template, or 'Question: ... Answer:')",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("pass-at-k"),
+        metavar="DIR",
+        help="where answers.jsonl and coverage.png are written, over those of an earlier run (default: %(default)s)",
+    )
+    add("--device", choices=get_args(Device), default="auto", help="where to run (default: %(default)s)")
+    add("--dtype", choices=get_args(DType), default="auto", help="of weights and cache (default: %(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command. Returns the exit code. Errors: those of the engine."""
+    _check(args)
+    try:
+        pattern = AnswerPattern(args.answer_pattern)
+        tasks = read_tasks(args.problems or HELD_OUT_FILE, pattern, args.limit)
+    except (OSError, ValueError) as error:
+        print(f"tok pass-at-k: error: {error}", file=sys.stderr)
+        return 2
+    return _run(args, tasks, pattern)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.samples < 1:
+        raise InvalidField("samples", args.samples, "integers from 1")
+    if args.limit is not None and args.limit < 1:
+        raise InvalidField("limit", args.limit, "integers from 1")
+    if args.seed < 0:
+        raise InvalidField("seed", args.seed, "integers from 0")
+    if args.prompt_template is not None and "{question}" not in args.prompt_template:
+        raise InvalidField("prompt_template", args.prompt_template, "texts with {question} in them")
+
+
+def _run(args: argparse.Namespace, tasks: list[Task], pattern: AnswerPattern) -> int:
+    # Imported here, so that --help loads neither the engine nor matplotlib.
+    from tok_core import Engine
+    from tok_server.passatk.run import ANSWERS, PLOT, pass_at_k
+
+    model, name = model_and_name(args.model)
+    source = args.problems.name if args.problems else "the held-out set"
+    title = f"{name}: {len(tasks)} problems of {source}, {args.samples} samples each, temperature {args.temperature:g}"
+    with Engine(EngineConfig(model=model, device=args.device, dtype=args.dtype)) as engine:
+        report = pass_at_k(
+            engine, tasks, args.samples, args.temperature, args.max_tokens, args.seed, args.out,
+            pattern=pattern, prompter=make_prompter(engine, args.prompt_template), title=title,
+        )  # fmt: skip
+    print(title)
+    print_report(report)
+    print(f"answers: {args.out / ANSWERS}\nplot:    {args.out / PLOT}")
+    return 0
+
+
+def make_prompter(engine: Engine, template: str | None) -> Prompter:
+    """How a question becomes a prompt: by `template`, else the model's chat template, else the plain form."""
+    tokenizer, chat = engine.tokenizer, engine.chat_template
+    if template is not None or chat is None or tokenizer is None:
+        text = template or PLAIN_TEMPLATE
+        return lambda question: text.replace("{question}", question)
+    return lambda question: tokenizer.encode(
+        chat.render([{"role": "user", "content": question}]), add_special_tokens=False
+    )
+
+
+def print_report(report: Report) -> None:
+    """Prints throughput and the coverage table."""
+    answers = report.samples * len(report.right)
+    seconds = max(report.seconds, 1e-9)
+    print(
+        f"{answers:,} answers, {report.tokens:,} tokens in {seconds:.1f} s: "
+        f"{report.tokens / seconds:,.0f} tokens/s, {answers / seconds:,.1f} answers/s"
+    )
+    print("    k   pass@k   95% confidence")
+    for row in report.coverage:
+        print(f"{row.k:5}   {row.mean:6.1%}   {row.low:.1%} to {row.high:.1%}")

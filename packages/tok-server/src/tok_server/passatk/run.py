@@ -1,0 +1,102 @@
+"""A run: every problem sampled by the engine, every answer checked and written, coverage at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tok_core import Completion, Engine, SamplingParams
+from tok_server.passatk.answers import AnswerPattern, Task
+from tok_server.passatk.estimator import Coverage, coverage
+from tok_server.passatk.plot import plot_coverage
+
+LADDER = (1, 2, 5, 10, 20, 50, 100)
+ANSWERS, PLOT = "answers.jsonl", "coverage.png"
+
+Prompter = Callable[[str], str | list[int]]
+"""A question to its prompt: text, or token ids where special tokens are placed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run found: right answers of each problem (in order), tokens generated, seconds, coverage over k."""
+
+    samples: int
+    right: list[int]
+    tokens: int
+    seconds: float
+    coverage: list[Coverage]
+
+
+def pass_at_k(
+    engine: Engine,
+    problems: Sequence[Task],
+    samples: int,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    out_dir: Path,
+    *,
+    pattern: AnswerPattern,
+    prompter: Prompter,
+    title: str = "Coverage",
+    progress: bool = True,
+) -> Report:
+    """Samples every problem, writes `answers.jsonl` while going and `coverage.png` at the end into `out_dir`.
+
+    The noise of sample i of problem j depends on `seed` + j and i alone.
+    Errors: InvalidField before anything runs if a prompt cannot be served; EngineError.
+    """
+    prompts = [prompter(problem.question) for problem in problems]
+    params = [
+        SamplingParams(n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed + index)
+        for index in range(len(problems))
+    ]
+    right, tokens, began = [0] * len(problems), 0, time.monotonic()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with (out_dir / ANSWERS).open("w", encoding="utf-8") as lines:
+        for index, output in engine.stream(prompts, params, progress=progress):
+            right[index] = _record(lines, index, problems[index], output.outputs, pattern)
+            tokens += sum(len(one.token_ids) for one in output.outputs)
+    seconds = time.monotonic() - began
+    ladder = ks_up_to(samples)
+    rows = [coverage([samples] * len(right), right, k) for k in _plotted(samples)]
+    plot_coverage(rows, title, out_dir / PLOT, ladder)
+    return Report(samples, right, tokens, seconds, [row for row in rows if row.k in ladder])
+
+
+def ks_up_to(samples: int) -> list[int]:
+    """The k of the coverage table."""
+    return [k for k in LADDER if k <= samples]
+
+
+def _plotted(samples: int) -> list[int]:
+    """About twelve k a decade, and those of the table: a smooth curve on a logarithmic axis."""
+    spread = {round(10 ** (step / 12)) for step in range(12 * len(str(samples)))}
+    return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples), samples})
+
+
+def _record(lines: TextIO, index: int, problem: Task, completions: Sequence[Completion], pattern: AnswerPattern) -> int:
+    """Writes the samples of one problem, one a line. Returns how many are right."""
+    count = 0
+    for one in completions:
+        found = pattern.find(one.text)
+        count += found == problem.answer
+        entry = {
+            "problem": index,
+            "sample": one.index,
+            "question": problem.question,
+            "answer": problem.answer,
+            "text": one.text,
+            "found": found,
+            "right": found == problem.answer,
+            "tokens": len(one.token_ids),
+            "finish_reason": one.finish_reason,
+        }
+        lines.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    lines.flush()
+    return count

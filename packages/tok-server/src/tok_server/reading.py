@@ -1,0 +1,49 @@
+"""What both endpoints read the same way: the body, the model's name, how to stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from tok_client.types import ChatCompletionRequest, CompletionRequest, StreamOptions, known_fields
+from tok_server.body import members
+from tok_server.errors import ApiError, invalid
+from tok_server.params import Request, given
+from tok_server.unsupported import Neutral, refuse_unsupported
+from tok_server.wire import BadJson, decode
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+
+# OpenAI's completions take `metadata` nowhere, but its clients may send it to any endpoint.
+HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
+
+
+def read(body: bytes, kind: type[R], unsupported: Mapping[str, Neutral]) -> tuple[R, tuple[str, ...]]:
+    """The request, and the names of fields that nobody defines. Errors: ApiError 400."""
+    found = members(body)
+    refuse_unsupported(unsupported, found)
+    try:
+        request = decode(body, kind)
+    except BadJson as error:
+        raise invalid(error.path, str(error)) from error
+    return request, tuple(sorted(found.keys() - known_fields(kind) - HARMLESS))
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises ApiError (404) if another model is asked for than the one served."""
+    if asked is not None and asked != served:
+        message = f"model is {asked[:200]!r}; served here: {served!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def wants_usage(request: Request) -> bool:
+    """Whether a stream shall end with the usage. Errors: ApiError 400."""
+    options: StreamOptions | None = given(request.stream_options)
+    if options is None:
+        return False
+    if not given(request.stream):
+        raise invalid("stream_options", "stream_options is only allowed together with stream=true")
+    if given(options.include_obfuscation):
+        name = "stream_options.include_obfuscation"
+        raise invalid(name, f"{name} is not supported yet; allowed: false", "unsupported_parameter")
+    return bool(given(options.include_usage))

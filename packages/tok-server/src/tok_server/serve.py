@@ -1,0 +1,122 @@
+"""serve: the server's life. Listen, start the engine, say so, answer until told to stop, drain, go."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from tok_core import AsyncEngine, EngineConfig, TokError
+from tok_server.app import make_app
+from tok_server.context import CONTEXT, Context
+from tok_server.settings import Settings
+
+log = logging.getLogger("tok.server")
+
+ECHO = 0.5  # seconds in which a second signal is the first again: launchers pass on what the terminal has sent too
+POLL = 0.05  # seconds between looks at what is still open
+
+
+class ServeError(Exception):
+    """The server cannot start; the message says why in one line."""
+
+
+async def serve(config: EngineConfig, settings: Settings, announce: Callable[[AsyncEngine, int], None]) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+
+    announce  called with the engine and the port once requests are answered
+    Errors: ServeError (address in use), TokError (the engine cannot start).
+    """
+    listener = listen(settings.host, settings.port)
+    engine = AsyncEngine(config)
+    app = make_app(engine, settings, ready=False)
+    stopping = _stop_on_signals()
+    # /health answers "starting" from here on, so that whoever waits for the model can see it load.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener, backlog=1024).start()
+        await _run(engine, app[CONTEXT], stopping, lambda: announce(engine, listener.getsockname()[1]))
+    finally:
+        await engine.close()
+        await runner.cleanup()
+
+
+async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
+    if not await _started(engine, stopping):
+        return
+    context.ready = True
+    announce()
+    await stopping.wait()
+    context.draining = True
+    log.info("stopping; open requests: %d", context.open_requests)
+    await _drained(context)
+
+
+async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
+    """Whether the engine is ready; False if told to stop before. Errors: TokError."""
+    start = asyncio.create_task(engine.start())
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if start.done():
+        start.result()
+        return True
+    start.cancel()
+    try:
+        await start
+    except (asyncio.CancelledError, TokError):
+        log.info("stopped while starting")
+    return False
+
+
+async def _drained(context: Context) -> None:
+    """Returns when no request is open, or the time for that is over."""
+    deadline = time.monotonic() + context.settings.drain
+    while context.open_requests and time.monotonic() < deadline:
+        await asyncio.sleep(POLL)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Taken before the model loads: a port in use shall not cost minutes to find out."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServeError(f"cannot listen on host {host!r}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another with --port (0: any free one)" if error.errno == errno.EADDRINUSE else ""
+        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}{hint}") from error
+    return listener
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first = 0.0
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal first
+        if not stopping.is_set():
+            first = loop.time()
+            stopping.set()
+        elif loop.time() - first > ECHO:
+            os._exit(128 + number)  # the engine's processes end with their parent
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    return stopping

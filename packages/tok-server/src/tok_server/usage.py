@@ -1,0 +1,29 @@
+"""Usage: prompts counted once each, however many samples are drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from tok_client.types import PromptTokensDetails, Usage
+
+
+class Prompted(Protocol):
+    """What has a prompt: a finished request, or one that streams."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
+    """The usage of all prompts of one HTTP request."""
+    counts = [(len(one.prompt_token_ids), one.cached_tokens) for one in requests]
+    prompt_tokens = sum(prompt for prompt, _ in counts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(cached for _, cached in counts)),
+    )

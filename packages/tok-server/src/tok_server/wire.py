@@ -1,0 +1,54 @@
+"""JSON with paths: bytes to wire types, where an error names the field, and wire types to bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar, get_origin
+
+import msgspec
+
+from tok_client.types import known_fields
+
+T = TypeVar("T")
+
+_AT = re.compile(r"^(?P<what>.*) - at `\$(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<field>.*)`")
+
+encode = msgspec.json.Encoder().encode
+
+
+class BadJson(ValueError):
+    """Bytes that are no JSON, or JSON of the wrong types; `path` names the member ("messages[0].role")."""
+
+    def __init__(self, path: str | None, message: str) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """`data` as a `kind`. Errors: BadJson."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _located(str(error), kind) from error
+    except msgspec.DecodeError as error:
+        raise BadJson(None, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadJson(None, "the body is nested too deeply") from error
+
+
+def _located(message: str, kind: type) -> BadJson:
+    """The error with its path: msgspec's, the missing field's, or the field that the message begins with."""
+    found = _AT.match(message)
+    what, path = (found["what"], found["path"].removeprefix(".")) if found else (message, "")
+    missing = _MISSING.match(what)
+    if missing:
+        return BadJson(".".join(filter(None, [path, missing["field"]])), "is required, but missing")
+    first = what.partition(" ")[0]
+    if not path and get_origin(kind) is None and first in known_fields(kind):
+        return _unprefixed(first, what)
+    return BadJson(path or None, what)
+
+
+def _unprefixed(field: str, what: str) -> BadJson:
+    return BadJson(field, what.removeprefix(f"{field} "))

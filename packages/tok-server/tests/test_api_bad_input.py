@@ -1,0 +1,267 @@
+"""Bad input gets an error that names the field, and the next request is served as if nothing had been."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+
+import pytest
+
+from support.serving import Answer, Server
+
+USER = [{"role": "user", "content": "hi"}]
+HUGE = 10**30
+
+COMPLETIONS: list[tuple[dict[str, object], str]] = [
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": HUGE}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [512]}, "prompt"),
+    ({"prompt": [HUGE]}, "prompt"),
+    ({"prompt": [[1], [512]]}, "prompt[1]"),
+    ({"prompt": [1] * 1024}, "prompt"),
+    ({"prompt": "word " * 2000}, "prompt"),
+    ({"prompt": ["a"] * 100, "n": 16_000}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 5000}, "max_tokens"),
+    ({"max_tokens": "7"}, "max_tokens"),
+    ({"max_tokens": HUGE}, "max_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": HUGE}, "seed"),
+    ({"seed": 0.5}, "seed"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"the": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+]
+
+CHAT: list[tuple[dict[str, object], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    (
+        {
+            "messages": [
+                *USER,
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            ]
+        },
+        "messages[1].content[0].type",
+    ),
+    ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "t"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"n": 0}, "n"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": "nonsense"}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"store": True}, "store"),
+    ({"store": 0}, "store"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+]
+
+
+def check_refused(answer: Answer, param: str | None, status: int = 400) -> None:
+    error = answer.error()
+    assert answer.status == status, error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    if param is not None:
+        assert param.partition("[")[0].partition(".")[0] in error["message"]
+
+
+def check_serves(server: Server) -> None:
+    answer = server.complete(prompt="one", max_tokens=2, temperature=0, ignore_eos=True)
+    assert answer.status == 200, answer.body
+    assert answer.json()["usage"]["completion_tokens"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETIONS, ids=lambda value: str(value)[:60])
+def test_a_completion_with_a_bad_field_is_refused_naming_it(
+    server: Server, fields: dict[str, object], param: str
+) -> None:
+    check_refused(server.complete(**{"prompt": "one", **fields}), param)
+    check_serves(server)
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT, ids=lambda value: str(value)[:60])
+def test_a_chat_completion_with_a_bad_field_is_refused_naming_it(
+    server: Server, fields: dict[str, object], param: str
+) -> None:
+    check_refused(server.chat(**{"messages": USER, "max_completion_tokens": None, **fields}), param)
+    check_serves(server)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "empty"),
+        (b"{", "JSON"),
+        (b'{"model": "tiny",}', "JSON"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b'{"temperature": NaN}', "JSON"),
+        (b'{"prompt": "\xff\xfe"}', "UTF-8"),
+        (b'{"prompt": "\\ud800"}', ""),
+        (b'{"prompt": ' + b"[" * 100_000, ""),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, body: bytes, told: str) -> None:
+    answer = server.call("POST", path, body)
+    error = answer.error()
+    assert answer.status == 400
+    assert error["type"] == "invalid_request_error"
+    assert told in str(error["message"])
+    check_serves(server)
+
+
+@pytest.mark.parametrize(("path", "param"), [("completions", "prompt"), ("chat/completions", "messages")])
+def test_a_missing_field_is_named(server: Server, path: str, param: str) -> None:
+    check_refused(server.call("POST", f"/v1/{path}", {"model": "tiny"}), param)
+
+
+def test_an_empty_prompt_is_served_only_where_the_tokenizer_begins_texts(server: Server) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    answer = server.complete(prompt="", max_tokens=1)
+    if tokenizer.encode(""):
+        assert answer.status == 200
+    else:
+        check_refused(answer, "prompt")
+    check_serves(server)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_another_content_type_is_refused(server: Server, kind: str) -> None:
+    body = json.dumps({"prompt": "one"}).encode()
+    check_refused(server.call("POST", "/v1/completions", body, {"Content-Type": kind}), "Content-Type")
+
+
+def test_a_body_that_is_too_large_is_refused(server: Server) -> None:
+    answer = server.complete(prompt="a" * (1 << 21))
+    assert answer.status == 413
+    assert answer.error()["code"] == "request_too_large"
+    check_serves(server)
+
+
+def test_a_compressed_body_is_measured_unpacked(server: Server) -> None:
+    packed = {"Content-Encoding": "gzip"}
+    small = gzip.compress(b'{"prompt": "one", "max_tokens": 1}')
+    assert server.call("POST", "/v1/completions", small, packed).status == 200
+    bomb = gzip.compress(b'{"prompt": "' + b"a" * (1 << 24) + b'"}')
+    assert len(bomb) < 1 << 20
+    assert server.call("POST", "/v1/completions", bomb, packed).status == 413
+    check_serves(server)
+
+
+def test_a_body_that_stops_half_way_is_refused_in_time(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head + b'{"prompt": "one"')
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head + b'{"prompt": "one"')
+    check_serves(server)
+
+
+def test_another_model_is_not_found(server: Server) -> None:
+    for path, field in (
+        ("completions", {"prompt": "one"}),
+        ("chat/completions", {"messages": USER}),
+    ):
+        answer = server.call("POST", f"/v1/{path}", {"model": "gpt-x", **field})
+        check_refused(answer, "model", 404)
+        assert answer.error()["code"] == "model_not_found"
+
+
+def test_a_request_without_a_model_is_served(server: Server) -> None:
+    assert server.call("POST", "/v1/completions", {"prompt": "one", "max_tokens": 1}).status == 200
+
+
+def test_urls_and_methods_that_are_not_there_are_told_in_the_same_shape(server: Server) -> None:
+    check_refused(server.call("GET", "/v1/nothing"), None, 404)
+    answer = server.call("GET", "/v1/completions")
+    check_refused(answer, None, 405)
+    assert answer.headers["allow"] == "POST"
+    check_refused(server.call("POST", "/health", {}), None, 405)
+
+
+def test_values_that_ask_for_nothing_are_accepted(server: Server) -> None:
+    answer = server.chat(
+        messages=USER, max_tokens=1, tools=None, functions=[], tool_choice="none", response_format={"type": "text"},
+        modalities=["text"], audio=None, prediction=None, store=False, service_tier="auto", user="u",
+        metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k", stream_options=None, logprobs=False,
+        stop=None, n=None, temperature=None, parallel_tool_calls=True, reasoning_effort=None,
+    )  # fmt: skip
+    assert answer.status == 200, answer.body
+    assert "x-tok-ignored" not in answer.headers
+    answer = server.complete(prompt="one", max_tokens=1, echo=False, suffix=None, best_of=1, n=1)
+    assert answer.status == 200, answer.body
+
+
+def test_fields_that_nobody_defines_are_ignored_and_listed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    strange = {"zeta": 1, "a\r\nb": {"c": []}}
+    for stream in (False, True, False):
+        answer = server.complete(prompt="one", max_tokens=1, stream=stream, **strange)
+        assert answer.status == 200
+        assert answer.headers["x-tok-ignored"] == "a%0D%0Ab,zeta"
+    told = [record.getMessage() for record in caplog.records if "nobody defines" in record.getMessage()]
+    assert len(told) == 1
+    assert "'zeta'" in told[0]

@@ -1,0 +1,168 @@
+"""The `tok` command: flags, exit codes, one line an error, nothing heavy loaded to say so."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tok_core import EngineConfig
+from tok_server.cli import main, make_parser
+from tok_server.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
+from tok_server.flags import ENGINE_FLAGS, engine_config, server_settings
+
+SERVE_FLAGS = {
+    "--host": "127.0.0.1",
+    "--port": 10210,
+    "--device": "auto",
+    "--dtype": "auto",
+    "--load-format": "auto",
+    "--page-size": 16,
+    "--kv-cache-tokens": None,
+    "--gpu-memory-fraction": 0.9,
+    "--max-running": None,
+    "--max-step-tokens": None,
+    "--max-model-len": None,
+    "--dp": 1,
+    "--tp": 1,
+    "--pp": 1,
+    "--api-key": None,
+    "--log-level": "info",
+}
+
+
+def subparser(name: str) -> argparse.ArgumentParser:
+    found = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    parser = found.choices[name]
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def flags(name: str) -> dict[str, object]:
+    actions = [action for action in subparser(name)._actions if action.dest != "help"]
+    return {action.option_strings[0]: action.default for action in actions if action.option_strings}
+
+
+def test_the_flags_of_serve_and_their_defaults_are_these() -> None:
+    assert flags("serve") == SERVE_FLAGS
+
+
+def test_the_flags_of_chat_are_these() -> None:
+    assert set(flags("chat")) == {
+        "--url", "--api-key", "--system", "--temperature", "--max-tokens", "--device", "--dtype"
+    }  # fmt: skip
+
+
+def test_the_defaults_of_serve_are_those_of_the_engine() -> None:
+    options = make_parser().parse_args(["serve", "some/model"])
+    assert engine_config(options) == EngineConfig(model="some/model")
+
+
+def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
+    given = {
+        "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
+        "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
+        "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
+    }  # fmt: skip
+    words = [str(word) for pair in given.items() for word in pair]
+    options = make_parser().parse_args(["serve", "m/n", *words])
+    config, settings = engine_config(options), server_settings(options)
+    for flag, value in given.items():
+        name = flag[2:].replace("-", "_")
+        assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
+
+
+def test_without_a_model_the_demo_model_is_served_under_its_own_name(tmp_path: Path) -> None:
+    assert model_and_name(None) == (str(DEMO_MODEL), DEMO_NAME)
+    assert model_and_name("owner/name") == ("owner/name", "owner/name")
+    (tmp_path / "my-model").mkdir()
+    path = str(tmp_path / "my-model")
+    assert model_and_name(path) == (path, "my-model")
+    assert model_and_name(path + "/") == (path + "/", "my-model")
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"]])
+def test_help_loads_no_torch_and_no_web_stack(command: list[str]) -> None:
+    code = (
+        "import sys\nfrom tok_server.cli import main\n"
+        f"try: main({[*command, '--help']!r})\nexcept SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'aiohttp', 'zmq', 'transformers'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: tok" in done.stdout
+
+
+def test_plain_tok_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "tok COMMAND --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--page-size", "3"], "--page-size is 3; allowed: powers of two"),
+        (["--port", "65536"], "--port is 65536; allowed: integers from 0"),
+        (["--gpu-memory-fraction", "1.5"], "--gpu-memory-fraction is 1.5; allowed: above 0"),
+        (["--max-running", "0"], "--max-running is 0; allowed: integers from 1"),
+        (["--dp", "2"], "--dp is 2; allowed: 1"),
+        (["--api-key", " "], "--api-key is"),
+    ],
+)
+def test_a_flag_with_a_bad_value_is_named_in_one_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tok serve: error: {told}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "x"], ["serve", "--no-such-flag"], ["nonsense"]])
+def test_what_is_no_flag_ends_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+
+
+def test_a_port_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"tok serve: error: cannot listen on 127.0.0.1 port {port}: ")
+    assert error.count("\n") == 1
+
+
+def test_a_host_that_does_not_exist_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", "no.such.host.invalid"]) == 1
+    assert "cannot listen on host 'no.such.host.invalid'" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "tok serve: error: model '/no/such/model': is no directory" in error
+    assert "Traceback" not in error
+
+
+def test_models_tells_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    told = capsys.readouterr().out
+    for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", DEMO_NAME):
+        assert name in told
+
+
+def test_models_tells_what_a_directory_holds(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", str(tiny_model)]) == 0
+    told = capsys.readouterr().out
+    assert "architecture   LlamaForCausalLM" in told
+    assert "chat template  yes" in told
+    (empty := tiny_model.parent / "empty").mkdir(exist_ok=True)
+    assert main(["models", str(empty)]) == 1
+    assert "config.json" in capsys.readouterr().err

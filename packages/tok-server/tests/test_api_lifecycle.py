@@ -1,0 +1,184 @@
+"""`tok serve` as a process: ready, hit, recovered, told to stop, drained, gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from support.serving import Server, wait_until
+
+READY = re.compile(r"tok is ready: (\S+) \(float32 on cpu\) at http://127\.0\.0\.1:(\d+)/v1\n")
+LONG = {"prompt": "one", "max_tokens": 1000, "ignore_eos": True, "temperature": 0, "stream": True}
+TOK = [sys.executable, "-m", "tok_server.cli"]
+
+
+class Process:
+    """A `tok serve`, its ready line read."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
+        assert popen.stdout is not None
+        line = popen.stdout.readline()
+        found = READY.fullmatch(line)
+        assert found, line
+        self.name, self.port = found[1], int(found[2])
+        self.curl = popen.stdout.readline().rstrip("\n")
+
+    def post(self, body: dict[str, object]) -> IO[bytes]:
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        found: IO[bytes] = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60)
+        return found
+
+    def health(self) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60) as answer:
+                return answer.status, json.load(answer)["status"]
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)["status"]
+
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.popen.pid).children(recursive=True)
+        return found
+
+
+@contextmanager
+def tok_serve(model: Path) -> Iterator[Process]:
+    arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--kv-cache-tokens", "16384"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, text=True, env=environment) as popen:
+        try:
+            yield Process(popen)
+        finally:
+            popen.kill()
+
+
+def events(stream: IO[bytes]) -> list[str]:
+    blocks = stream.read().decode().split("\n\n")
+    return [block.removeprefix("data: ") for block in blocks if block]
+
+
+def test_a_server_is_ready_survives_its_worker_drains_and_ends(tiny_model: Path) -> None:
+    with tok_serve(tiny_model) as process:
+        assert process.name == "tiny"
+        answer = json.loads(run_curl(process.curl))
+        assert answer["object"] == "chat.completion"
+
+        children = process.children()
+        with process.post({**LONG, "n": 8}) as stream:
+            assert stream.readline().startswith(b"data: ")
+            # The worker is the child that uses most memory: it has loaded torch and the model.
+            max(children, key=lambda child: child.memory_info().rss).kill()
+            *_, last = events(stream)
+        error = json.loads(last)["error"]
+        assert error["type"] == "server_error"
+        assert error["code"] == "engine_unavailable"
+        wait_until(lambda: process.health() == (200, "ready"), 60)
+        with process.post({"prompt": "one", "max_tokens": 2}) as response:
+            assert json.load(response)["choices"][0]["finish_reason"] in ("stop", "length")
+
+        with process.post(LONG) as stream:
+            assert stream.readline().startswith(b"data: ")
+            process.popen.send_signal(signal.SIGTERM)
+            process.popen.send_signal(signal.SIGINT)  # as a launcher and a terminal would, for one Ctrl-C
+            wait_until(lambda: process.health() == (503, "draining"), 5)
+            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                process.post({"prompt": "one"})
+            refused.value.close()
+            assert events(stream)[-1] == "[DONE]"
+        children = process.children()
+        assert process.popen.wait(20) == 0
+        wait_until(lambda: not any(child.is_running() for child in children), 5)
+
+
+def run_curl(command: str) -> bytes:
+    """Sends what the printed curl command would send."""
+    words = shlex.split(command)
+    assert words[0] == "curl"
+    assert words[2:4] == ["-H", "Content-Type: application/json"]
+    assert words[4] == "-d"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(words[1], words[5].encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        body: bytes = response.read()
+        return body
+
+
+def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
+    with tok_serve(tiny_model) as process, process.post({**LONG, "n": 8}) as stream:
+        assert stream.readline().startswith(b"data: ")
+        children = process.children()
+        process.popen.send_signal(signal.SIGINT)
+        wait_until(lambda: process.health() == (503, "draining"), 5)
+        wait_until(lambda: ended(process.popen, signal.SIGINT), 5)
+        assert process.popen.returncode == 128 + signal.SIGINT
+        wait_until(lambda: not any(child.is_running() for child in children), 10)
+
+
+def ended(popen: subprocess.Popen[str], number: signal.Signals) -> bool:
+    """Sends the signal once more, and looks."""
+    popen.send_signal(number)
+    return popen.poll() is not None
+
+
+def test_told_to_stop_while_starting_it_stops(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    arguments = ["serve", str(tiny_model), "--port", str(port), "--device", "cpu"]
+    with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
+        try:
+            wait_until(lambda: answers(port), 30)
+            children = psutil.Process(popen.pid).children(recursive=True)
+            popen.send_signal(signal.SIGTERM)
+            output, error = popen.communicate(timeout=30)
+        finally:
+            popen.kill()
+    assert popen.returncode == 0
+    assert b"Traceback" not in error
+    assert output == b"" or output.startswith(b"tok is ready")
+    wait_until(lambda: not any(child.is_running() for child in children), 10)
+
+
+def answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model: Path, server: Server) -> None:
+    said = "hello\n/clear\n\nhello\n/exit\n"
+    flags = ["--temperature", "0", "--max-tokens", "8"]
+    remote, local = ["--url", server.url], [str(tiny_model), "--device", "cpu"]
+    printed = [chat([*where, *flags], said) for where in (remote, local)]
+    assert printed[0] == printed[1]
+    first, second = printed[0][: len(printed[0]) // 2], printed[0][len(printed[0]) // 2 :]
+    assert first == second != ""
+
+
+def chat(arguments: list[str], said: str) -> str:
+    done = subprocess.run(
+        [*TOK, "chat", *arguments], input=said, capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

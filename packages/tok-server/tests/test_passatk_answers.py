@@ -1,0 +1,95 @@
+"""Finding, comparing and reading answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_server.demo import HELD_OUT_FILE
+from tok_server.demo.problems import held_out
+from tok_server.passatk.answers import AnswerPattern, Task, normalise, read_tasks
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so\n#### 72", "72"),
+        ("#### 1,250.", "1250"),
+        ("#### 3.50", "3.5"),
+        ("#### -4.0", "-4"),
+        ("#### 5\nno:\n#### 6", "6"),
+        ("#### .", "."),
+        ("the answer is 72", None),
+        ("#### many", None),
+        ("", None),
+    ],
+)
+def test_the_last_match_is_the_answer_in_normal_form(text: str, found: str | None) -> None:
+    assert AnswerPattern().find(text) == found
+
+
+def test_a_pattern_without_a_group_takes_the_whole_match_and_an_optional_group_may_be_missing() -> None:
+    assert AnswerPattern(r"\b[A-D]\b").find("A, no, C") == "C"
+    assert AnswerPattern(r"answer(?: (\d+))?").find("answer") is None
+
+
+@pytest.mark.parametrize("pattern", ["(", "(a)(b)"])
+def test_a_pattern_that_cannot_be_used_is_named(pattern: str) -> None:
+    with pytest.raises(ValueError, match="answer pattern is"):
+        AnswerPattern(pattern)
+
+
+@given(number=st.integers(-(10**15), 10**15))
+def test_all_writings_of_a_whole_number_are_the_same(number: int) -> None:
+    forms = (str(number), f"{number:,}", f"{number}.", f"{number}.0", f" {number:,}.00 ")
+    assert {normalise(form) for form in forms} == {str(number)}
+
+
+@pytest.mark.parametrize("text", ["blue", "nan", "Infinity", "1/2"])
+def test_what_is_no_number_stays_as_it_is(text: str) -> None:
+    assert normalise(text) == text
+
+
+def test_different_numbers_are_different() -> None:
+    pattern = AnswerPattern()
+    assert pattern.right("#### 72.0", "72")
+    assert not pattern.right("#### 720", "72")
+    assert not pattern.right("72", "72")
+
+
+def test_the_held_out_file_reads_as_the_generators_problems() -> None:
+    tasks = read_tasks(HELD_OUT_FILE, AnswerPattern())
+    assert tasks == [Task(one.question, str(one.answer)) for one in held_out(200)]
+
+
+def test_blank_lines_are_skipped_the_limit_holds_and_a_bare_answer_is_taken_whole(tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"question": "a", "answer": "1,000"}\n\n{"question": "b", "answer": "x #### 2"}\nbroken\n')
+    assert read_tasks(file, AnswerPattern(), limit=2) == [Task("a", "1000"), Task("b", "2")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: is '\\[1\\]'; allowed: an object"),
+        ('{"question": "a"}', "line 2: answer is missing"),
+        ('{"answer": "1"}', "line 2: question is missing"),
+        ('{"question": 5, "answer": "1"}', "line 2: question is 5"),
+        ('{"question": "a", "answer": " "}', "line 2: answer is ' '"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"question": "a", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
+        read_tasks(file, AnswerPattern())
+
+
+def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no problems"):
+        read_tasks(tmp_path / "none.jsonl", AnswerPattern())

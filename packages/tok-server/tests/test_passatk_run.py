@@ -1,0 +1,146 @@
+"""A run over real problems with the real engine: files, table, flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines import cpu_engine
+from tok_core import Engine, InvalidField
+from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
+from tok_server.demo.dialogue import Message, render
+from tok_server.passatk.answers import AnswerPattern, read_tasks
+from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
+from tok_server.passatk.estimator import Coverage, coverage
+from tok_server.passatk.plot import plot_coverage
+from tok_server.passatk.run import Report, pass_at_k
+
+SAMPLES, PROBLEMS = 5, 4
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with cpu_engine(MODEL_DIR) as engine:
+        yield engine
+
+
+def run(engine: Engine, out: Path, seed: int = 0) -> Report:
+    pattern = AnswerPattern()
+    tasks = read_tasks(HELD_OUT_FILE, pattern, PROBLEMS)
+    prompter = make_prompter(engine, None)
+    return pass_at_k(engine, tasks, SAMPLES, 0.8, 200, seed, out, pattern=pattern, prompter=prompter, progress=False)
+
+
+@pytest.fixture(scope="module")
+def first(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    out = tmp_path_factory.mktemp("first") / "made" / "by-the-run"
+    return run(engine, out), out
+
+
+def entries(out: Path) -> list[dict[str, Any]]:
+    lines = (out / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    return sorted((json.loads(line) for line in lines), key=lambda one: (one["problem"], one["sample"]))
+
+
+def test_every_sample_of_every_problem_is_written_once(first: tuple[Report, Path]) -> None:
+    found = [(one["problem"], one["sample"]) for one in entries(first[1])]
+    assert found == [(problem, sample) for problem in range(PROBLEMS) for sample in range(SAMPLES)]
+
+
+def test_the_report_agrees_with_the_written_answers(first: tuple[Report, Path]) -> None:
+    report, out = first
+    written = entries(out)
+    assert report.tokens == sum(one["tokens"] for one in written)
+    for problem in range(PROBLEMS):
+        mine = [one for one in written if one["problem"] == problem]
+        assert report.right[problem] == sum(one["right"] for one in mine)
+        assert all(one["right"] == one["text"].endswith(f"#### {one['answer']}") for one in mine)
+    assert report.coverage == [coverage([SAMPLES] * PROBLEMS, report.right, k) for k in (1, 2, 5)]
+    assert sum(report.right) > 0
+
+
+def test_a_seed_repeats_its_answers_and_another_gives_others(
+    engine: Engine, first: tuple[Report, Path], tmp_path: Path
+) -> None:
+    run(engine, tmp_path / "same")
+    run(engine, tmp_path / "other", seed=1000)
+    assert entries(tmp_path / "same") == entries(first[1])
+    assert entries(tmp_path / "other") != entries(first[1])
+
+
+def test_prompts_are_the_models_chat_or_the_given_text(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    assert make_prompter(engine, None)("Why {x}?") == tokenizer.encode(
+        render([Message("user", "Why {x}?")]), add_special_tokens=False
+    )
+    assert make_prompter(engine, "Q {question} {A}")("Why?") == "Q Why? {A}"
+
+
+def test_the_plot_is_a_png_of_the_promised_size(first: tuple[Report, Path], tmp_path: Path) -> None:
+    assert (first[1] / "coverage.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    rows = [Coverage(k, 1 - 0.5 / k, 1 - 0.6 / k, 1 - 0.4 / k) for k in (1, 2, 10)]
+    for some in (rows, rows[:1]):
+        plot_coverage(some, "title", tmp_path / "plot.png", [1, 10])
+        header = (tmp_path / "plot.png").read_bytes()[:24]
+        assert header.startswith(b"\x89PNG\r\n\x1a\n")
+        assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1050, 675)
+
+
+def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rows is empty"):
+        plot_coverage([], "title", tmp_path / "plot.png")
+
+
+def test_the_table_shows_rate_and_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(Report(10, [5, 10], 4000, 2.0, [Coverage(1, 0.75, 0.5, 1.0)]))
+    assert capsys.readouterr().out.splitlines() == [
+        "20 answers, 4,000 tokens in 2.0 s: 2,000 tokens/s, 10.0 answers/s",
+        "    k   pass@k   95% confidence",
+        "    1    75.0%   50.0% to 100.0%",
+    ]
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (("--samples", "0"), "samples"),
+        (("--limit", "0"), "limit"),
+        (("--seed", "-1"), "seed"),
+        (("--prompt-template", "no place"), "prompt_template"),
+    ],
+)
+def test_a_flag_with_a_bad_value_is_named(given: tuple[str, ...], field: str) -> None:
+    with pytest.raises(InvalidField) as raised:
+        main(options(*given))
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("given", [("missing.jsonl",), ("--answer-pattern", "(")])
+def test_a_bad_file_or_pattern_ends_with_one_line_and_exit_code_2(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(*given)) == 2
+    assert capsys.readouterr().err.startswith("tok pass-at-k: error: ")
+
+
+def test_the_command_samples_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "Tom has 20 books and gets 4 more. How many?", "answer": "24"}\n')
+    given = ("--samples", "2", "--max-tokens", "8", "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert main(options(str(file), *given)) == 0
+    out = capsys.readouterr().out
+    assert "1 problems of mine.jsonl, 2 samples each" in out
+    assert "2 answers, " in out
+    assert len(entries(tmp_path / "out")) == 2
