@@ -98,10 +98,10 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, *, api_key: str | None = None, max_body: int = 1 << 20) -> Iterator[Server]:
-    """Serves `model` under the name "tiny" on the CPU while the context lasts."""
+def serving(model: Path, *, name: str = NAME, api_key: str | None = None, max_body: int = 1 << 20) -> Iterator[Server]:
+    """Serves `model` under `name` on the CPU while the context lasts."""
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
-    settings = Settings(model_name=NAME, api_key=api_key, max_body=max_body, body_timeout=2.0)
+    settings = Settings(model_name=name, api_key=api_key, max_body=max_body, body_timeout=2.0)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

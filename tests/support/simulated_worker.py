@@ -92,7 +92,8 @@ class SimulatedWorker:
                 assert end < length
                 reader[:end] = leader
         page = self.page_table[reader, position // self.page_size]
-        return self.cache[page * self.page_size + position % self.page_size]
+        context: np.ndarray = self.cache[page * self.page_size + position % self.page_size]
+        return context
 
 
 class SimulatedPorts:

@@ -28,9 +28,7 @@ def after(retry_after: str) -> APIStatusError:
 
 
 @pytest.mark.parametrize(("luck", "waits"), [(0.0, [0.5, 1, 2, 4, 5, 5]), (1.0, [1, 2, 4, 8, 10, 10])])
-def test_waits_double_up_to_the_most_with_jitter_between_half_and_whole(
-    luck: float, waits: list[float]
-) -> None:
+def test_waits_double_up_to_the_most_with_jitter_between_half_and_whole(luck: float, waits: list[float]) -> None:
     backoff = Backoff(first=1, most=10, uniform=lambda: luck)
     assert [backoff.delay(retry, BROKEN) for retry in range(1, 7)] == waits
 

@@ -306,9 +306,7 @@ async def test_an_error_within_a_stream_is_raised_after_the_chunks_before_it(
 
 
 @both
-@pytest.mark.parametrize(
-    "garbage", [b"data: {\n\n", b'data: {"id":1}\n\n', b"data: \xff\n\n", b"data: []\n\n"]
-)
+@pytest.mark.parametrize("garbage", [b"data: {\n\n", b'data: {"id":1}\n\n', b"data: \xff\n\n", b"data: []\n\n"])
 async def test_an_event_that_is_no_chunk_is_an_error(bad: Bad, call: Call, garbage: bytes) -> None:
     bad.script = [streams(CHUNK, garbage, DONE)]
     outcome = await call(bad, stream=True)

@@ -100,9 +100,7 @@ class Good:
 
     async def model(self, request: web.Request) -> web.Response:
         if request.match_info["id"] != MODEL.id:
-            error = wire.ErrorBody(
-                message="no such model", type="invalid_request_error", code="model_not_found"
-            )
+            error = wire.ErrorBody(message="no such model", type="invalid_request_error", code="model_not_found")
             return answer(wire.ErrorResponse(error=error), status=404)
         return answer(MODEL)
 
@@ -211,9 +209,7 @@ async def test_an_answer_can_be_sent_back_among_messages_of_both_kinds(good: Goo
         question = wire.UserMessage(content=[wire.TextPart(text="a")])
         answer = await client.chat.completions.create(model="m", messages=[question])
         said = answer.choices[0].message
-        await client.chat.completions.create(
-            model="m", messages=[question, said, {"role": "user", "content": "b"}]
-        )
+        await client.chat.completions.create(model="m", messages=[question, said, {"role": "user", "content": "b"}])
     assert good.bodies[1]["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "".join(WORDS), "refusal": None},
@@ -265,9 +261,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(good: Good) -> None:
         async with await client.completions.create(model="m", prompt="a", stream=True) as stream:
             ours = [chunk async for chunk in stream]
         assert stream.closed
-    theirs = await blocking(
-        lambda client: list(client.completions.create(model="m", prompt="a", stream=True)), good
-    )
+    theirs = await blocking(lambda client: list(client.completions.create(model="m", prompt="a", stream=True)), good)
     assert ours == theirs
     assert [choice.text for chunk in ours for choice in chunk.choices] == [*WORDS, ""]
     assert (ours[-2].choices[0].finish_reason, ours[-1].usage) == ("stop", USAGE)
@@ -303,9 +297,7 @@ async def test_one_connection_serves_one_call_after_another_streamed_or_not(good
 
 async def test_closing_an_async_stream_disconnects(good: Good) -> None:
     async with AsyncClient(good.url) as client:
-        async with await client.completions.create(
-            model="m", prompt="a", user="endless", stream=True
-        ) as stream:
+        async with await client.completions.create(model="m", prompt="a", user="endless", stream=True) as stream:
             assert (await anext(stream)).choices[0].text == "x"
         await asyncio.wait_for(good.disconnected.wait(), 10)
         assert [chunk async for chunk in stream] == []
@@ -417,9 +409,7 @@ async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
         "sys.stdin.read()\n"  # the client stays open: it is the call that disconnects
     )
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, good.url, stdin=pipe, stdout=pipe
-    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, good.url, stdin=pipe, stdout=pipe)
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -449,9 +439,7 @@ def test_a_client_taken_through_a_fork_says_so() -> None:
         "    os._exit(9)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout == "7\n"
 
 
@@ -481,9 +469,7 @@ async def test_the_readmes_snippets_run(good: Good, snippet: str) -> None:
     await asyncio.to_thread(exec, compile(code, str(README), "exec"), {"__name__": "snippet"})
 
 
-async def test_the_readmes_snippets_print_what_the_server_said(
-    good: Good, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_readmes_snippets_print_what_the_server_said(good: Good, capsys: pytest.CaptureFixture[str]) -> None:
     for snippet in SNIPPETS[:3]:
         code = snippet.replace("http://127.0.0.1:10210/v1", good.url)
         await asyncio.to_thread(exec, compile(code, str(README), "exec"), {"__name__": "snippet"})

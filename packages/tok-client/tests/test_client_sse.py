@@ -68,9 +68,7 @@ LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"
     st.lists(st.sampled_from(["\n", "\r", "\r\n"]), min_size=16, max_size=16),
     st.lists(st.integers(0, 300), max_size=8),
 )
-def test_any_data_with_any_line_ends_comes_through(
-    events: list[list[str]], ends: list[str], places: list[int]
-) -> None:
+def test_any_data_with_any_line_ends_comes_through(events: list[list[str]], ends: list[str], places: list[int]) -> None:
     text = ""
     end = iter(ends)
     for lines in events:

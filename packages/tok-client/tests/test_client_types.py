@@ -152,9 +152,7 @@ def test_known_fields_include_the_tag_of_a_message() -> None:
 
 def test_absent_null_and_a_value_are_three_different_things() -> None:
     decode = msgspec.json.Decoder(wire.CompletionRequest).decode
-    absent, null, zero = (
-        decode(b'{"prompt":"a"%s}' % more) for more in (b"", b',"logprobs":null', b',"logprobs":0')
-    )
+    absent, null, zero = (decode(b'{"prompt":"a"%s}' % more) for more in (b"", b',"logprobs":null', b',"logprobs":0'))
     assert (absent.logprobs, null.logprobs, zero.logprobs) == (UNSET, None, 0)
     assert [msgspec.json.encode(request) for request in (absent, null, zero)] == [
         b'{"prompt":"a"}',

@@ -164,6 +164,12 @@ def test_a_repository_is_downloaded_once_without_code_and_pickles(hub: Hub, cach
     assert hub.served == []
 
 
+def test_what_is_fetched_is_kept_in_the_data_directory(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    path = resolve(REPOSITORY, str(tmp_path / "data"))
+    assert path.is_relative_to(tmp_path / "data" / "models")
+    assert not cache.exists() or not list(cache.rglob("*.safetensors"))
+
+
 def test_a_cached_repository_needs_no_hub(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve(REPOSITORY)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

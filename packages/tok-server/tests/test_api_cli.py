@@ -31,6 +31,7 @@ SERVE_FLAGS = {
     "--tp": 1,
     "--pp": 1,
     "--api-key": None,
+    "--data-dir": None,
     "--log-level": "info",
 }
 
@@ -67,6 +68,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
+        "--data-dir": "somewhere",
     }  # fmt: skip
     words = [str(word) for pair in given.items() for word in pair]
     options = make_parser().parse_args(["serve", "m/n", *words])

@@ -127,12 +127,8 @@ class AsyncChatCompletions:
         """
         body = chat_completion_body(params, stream, extra_body)
         if stream:
-            return await self._transport.stream(
-                "/chat/completions", ChatCompletionChunk, body=body, timeout=timeout
-            )
-        return await self._transport.fetch(
-            "POST", "/chat/completions", ChatCompletion, body=body, timeout=timeout
-        )
+            return await self._transport.stream("/chat/completions", ChatCompletionChunk, body=body, timeout=timeout)
+        return await self._transport.fetch("POST", "/chat/completions", ChatCompletion, body=body, timeout=timeout)
 
 
 class AsyncChat:

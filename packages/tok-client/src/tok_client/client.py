@@ -74,13 +74,9 @@ class Completions:
         body = completion_body(params, stream, extra_body)
         send = self._transport
         if stream:
-            source = self._thread.call(
-                lambda: send.stream("/completions", Completion, body=body, timeout=timeout)
-            )
+            source = self._thread.call(lambda: send.stream("/completions", Completion, body=body, timeout=timeout))
             return Stream(source, self._thread)
-        return self._thread.call(
-            lambda: send.fetch("POST", "/completions", Completion, body=body, timeout=timeout)
-        )
+        return self._thread.call(lambda: send.fetch("POST", "/completions", Completion, body=body, timeout=timeout))
 
 
 class ChatCompletions:

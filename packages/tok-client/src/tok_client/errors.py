@@ -186,9 +186,7 @@ def _tell(body: object) -> _Told:
     if not isinstance(error, dict):
         return _Told()
     message = error.get("message", error.get("detail"))
-    return _Told(
-        _text(message), _text(error.get("type")), _text(error.get("param")), _text(error.get("code"))
-    )
+    return _Told(_text(message), _text(error.get("type")), _text(error.get("param")), _text(error.get("code")))
 
 
 def _text(value: object) -> str | None:

@@ -103,9 +103,7 @@ def _stop(
         thread.join(_STOP_SECONDS)
 
 
-async def _finish(
-    loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[object, object, None]]
-) -> None:
+async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[object, object, None]]) -> None:
     others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
     for task in others:
         task.cancel()

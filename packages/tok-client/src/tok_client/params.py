@@ -100,9 +100,7 @@ def chat_completion_body(params: ChatCompletionParams, stream: bool, extra: Obje
 def _body(kind: Callable[..., msgspec.Struct], params: Object, stream: bool, extra: Object | None) -> bytes:
     """TypeError: a parameter the wire does not know, a value that is no JSON. ValueError: NaN, infinity."""
     for name, value in params.items():
-        if isinstance(value, float) and not math.isfinite(
-            value
-        ):  # JSON has neither: it would be sent as null
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: it would be sent as null
             raise ValueError(f"{name} is {value}; allowed: finite numbers")
     request = kind(**params, stream=True if stream else UNSET)
     if not extra:

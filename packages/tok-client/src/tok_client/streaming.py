@@ -169,9 +169,7 @@ class Stream(Generic[T_co]):
 
     def __next__(self) -> T_co:
         if not self._ready and not self._source.closed:
-            self._ready.extend(
-                self._thread.call(self._source.read)
-            )  # a batch: threads are switched once for it
+            self._ready.extend(self._thread.call(self._source.read))  # a batch: threads are switched once for it
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()

@@ -30,9 +30,7 @@ class Transport:
     not allowed.
     """
 
-    def __init__(
-        self, base_url: str, api_key: str | None, timeout: float, max_retries: int, backoff: Backoff
-    ) -> None:
+    def __init__(self, base_url: str, api_key: str | None, timeout: float, max_retries: int, backoff: Backoff) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}; allowed: URLs that begin with http:// or https://")
         if max_retries < 0:
@@ -68,9 +66,7 @@ class Transport:
 
         return await self._retrying(once, seconds)
 
-    async def stream(
-        self, path: str, kind: type[T], *, body: bytes, timeout: float | None = None
-    ) -> AsyncStream[T]:
+    async def stream(self, path: str, kind: type[T], *, body: bytes, timeout: float | None = None) -> AsyncStream[T]:
         """The answer to one request as a stream of `kind`; once it has begun there is no retry."""
 
         seconds = self._timeout if timeout is None else _checked(timeout)
@@ -110,9 +106,7 @@ class Transport:
             await self._backoff.sleep(delay)
         raise AssertionError("unreachable")
 
-    async def _open(
-        self, method: str, path: str, body: bytes | None, timeout: float
-    ) -> aiohttp.ClientResponse:
+    async def _open(self, method: str, path: str, body: bytes | None, timeout: float) -> aiohttp.ClientResponse:
         """The response, its body still to be read, unless its status is an error."""
         import aiohttp
         from yarl import URL

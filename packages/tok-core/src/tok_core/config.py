@@ -17,6 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine is told at its start. Checked when constructed (`InvalidField`).
 
     model                a local directory in Hugging Face's layout, or a hub id
+    data_dir             where fetched models are kept; None: the hub library's own cache
     device               auto: the GPU where there is one
     dtype                of weights, activations and cache; auto: bfloat16 on a GPU, float32 on a CPU
     load_format          dummy: random weights, for measuring speed without a checkpoint
@@ -33,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    data_dir: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"

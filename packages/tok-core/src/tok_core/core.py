@@ -73,7 +73,7 @@ class EngineCore:
 
     def start(self) -> None:
         """Blocks until ready. Raises what kept the engine from starting."""
-        path = resolve(self._config.model)
+        path = resolve(self._config.model, self._config.data_dir)
         self._config = msgspec.structs.replace(self._config, model=str(path))
         self.tokenizer, self.chat_template = _load_text(path)
         self._start_replica()

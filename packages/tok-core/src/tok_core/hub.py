@@ -19,23 +19,27 @@ WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # no pickles, no code
 UNWANTED_FILES = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, data_dir: str | None = None) -> Path:
     """The directory of `model`: a path as it is, anything else as hub id ("owner/name"), fetched once.
 
-    Code that comes with a repository is neither fetched nor run. Raises ModelError saying what was tried.
+    What is fetched is kept below `data_dir`, or in the hub library's own cache if that is None. Code that comes
+    with a repository is neither fetched nor run. Raises ModelError saying what was tried.
     """
     local = Path(model).expanduser()
     if model and local.is_dir():
         return _with_config(local, f"directory {model}")
     if not model or local.exists() or model.startswith(("/", "./", "../", "~")):
         raise ModelError(f"model {model!r}: is no directory; allowed: a directory or a hub id (owner/name)")
-    return _with_config(_download(model), f"hub repository {model}")
+    return _with_config(_download(model, data_dir), f"hub repository {model}")
 
 
-def _download(model: str) -> Path:
+def _download(model: str, data_dir: str | None) -> Path:
+    cache = None if data_dir is None else Path(data_dir).expanduser() / "models"
     tried = f"model {model!r}: is no directory, and as a hub id"
     try:
-        return Path(snapshot_download(model, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES))
+        return Path(
+            snapshot_download(model, cache_dir=cache, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        )
     except HFValidationError as error:
         raise ModelError(f'{tried} it is malformed; allowed: "owner/name": {error}') from error
     except GatedRepoError as error:

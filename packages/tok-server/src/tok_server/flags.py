@@ -34,6 +34,7 @@ MODELS_EXAMPLES = """examples:
 """
 
 ENGINE_FLAGS = (
+    "data_dir",
     "device",
     "dtype",
     "load_format",
@@ -62,6 +63,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free one)"
     )
     server.add_argument("--api-key", metavar="KEY", help="serve only clients that send this key")
+    server.add_argument(
+        "--data-dir", metavar="DIR", help="where fetched models are kept (default: the hub library's own cache)"
+    )
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
     engine = parser.add_argument_group("engine")
     _add_device(engine)

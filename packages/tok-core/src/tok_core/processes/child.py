@@ -11,7 +11,7 @@ import signal
 import struct
 import sys
 import threading
-from typing import BinaryIO
+from typing import IO
 
 import zmq
 
@@ -25,14 +25,14 @@ LENGTH = struct.Struct("<I")
 ORPHANED = 70  # exit status of a child whose parent is gone
 
 
-def write_launch(stream: BinaryIO, launch: Launch) -> None:
+def write_launch(stream: IO[bytes], launch: Launch) -> None:
     """The parent's side: tells a child what to be. The stream stays open for as long as the child shall live."""
     data = encode(launch)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read_launch(stream: BinaryIO) -> Launch:
+def read_launch(stream: IO[bytes]) -> Launch:
     """The child's side."""
     (length,) = LENGTH.unpack(stream.read(LENGTH.size))
     launch: Launch = decoder(Launch).decode(stream.read(length))
