@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tok_core.outputs import Delta
@@ -43,5 +44,5 @@ def progress_bar(shown: bool, samples: int) -> Iterator[Progressing]:
         TextColumn("{task.fields[rate]:,.0f} tok/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         yield Progressing(bar, samples)
