@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
-from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, InvalidField, SamplingParams
+from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, EngineDead, InvalidField, SamplingParams
 
 EOS = (321, 322)
 
@@ -264,3 +266,122 @@ async def test_first_come_is_first_served(serving: AsyncEngine) -> None:
 
     await asyncio.gather(*(one(i) for i in range(40)))
     assert order == sorted(order)
+
+
+async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, prompt: list[int]) -> None:
+    async with asyncio.timeout(60):
+        stream = serving.generate(prompt, params(n=2))
+        async for _ in stream:
+            pass
+        whole = await stream.output()
+        assert await stream.output() == whole
+        early = serving.generate(prompt, params(n=2))
+        async for _ in early:
+            break
+        assert [s.token_ids for s in (await early.output()).outputs] == [s.token_ids for s in whole.outputs]
+
+
+async def test_a_request_id_may_be_used_again_and_its_old_handle_harms_nobody(
+    serving: AsyncEngine, prompt: list[int]
+) -> None:
+    old = serving.generate(prompt, params(), request_id="mine")
+    with pytest.raises(InvalidField, match="request_id"):
+        serving.generate(prompt, params(), request_id="mine")
+    await old.output()
+    new = serving.generate(prompt, params(), request_id="mine")
+    old.abort()
+    assert (await new.output()).outputs[0].finish_reason == "length"
+
+
+async def test_an_owner_that_fails_harms_no_other_request(serving: AsyncEngine, prompt: list[int]) -> None:
+    def fail(*news: object) -> None:
+        raise RuntimeError("the owner's own")
+
+    serving._core.submit(prompt, params(), None, fail)
+    assert len((await serving.generate(prompt, params()).output()).outputs[0].token_ids) == 32
+
+
+async def test_an_engine_serves_from_its_start_to_its_close_only(path: Path, prompt: list[int]) -> None:
+    engine = AsyncEngine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024), in_process=True)
+    with pytest.raises(EngineDead, match="starting"):
+        engine.generate(prompt)
+    with pytest.raises(EngineClosed, match="not been started"):
+        _ = engine.info
+    await engine.start()
+    with pytest.raises(EngineClosed, match="once"):
+        await engine.start()
+
+
+@pytest.mark.parametrize("prompt", [b"abc", 5, [True], [1.0], np.array([1, 2]), ["a"]])
+def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(InvalidField, match="prompt"):
+        engine.generate([prompt])
+
+
+BAD_TYPES: list[dict[str, Any]] = [
+    {"ignore_eos": 1},
+    {"logit_bias": [1]},
+    {"logit_bias": {5: np.float64(1)}},
+    {"stop_token_ids": 5},
+    {"stop": ("\ud800",)},
+    {"stop": "text"},
+    {"temperature": np.float64(0.5)},
+    {"max_tokens": True},
+]
+
+
+@pytest.mark.parametrize("values", BAD_TYPES)
+def test_a_value_of_a_wrong_type_is_refused_before_it_is_sent(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField, match=next(iter(values))):
+        SamplingParams(**values)
+
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {"prefix_groups": 1},
+    {"data_dir": 5},
+    {"seed": 2**64},
+    {"gpu_memory_fraction": "x"},
+    {"restart_window": "x"},
+    {"step_timeout": 0},
+    {"page_size": 3},
+    {"tp": 2},
+    {"device": "tpu"},
+    {"kv_cache_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("values", CONFIGURATIONS)
+def test_a_configuration_is_checked_when_it_is_made(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField, match=next(iter(values))):
+        EngineConfig(model="m", **values)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("max_model_len", {"max_model_len": 1}), ("max_step_tokens", {"max_step_tokens": 4, "max_running": 8})],
+)
+def test_an_engine_that_could_serve_nothing_does_not_start(path: Path, field: str, values: dict[str, int]) -> None:
+    with pytest.raises(InvalidField, match=field):
+        Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024, **values), in_process=True)
+
+
+def test_filters_and_penalties_of_many_rows_are_drawn_in_portions(path: Path, prompt: list[int]) -> None:
+    asked = params(n=600, max_tokens=3, temperature=1.0, seed=2, top_p=0.9, presence_penalty=0.5, logprobs=1)
+    with cpu_engine(path, max_running=600, max_step_tokens=1024) as wide, cpu_engine(path, max_running=8) as narrow:
+        (one,), (other,) = wide.generate([prompt], asked), narrow.generate([prompt], asked)
+    assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs]
+
+
+SCRIPT = """
+import sys
+from tok_core import Engine, EngineConfig, SamplingParams
+engine = Engine(EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=1024), in_process=True)
+engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+results = engine.stream([[1, 2, 3]], SamplingParams(max_tokens=900, ignore_eos=True))
+sys.exit(3)
+"""
+
+
+def test_a_script_may_end_without_closing_its_engine(path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ class OpenRequest:
         self.cached_tokens = 0
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
+        self.lock = threading.RLock()  # held while it changes and its sink is told
         self._left = params.n
         wants = params.logprobs is not None
         self._samples = [
@@ -74,9 +76,9 @@ class OpenRequest:
         if sample.logprobs is not None and logprob is not None:
             sample.logprobs.append(logprob)
         text = self._text(sample, token, finished)
+        sample.text.append(text)
         if finished is not None:
             self._finish(sample, finished.reason, finished.stop)  # type: ignore[arg-type]
-        sample.text.append(text)
         return Delta(
             index=index,
             token_ids=[token],
@@ -118,9 +120,9 @@ class OpenRequest:
     def _finish(self, sample: _Sample, reason: FinishReason, stop: int | str | None) -> None:
         sample.finish_reason, sample.stop_reason = reason, stop
         sample.detokeniser = None
-        self._left -= 1
-        if self._left == 0:
+        if self._left == 1:
             self.timings.finished = time.monotonic()
+        self._left -= 1
 
     def _completion(self, index: int, sample: _Sample) -> Completion:
         assert sample.finish_reason is not None

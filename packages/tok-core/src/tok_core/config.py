@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -11,6 +12,8 @@ from tok_core.errors import InvalidField
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "dummy"]
+
+EOS_TEMPERATURE = 0.6
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +33,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp, tp, pp           replicas, tensor-parallel ranks, pipeline stages
     prefix_groups        read prefixes shared by running sequences once a step
     run_ahead            steps that may be queued at the worker before their tokens are back
+    step_timeout         seconds after which a step that has not come back means that the worker is stuck
     max_restarts         how often within `restart_window` seconds a replica may be started anew
+    eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
+    eos_temperature      the temperature at which `eos_probability` holds
     """
 
     model: str
@@ -49,9 +55,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1
     prefix_groups: bool = True
     run_ahead: int = 2
+    step_timeout: float = 600.0
     max_restarts: int = 3
     restart_window: float = 300.0
     seed: int = 0
+    eos_probability: float | None = None
+    eos_temperature: float = EOS_TEMPERATURE
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -67,16 +76,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 _at_least(field, getattr(self, field), 1)
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise InvalidField("kv_cache_tokens", self.kv_cache_tokens, f"at least page_size ({self.page_size})")
-        if not 0 < self.gpu_memory_fraction <= 1:
+        if not _is_number(self.gpu_memory_fraction) or not 0 < self.gpu_memory_fraction <= 1:
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
+        if not isinstance(self.data_dir, str | None):
+            raise InvalidField("data_dir", self.data_dir, "a directory")
+        if not isinstance(self.prefix_groups, bool):
+            raise InvalidField("prefix_groups", self.prefix_groups, "true or false")
         for field in ("dp", "tp", "pp"):
             if getattr(self, field) != 1:
                 raise InvalidField(field, getattr(self, field), "1 (this version runs one rank)")
         _at_least("run_ahead", self.run_ahead, 1)
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
-        if not self.restart_window > 0:
-            raise InvalidField("restart_window", self.restart_window, "seconds above 0")
+        for field in ("restart_window", "step_timeout"):
+            value = getattr(self, field)
+            if not _is_number(value) or not value > 0:
+                raise InvalidField(field, value, "seconds above 0")
+        self._check_eos()
+
+    def _check_eos(self) -> None:
+        probability, temperature = self.eos_probability, self.eos_temperature
+        if not _is_number(temperature) or not 0 < temperature < math.inf:
+            raise InvalidField("eos_temperature", temperature, "finite numbers above 0")
+        if probability is None:
+            if temperature != EOS_TEMPERATURE:
+                raise InvalidField("eos_temperature", temperature, "nothing without eos_probability")
+            return
+        if self.load_format != "dummy":
+            raise InvalidField("eos_probability", probability, "nothing unless load_format is dummy")
+        if not _is_number(probability) or not 0 < probability < 1:
+            raise InvalidField("eos_probability", probability, "above 0, below 1")
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -85,5 +114,9 @@ def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(field: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+    if type(value) is not int or not low <= value < 1 << 63:
         raise InvalidField(field, value, f"integers from {low}")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -27,9 +28,6 @@ from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tok_core")
-
-# What a tokenizer_config.json of an unexpected shape leads to.
-MALFORMED = (KeyError, TypeError, ValueError)
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
 
@@ -60,6 +58,7 @@ class EngineCore:
         self._numbers = itertools.count(1)
         self._deaths: deque[float] = deque()
         self._stats = Stats()
+        self._begun = False
         self.restarts = 0
         self._info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
@@ -68,11 +67,18 @@ class EngineCore:
     @property
     def info(self) -> EngineInfo:
         """What the engine runs with; known once it is ready."""
-        assert self._info is not None, "the engine has not been started"
+        if self._info is None:
+            raise EngineClosed("the engine has not been started")
         return self._info
 
     def start(self) -> None:
-        """Blocks until ready. Raises what kept the engine from starting."""
+        """Blocks until ready. To be called once. Raises what kept the engine from starting."""
+        with self._lock:
+            if self._begun or self._state == "closed":
+                raise EngineClosed("an engine starts once")
+            self._begun = True
+        # At the interpreter's exit a thread that still computes would abort the process.
+        atexit.register(self.close)
         path = resolve(self._config.model, self._config.data_dir)
         self._config = msgspec.structs.replace(self._config, model=str(path))
         self.tokenizer, self.chat_template = _load_text(path)
@@ -80,7 +86,7 @@ class EngineCore:
         with self._changed:
             self._changed.wait_for(lambda: self._state != "starting")
             if self._state != "ready":
-                raise self._failure or EngineClosed(self._detail)
+                raise self._failure or (EngineClosed if self._closed() else EngineDead)(self._detail)
 
     def close(self, drain: float = 0.0) -> None:
         """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replica."""
@@ -88,36 +94,47 @@ class EngineCore:
             self._changed.wait_for(lambda: not self._open or self._state != "ready", drain)
             if self._state == "closed":
                 return
+            atexit.unregister(self.close)
             self._set_state("closed", "the engine was closed")
             replica, self._replica = self._replica, None
         if replica is not None:
             replica.close()
-        self._fail_open(EngineClosed("the engine was closed"))
+        self._fail_open(lambda: EngineClosed("the engine was closed"))
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None, sink: Sink
     ) -> OpenRequest:
         """A new request. Raises InvalidField for what cannot be served, EngineDead while nothing is."""
+        self._require_ready()
         ids = self.encode(prompt)
         self.check(ids, params)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         with self._lock:
-            if self._state != "ready" or self._replica is None:
-                raise EngineDead(f"the engine is {self._state}: {self._detail}")
+            self._require_ready()
             rid = next(self._numbers)
             request_id = request_id or f"req-{secrets.token_hex(12)}"
             if request_id in self._by_id:
                 raise InvalidField("request_id", request_id, "an id that no open request has")
             request = OpenRequest(rid, request_id, ids, params, self.tokenizer, sink)
+            assert self._replica is not None
+            self._replica.send(Submit(rid, np.array(ids, np.int32), params))  # may raise: first
             self._open[rid] = self._by_id[request_id] = request
-            self._replica.send(Submit(rid, np.array(ids, np.int32), params))
         return request
+
+    def _require_ready(self) -> None:
+        with self._lock:
+            if self._state == "closed":
+                raise EngineClosed("the engine was closed")
+            if self._state != "ready":
+                raise EngineDead(f"the engine is {self._state}" + (f": {self._detail}" if self._detail else ""))
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, list):
             return prompt
+        if not isinstance(prompt, str):
+            raise InvalidField("prompt", prompt, "text, or a list of token ids")
         if self.tokenizer is None:
             raise InvalidField("prompt", prompt, "token ids (the model has no tokenizer)")
         try:
@@ -129,20 +146,25 @@ class EngineCore:
         """Ends a request; its samples finish with reason "abort". One that is not open is left alone."""
         with self._lock:
             request = self._by_id.get(request_id)
-            if request is None:
-                return
-            self._forget(request)
-            if self._replica is not None:
-                self._replica.send(Cancel(request.rid))
-            deltas = request.abort()
-        request.sink(request, deltas)
+        if request is not None:
+            self._abort(request)
 
     def abort_all(self, rids: Iterable[int]) -> None:
         """Aborts those of the requests that are still open."""
         with self._lock:
-            open_ids = [self._open[rid].request_id for rid in rids if rid in self._open]
-        for request_id in open_ids:
-            self.abort(request_id)
+            requests = [self._open[rid] for rid in rids if rid in self._open]
+        for request in requests:
+            self._abort(request)
+
+    def _abort(self, request: OpenRequest) -> None:
+        with request.lock:
+            if request.done:
+                return
+            with self._lock:
+                self._forget(request)
+                if self._replica is not None:
+                    self._replica.send(Cancel(request.rid))
+            _tell(request, request.abort())
 
     def health(self) -> Health:
         """Whether requests are served now."""
@@ -161,8 +183,9 @@ class EngineCore:
         if len(ids) >= info.max_model_len:
             most = info.max_model_len - 1
             raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}, so that one can follow")
-        if not all(isinstance(token, int) for token in ids) or min(ids) < 0 or max(ids) >= info.vocab_size:
-            raise InvalidField("prompt", "token ids", f"integers from 0 to {info.vocab_size - 1}")
+        for token in ids:
+            if type(token) is not int or not 0 <= token < info.vocab_size:
+                raise InvalidField("prompt", token, f"token ids from 0 to {info.vocab_size - 1}")
         if params.max_tokens is not None and params.max_tokens > info.max_model_len - len(ids):
             most = info.max_model_len - len(ids)
             raise InvalidField("max_tokens", params.max_tokens, f"at most {most} after this prompt")
@@ -180,10 +203,13 @@ class EngineCore:
                     raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
 
     def _start_replica(self) -> None:
-        replica = self._kind(self._config, self._receive, self._on_death)
-        with self._lock:
-            self._replica = replica
-        replica.start()
+        with self._lock:  # `close` either comes first, and nothing is started, or finds what to close
+            if self._state == "closed":
+                return
+            if self._state != "starting":
+                self._failure = None
+            self._replica = replica = self._kind(self._config, self._receive, self._on_death)
+            replica.start()
 
     def _receive(self, message: ToEngine) -> None:
         match message:
@@ -200,39 +226,42 @@ class EngineCore:
                 assert_never(message)
 
     def _deliver(self, progress: Progress) -> None:
-        """Hands out what one step brought: one callback a request, outside the lock."""
+        """Hands out what one step brought: one callback a request. Texts are made outside the core's lock."""
         finished = {(end.rid, end.sample): end for end in progress.finished}
-        news: dict[int, tuple[OpenRequest, list[Delta]]] = {}
+        rows: dict[int, list[int]] = {}
+        for row, rid in enumerate(progress.rid.tolist()):
+            rows.setdefault(rid, []).append(row)
         with self._lock:
             self._stats = progress.stats
             for rid, cached in progress.cached:
                 if rid in self._open:
                     self._open[rid].cached_tokens = cached
-            for i, (rid, sample) in enumerate(zip(progress.rid.tolist(), progress.sample.tolist(), strict=True)):
-                request = self._open.get(rid)
-                if request is not None:
-                    delta = _delta(request, progress, i, sample, finished.get((rid, sample)))
-                    news.setdefault(rid, (request, []))[1].append(delta)
-            for request, _ in news.values():
+            news = [(self._open[rid], mine) for rid, mine in rows.items() if rid in self._open]
+        for request, mine in news:
+            with request.lock:  # an abort comes before or after, and is told in that order
+                if request.done:
+                    continue
+                deltas = [_delta(request, progress, row, finished) for row in mine]
                 if request.done:
                     self._forget(request)
-        for request, deltas in news.values():
-            request.sink(request, deltas)
+                _tell(request, deltas)
 
     def _forget(self, request: OpenRequest) -> None:
         with self._changed:
-            del self._open[request.rid]
-            del self._by_id[request.request_id]
-            self._changed.notify_all()
+            if self._open.pop(request.rid, None) is not None:
+                del self._by_id[request.request_id]
+                self._changed.notify_all()
 
-    def _fail_open(self, error: TokError) -> None:
+    def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:
             requests = list(self._open.values())
             for request in requests:
-                request.error = error
                 self._forget(request)
         for request in requests:
-            request.sink(request, [])
+            with request.lock:
+                if not request.done:
+                    request.error = error()
+                    _tell(request, [])
 
     def _on_death(self, replica: Replica, reason: str) -> None:
         """Fails what is open, and starts the replica anew unless that has been done too often."""
@@ -241,7 +270,7 @@ class EngineCore:
                 return
             started = self._state != "starting"
             again = started and self._may_restart()
-            detail = str(self._failure) if self._failure is not None and not started else reason
+            detail = _why(reason, self._failure, started)
             self._replica = None
             self._set_state("restarting" if again else "failed", detail)
             self._stats = msgspec.structs.replace(
@@ -249,10 +278,15 @@ class EngineCore:
             )
         if started:
             log.error("the engine's replica ended: %s", reason)
-        self._fail_open(EngineDead(f"{reason} while the request was open"))
+        self._fail_open(lambda: EngineDead(f"the request was open when {detail}"))
         if again:
             self.restarts += 1
-            self._start_replica()
+            try:
+                self._start_replica()
+            except Exception as error:
+                log.exception("the engine's replica cannot be started anew")
+                if not self._closed():
+                    self._set_state("failed", f"{type(error).__name__}: {error}")
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -261,14 +295,32 @@ class EngineCore:
         self._deaths.append(now)
         return len(self._deaths) <= self._config.max_restarts
 
+    def _closed(self) -> bool:
+        return self._state == "closed"
+
     def _set_state(self, state: EngineState, detail: str) -> None:
         with self._changed:
             self._state, self._detail = state, detail
             self._changed.notify_all()
 
 
-def _delta(request: OpenRequest, progress: Progress, row: int, sample: int, finished: Finished | None) -> Delta:
-    token = int(progress.token[row])
+def _why(reason: str, failure: TokError | None, started: bool) -> str:
+    """What to tell of a death: the process's own words where it had any."""
+    if failure is None:
+        return reason
+    return f"{reason}: {failure}" if started else str(failure)
+
+
+def _tell(request: OpenRequest, deltas: list[Delta]) -> None:
+    """Calls the sink; one that fails must not keep others from hearing."""
+    try:
+        request.sink(request, deltas)
+    except Exception:
+        log.exception("the callback of request %s failed", request.request_id)
+
+
+def _delta(request: OpenRequest, progress: Progress, row: int, finished: dict[tuple[int, int], Finished]) -> Delta:
+    token, sample = int(progress.token[row]), int(progress.sample[row])
     logprob = token_logprob(
         request.params,
         token,
@@ -276,19 +328,19 @@ def _delta(request: OpenRequest, progress: Progress, row: int, sample: int, fini
         progress.top_token[row],
         progress.top_logprob[row],
     )
-    return request.token(sample, token, logprob, finished)
+    return request.token(sample, token, logprob, finished.get((request.rid, sample)))
 
 
 def _load_text(path: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """Tokenizer and chat template, each None where the directory has none that can be used."""
     try:
         tokenizer = Tokenizer.load(path)
-    except (ModelError, *MALFORMED) as error:
+    except ModelError as error:
         log.warning("token ids only, the tokenizer cannot be used: %s", error)
         return None, None
     try:
         return tokenizer, ChatTemplate.load(path)
-    except (ModelError, *MALFORMED) as error:
+    except ModelError as error:
         log.warning("no chat, the chat template cannot be used: %s", error)
         return tokenizer, None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -103,7 +105,7 @@ class Engine(_Base):
     def _run(
         self, prompts: Sequence[Prompt], params: Params | None, progress: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         each = _one_each(params, len(prompts))
         ids = [self._core.encode(prompt) for prompt in prompts]
@@ -111,11 +113,10 @@ class Engine(_Base):
             self._core.check(prompt, one)
         arrived: queue.SimpleQueue[tuple[OpenRequest, list[Delta]]] = queue.SimpleQueue()
         with progress_bar(progress, sum(one.n for one in each)) as bar:
-            index = {
-                self._core.submit(prompt, one, None, lambda *news: arrived.put(news)).rid: i
-                for i, (prompt, one) in enumerate(zip(ids, each, strict=True))
-            }
+            index: dict[int, int] = {}
             try:
+                for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+                    index[self._core.submit(prompt, one, None, lambda *news: arrived.put(news)).rid] = i
                 yield from self._collect(index, arrived, bar)
             finally:
                 self._core.abort_all(index)
@@ -127,12 +128,15 @@ class Engine(_Base):
         bar: Progressing,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yields each request when it is done, and takes it out of `index`."""
+        ended = dict.fromkeys(index, 0)
         while index:
             request, deltas = arrived.get()
             bar.advance(deltas)
             if request.error is not None:
                 raise request.error
-            if request.done and request.rid in index:
+            # Counted from the deltas: the request itself may be further than what has been taken in here.
+            ended[request.rid] += sum(delta.finish_reason is not None for delta in deltas)
+            if ended[request.rid] == request.params.n:
                 yield index.pop(request.rid), request.output()
 
 
@@ -146,6 +150,8 @@ class RequestStream:
         self._core = core
         self._loop = loop
         self._arrived: asyncio.Queue[list[Delta]] = asyncio.Queue()
+        self._unread: deque[Delta] = deque()
+        self._left = 1  # samples whose last delta has not been read
         self._request: OpenRequest | None = None
 
     @property
@@ -165,7 +171,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """Ends the request, if it still runs: its samples finish with reason "abort"."""
-        self._core.abort(self.request_id)
+        self._core.abort_all([self._open.rid])
 
     async def output(self) -> RequestOutput:
         """Waits for the whole request."""
@@ -177,14 +183,15 @@ class RequestStream:
         return self._deltas()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
-        left = self._open.params.n
-        while left:
-            deltas = await self._arrived.get()
-            if not deltas and self._open.error is not None:
-                raise self._open.error
-            for delta in deltas:
-                left -= delta.finish_reason is not None
-                yield delta
+        while self._left:
+            if not self._unread:
+                if self._open.error is not None and self._arrived.empty():
+                    raise self._open.error
+                self._unread += await self._arrived.get()
+                continue
+            delta = self._unread.popleft()
+            self._left -= delta.finish_reason is not None
+            yield delta
 
     @property
     def _open(self) -> OpenRequest:
@@ -193,7 +200,7 @@ class RequestStream:
 
     def _sink(self, request: OpenRequest, deltas: list[Delta]) -> None:
         """On the reporting thread; a loop that has ended has nobody to tell."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, deltas)
 
 
@@ -217,7 +224,9 @@ class AsyncEngine(_Base):
     ) -> RequestStream:
         """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is."""
         stream = RequestStream(self._core, asyncio.get_running_loop())
-        stream._request = self._core.submit(prompt, params or SamplingParams(), request_id, stream._sink)
+        params = params or SamplingParams()
+        stream._left = params.n
+        stream._request = self._core.submit(prompt, params, request_id, stream._sink)
         return stream
 
     async def abort(self, request_id: str) -> None:
@@ -230,6 +239,8 @@ def _one_each(params: Params | None, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidField("params", params, "SamplingParams, or a list of them")
     if len(params) != count:
         raise InvalidField("params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
     return list(params)

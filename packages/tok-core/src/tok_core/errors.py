@@ -5,7 +5,7 @@ TokError
 ├── ModelError                  a model directory cannot be served: unknown architecture, missing or misshapen tensors
 └── EngineError                 the engine cannot go on with a request
     ├── EngineDead              a process of the engine died while the request was open
-    └── EngineClosed            the engine was closed, or could not be started again
+    └── EngineClosed            the engine was closed, or has not been started
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EngineDead(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine was closed, or could not be started again."""
+    """The engine was closed, or has not been started."""
 
 
 Argument = str | int | float

@@ -68,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidField("ignore_eos", self.ignore_eos, "true or false")
         if self.seed is not None:
             _integer("seed", self.seed, -INT63 - 1, INT63)
         if self.logprobs is not None:
@@ -75,6 +77,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_lists()
 
     def _check_lists(self) -> None:
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidField("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise InvalidField("stop_token_ids", self.stop_token_ids, "a tuple of token ids")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, 0, INT63)
             _number("logit_bias", bias, -100.0, 100.0)
@@ -87,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise InvalidField("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidField("stop", text, "valid Unicode, without lone surrogates")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidField("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_IDS}")
         for token in self.stop_token_ids:
@@ -104,12 +112,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _integer(field: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        most = "" if high == INT63 else f" to {high}"
-        raise InvalidField(field, value, f"integers from {low}{most}")
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidField(field, value, f"integers from {low} to {high}")
 
 
 def _number(field: str, value: object, low: float, high: float) -> None:
-    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # By exact type: NumPy's float64 is a float, too, but cannot be sent.
+    real = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     if not real or not low <= float(value) <= high:  # type: ignore[arg-type]
         raise InvalidField(field, value, f"numbers from {low:g} to {high:g}")

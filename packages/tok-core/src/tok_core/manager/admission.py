@@ -32,18 +32,18 @@ class Admission:
         slots = table.free_slots - sum(reserved.values())
         if slots <= 0 or not waiting:
             return 0
-        candidates = self._candidates(waiting, min(slots, LOOK_AHEAD))
         running = np.flatnonzero((table.state == State.PREFILL) | (table.state == State.DECODE))
-        if not len(running):
-            return max(1, self._fitting(self._running(running, reserved), candidates))
-        return self._fitting(self._running(running, reserved), candidates)
+        demand, capacity, size = self._running(running, reserved), self._capacity(), self.paging.page_size
+        room = capacity - int((-(-demand[0] // size) - demand[2]).sum())
+        candidates = self._candidates(waiting, min(slots, LOOK_AHEAD), room)
+        fitting = admissible(*demand, *candidates, capacity, size)
+        return fitting if len(running) else max(1, fitting)
 
-    def _fitting(self, running: _Demand, candidates: _Demand) -> int:
+    def _capacity(self) -> int:
         draining = self.table.in_state(State.DRAIN)
         own = self.table.num_pages[draining] - self.table.num_shared[draining]
         held = self.paging.locked + int(own.sum())
-        capacity = self.paging.num_pages - held - int(self.paging.num_pages * HEADROOM)
-        return admissible(*running, *candidates, capacity, self.paging.page_size)
+        return self.paging.num_pages - held - int(self.paging.num_pages * HEADROOM)
 
     def _running(self, slots: Int64, reserved: dict[int, int]) -> _Demand:
         table = self.table
@@ -61,7 +61,8 @@ class Admission:
         repeated[first] = shared
         return np.repeat(length, times), np.repeat(remaining, times), repeated
 
-    def _candidates(self, waiting: WaitingQueue, most: int) -> _Demand:
+    def _candidates(self, waiting: WaitingQueue, most: int, room: int) -> _Demand:
+        """At most `most`, and none after the first that `room` pages cannot hold even before anybody grows."""
         length: list[int] = []
         generated: list[int] = []
         limit: list[int] = []
@@ -73,7 +74,8 @@ class Admission:
             length += [tokens] * here
             generated += [tokens - len(request.prompt)] * here
             shared += [self._shared_pages(pending.tokens)] + [tokens // self.paging.page_size] * (here - 1)
-            if len(length) >= most:
+            room -= here * -(-tokens // self.paging.page_size) - sum(shared[-here:])
+            if len(length) >= most or room < 0:
                 break
         remaining = self.lengths.remaining(np.array(generated, np.int64), np.array(limit, np.int64))
         return np.array(length, np.int64), remaining, np.array(shared, np.int64)
@@ -81,10 +83,7 @@ class Admission:
     def _shared_pages(self, tokens: np.ndarray) -> int:
         """Pages of the prompt that running sequences hold anyway; pages only cached count as the candidate's own."""
         size = self.paging.page_size
-        node = self.paging.tree.match(tokens[: (len(tokens) - 1) // size * size]).node
-        while node.parent is not None and not node.locks:
-            node = node.parent
-        return node.depth
+        return self.paging.tree.locked_depth(tokens[: (len(tokens) - 1) // size * size])
 
 
 _Demand = tuple[Int64, Int64, Int64]

@@ -45,6 +45,8 @@ def find_groups(
     here, in groups as deep or deeper, and a member of a group accounts for half of the group's depth or more.
     Only nodes that are held, and those above them, are visited; rows are handled by array operations alone.
     """
+    own, row = np.unique(node_ids, return_inverse=True)
+    node_ids = np.array([_shared(tree.node(node_id)) for node_id in own.tolist()], np.int32)[row]
     held, counts = np.unique(node_ids, return_counts=True)
     groups = _choose(tree, dict(zip(held.tolist(), counts.tolist(), strict=True)), min_saving)
     if not groups:
@@ -59,6 +61,13 @@ def find_groups(
     kv_end = np.array([depth * tree.page_size for depth, _ in groups], np.int32)
     assert (np.repeat(kv_end, count) <= lengths[order[: count.sum()]]).all(), "a prefix longer than its sequence"
     return Groups(order, start, count, slots[order[start]].astype(np.int32), kv_end)
+
+
+def _shared(node: Node) -> int:
+    """The node or the nearest one above it that somebody else holds too; no group is made below."""
+    while node.locks == 1 and node.parent is not None:
+        node = node.parent
+    return node.id
 
 
 def _choose(tree: PrefixTree, counts: dict[int, int], min_saving: int) -> list[tuple[int, list[int]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 import numpy as np
 
 from tok_core.config import EngineConfig
+from tok_core.errors import EngineError
 from tok_core.manager.admission import Admission
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
@@ -54,7 +56,16 @@ class Ports(Protocol):
 class Manager:
     """Schedules ahead of the worker: up to `run_ahead` steps are queued there whose tokens are not back yet."""
 
-    def __init__(self, config: EngineConfig, info: EngineInfo, ports: Ports, pieces: Sequence[bytes] | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        ports: Ports,
+        pieces: Sequence[bytes] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._heard = clock()
         self.config = config
         self.info = info
         self.ports = ports
@@ -63,9 +74,10 @@ class Manager:
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
         admission = Admission(self.table, self.paging, self.lengths)
-        self.scheduler = Scheduler(info, self.table, self.paging, admission, groups=config.prefix_groups)
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
+        self.scheduler = Scheduler(info, self.table, self.paging, admission, self.stops, groups=config.prefix_groups)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
+        self._cancelled: set[int] = set()  # requests that may still wait in the queue
         self._arrivals = 0
         self._prompt_tokens = 0
         self._stats: Stats | None = None
@@ -82,13 +94,25 @@ class Manager:
         messages, outputs = self.ports.requests(), self.ports.outputs()
         for message in messages:
             self._take(message)
+        if self._cancelled:
+            self.scheduler.waiting.remove(self._cancelled)
+            self._cancelled = set()
         for output in outputs:
             self._report(self.returns.take(output))
         step = self._next_step()
         if step is not None:
             self.returns.expect(step)
             self.ports.send(step)
+        self._watch_worker(came_back=bool(outputs))
         return bool(messages or outputs or step is not None)
+
+    def _watch_worker(self, *, came_back: bool) -> None:
+        """A worker that is stuck is as good as dead; the engine then starts another."""
+        now = self._clock()
+        if came_back or not self.returns.in_flight:
+            self._heard = now
+        elif now - self._heard > self.config.step_timeout:
+            raise EngineError(f"no step has come back for {self.config.step_timeout:g} s: the worker is stuck")
 
     def _next_step(self) -> StepInput | None:
         if len(self.returns.in_flight) >= self.config.run_ahead:
@@ -105,11 +129,8 @@ class Manager:
                 assert_never(message)
 
     def _submit(self, message: Submit) -> None:
-        stop_set = self.stops.acquire(message.params)
         self._arrivals += 1
-        request = Request(
-            message.rid, message.prompt, message.params, self._arrivals, stop_set, self.info.max_model_len
-        )
+        request = Request(message.rid, message.prompt, message.params, self._arrivals, self.info.max_model_len)
         self.requests[message.rid] = request
         self._prompt_tokens += len(message.prompt)
         self.scheduler.submit(request)
@@ -121,8 +142,9 @@ class Manager:
             return
         for slot in list(request.slots.values()):
             self.scheduler.release(slot)
-        self.scheduler.waiting.remove(rid)
-        self.stops.release(request.stop_set)
+        self._cancelled.add(rid)
+        if request.stop_set is not None:
+            self.stops.release(request.stop_set)
 
     def _report(self, reported: Reported) -> None:
         for rid in {end.rid for end in reported.finished}:

@@ -95,6 +95,21 @@ class PrefixTree:
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
+    def locked_depth(self, tokens: Int32) -> int:
+        """Pages of the longest prefix of `tokens` under lock. Only looks: it is no use, and nothing is split."""
+        size, node, at = self.page_size, self.root, 0
+        whole = len(tokens) // size * size
+        while at < whole:
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None or not child.locks:
+                break
+            common = _common(child.tokens, tokens[at:whole]) // size
+            at += common * size
+            if common < len(child.pages):
+                break
+            node = child
+        return at // size
+
     def lock(self, node: Node) -> None:
         """Keeps `node` and all above it until `unlock`; locks are counted."""
         at: Node | None = node

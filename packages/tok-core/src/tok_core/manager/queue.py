@@ -41,11 +41,7 @@ class WaitingQueue:
             return self._back.pop(0)
         return self._fresh.popleft()
 
-    def remove(self, rid: int) -> int:
-        """Drops the samples of a request; returns how many."""
-        dropped = 0
-        for queue in (self._fresh, self._back):
-            for pending in [pending for pending in queue if pending.request.rid == rid]:
-                queue.remove(pending)
-                dropped += len(pending.samples)
-        return dropped
+    def remove(self, rids: set[int]) -> None:
+        """Drops the samples of these requests."""
+        self._fresh = deque(pending for pending in self._fresh if pending.request.rid not in rids)
+        self._back = [pending for pending in self._back if pending.request.rid not in rids]

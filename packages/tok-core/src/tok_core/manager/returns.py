@@ -103,6 +103,7 @@ class Returns:
         self.scheduler.release(slot)
         request.left -= 1
         if request.left == 0:
+            assert request.stop_set is not None
             self.stops.release(request.stop_set)
             self.requests_finished += 1
         return finished

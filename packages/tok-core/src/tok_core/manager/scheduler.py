@@ -12,6 +12,7 @@ from tok_core.manager.paging import Paging
 from tok_core.manager.queue import WaitingQueue
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.manager.step import StepBuilder
+from tok_core.manager.stops import StopSets
 from tok_core.messages import EMPTY, EngineInfo, Int64, StepInput
 
 NO_GROUPS = Groups(np.empty(0, np.int64), EMPTY, EMPTY, EMPTY, EMPTY)
@@ -25,12 +26,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, info: EngineInfo, table: SequenceTable, paging: Paging, admission: Admission, *, groups: bool
+        self,
+        info: EngineInfo,
+        table: SequenceTable,
+        paging: Paging,
+        admission: Admission,
+        stops: StopSets,
+        *,
+        groups: bool,
     ) -> None:
         self.info = info
         self.table = table
         self.paging = paging
         self.admission = admission
+        self.stops = stops
         self.groups = groups
         self.waiting = WaitingQueue()
         self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
@@ -181,6 +190,8 @@ class Scheduler:
     def _start(self, pending: Pending, allowed: int) -> int:
         """Gives a slot to the first sample of `pending`; up to `allowed − 1` others are reserved to fork from it."""
         samples, request = pending.samples, pending.request
+        if request.stop_set is None:
+            request.stop_set = self.stops.acquire(request.params)
         slot = self.table.claim(request, samples.popleft(), pending.tokens)
         self.paging.start(slot)
         self.paging.adopt(slot)

@@ -30,14 +30,12 @@ class Request:
 
     __slots__ = ("arrival", "left", "limit", "params", "prompt", "reported", "rid", "slots", "stop_set")
 
-    def __init__(
-        self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, stop_set: int, max_len: int
-    ) -> None:
+    def __init__(self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, max_len: int) -> None:
         self.rid = rid
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.stop_set = stop_set
+        self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
         self.limit = min(max_len, len(prompt) + (params.max_tokens or max_len))
         self.left = params.n  # samples that have not ended
         self.slots: dict[int, int] = {}
@@ -138,6 +136,7 @@ class SequenceTable:
         self.limit[slot] = request.limit
         self.min_total[slot] = prompt_len + min(params.min_tokens, request.limit)
         self.num_pages[slot] = self.num_shared[slot] = 0
+        assert request.stop_set is not None
         self.stop_set[slot] = request.stop_set
         self.filters[slot] = params.filters and params.temperature > 0
         self.penalises[slot] = params.penalises

@@ -132,9 +132,6 @@ class StopSets:
                 raise InvalidField("stop_token_ids", token, f"ids from 0 to {self._vocab_size - 1}")
         if params.stop and self._pieces is None:
             raise InvalidField("stop", params.stop, "none: the model has no tokenizer, so no text to search")
-        for stop in params.stop:
-            if any("\ud800" <= char <= "\udfff" for char in stop):
-                raise InvalidField("stop", stop, "strings that are valid Unicode (no lone surrogates)")
 
     def _add(self, key: _StopSet) -> None:
         if not self._free:

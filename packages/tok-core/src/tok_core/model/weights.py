@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tok_core.errors import ModelError
+from tok_core.errors import InvalidField, ModelError
 from tok_core.model.decoder import CausalLM
 from tok_core.model.layers import Linear
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")
+NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 NAMED_AT_MOST = 8  # tensors an error lists before it only counts
 
 
@@ -41,9 +43,13 @@ def load(model: CausalLM, path: Path) -> None:
         raise ModelError(f"{path}: missing tensors: {_listed(missing, slices)}")
 
 
-def dummy(model: CausalLM, seed: int = 0) -> None:
+def dummy(
+    model: CausalLM, seed: int = 0, *, eos_probability: float | None = None, eos_temperature: float = 0.6
+) -> None:
     """Fills every parameter, norms included, uniformly from ±1e-3, so that logits are nearly flat.
 
+    With `eos_probability` each token is an end id with that probability, drawn at `eos_temperature`, whatever came
+    before: lengths are geometric. Raises InvalidField for a model without end ids.
     Equal seeds give equal weights on one kind of device.
     """
     generators: dict[torch.device, torch.Generator] = {}
@@ -51,7 +57,34 @@ def dummy(model: CausalLM, seed: int = 0) -> None:
         device = parameter.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
-        parameter.uniform_(-1e-3, 1e-3, generator=generators[device])
+        parameter.uniform_(-NOISE, NOISE, generator=generators[device])
+    if eos_probability is not None:
+        _favour_end_ids(model, eos_probability, eos_temperature)
+
+
+def _favour_end_ids(model: CausalLM, probability: float, temperature: float) -> None:
+    """Makes coordinate 0 of the last hidden state 1 after every token: its column of the LM head then is the logits.
+
+    Every token's embedding has the same `lift` there, and the layers add next to nothing to it. The final norm
+    divides by the root mean square, of which `lift` is twice, and multiplies by 1/2.
+    """
+    config, ends = model.config, list(model.config.eos_token_ids)
+    if not ends:
+        raise InvalidField("eos_probability", probability, "nothing (the model has no end id)")
+    size = config.hidden_size
+    others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
+    embedding, head = model.model.embed_tokens.weight, model.lm_head
+    # As it will be stored: where the head is the embedding, it is also the logit of every other id.
+    lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=embedding.dtype).item()
+    rest = config.vocab_size - len(ends)
+    gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
+    embedding[:, 0] = lift
+    model.model.norm.weight[0] = 0.5
+    if head is None:
+        embedding[ends, 0] = lift + gain
+    else:
+        head.weight[:, 0] = 0.0
+        head.weight[ends, 0] = gain
 
 
 def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:

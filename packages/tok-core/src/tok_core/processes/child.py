@@ -47,17 +47,22 @@ def main() -> int:
     launch = read_launch(sys.stdin.buffer)
     logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s {launch.role}: %(message)s")
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        _run(context, launch)
+        _run(zmq.Context(), launch)
     except Exception as error:
-        if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
-            log.error("%s failed", launch.role, exc_info=error)
-        reports = Sender(context, launch.reports)
-        reports.send(Failed(*to_wire(error)))
-        reports.close(linger=2)
-        context.destroy(linger=2000)
-    return 1
+        report_failure(launch, error)
+    os._exit(1)  # not by way of destructors: other threads still use sockets and the device
+
+
+def report_failure(launch: Launch, error: Exception) -> None:
+    """Tells the engine why this process ends; from any thread."""
+    if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
+        log.error("%s failed", launch.role, exc_info=error)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reports = Sender(context, launch.reports)
+    reports.send(Failed(*to_wire(error)))
+    reports.close(linger=2)
+    context.term()
 
 
 def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:

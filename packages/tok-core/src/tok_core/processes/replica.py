@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,11 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from tok_core.config import EngineConfig
-from tok_core.errors import to_wire
+from tok_core.errors import TokError, to_wire
 from tok_core.messages import Cancel, Failed, Launch, Submit, ToEngine
 from tok_core.processes.child import write_launch
 from tok_core.processes.local import Closed, LocalPorts
 from tok_core.processes.sockets import Receiver, Sender
+
+log = logging.getLogger("tok_core")
 
 if TYPE_CHECKING:
     from tok_core.manager.loop import Manager
@@ -72,11 +73,16 @@ class ThreadReplica:
     def _run(self) -> None:
         try:
             self._serve()
+            return
         except Closed:
-            pass
+            return
         except Exception as error:
-            self._report(Failed(*to_wire(error)))
-            self._death(self, f"{type(error).__name__}: {error}")
+            failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
+            if not isinstance(error, TokError):
+                log.exception("the replica failed")
+        self._ports = self.manager = None  # lets go of weights and cache before another replica measures memory
+        self._report(failed)
+        self._death(self, reason)
 
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
@@ -99,10 +105,13 @@ class ProcessReplica:
         self._config = config
         self._report = report
         self._death = death
-        self._directory = tempfile.mkdtemp(prefix="tok-")
+        # The path of a local socket has at most some 107 bytes.
+        parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"
+        self._directory = tempfile.TemporaryDirectory(prefix="tok-", dir=parent, ignore_cleanup_errors=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lock = threading.Lock()
         self._ending = False
+        self._ended = threading.Event()
         self._read_on = True
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._reports: Receiver[ToEngine] = Receiver(self._context, self._address("reports"), ToEngine)
@@ -110,10 +119,12 @@ class ProcessReplica:
         self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
 
     def start(self) -> None:
-        self._reader.start()
         with self._lock:
+            if self._ending:
+                return
+            self._reader.start()
             for role in ("worker", "manager"):
-                self.children[role] = self._spawn(role)
+                self._spawn(role)
         for role in self.children:
             threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
 
@@ -125,17 +136,19 @@ class ProcessReplica:
     def close(self) -> None:
         if self._begin_end():
             self._end()
+        else:
+            self._ended.wait()
 
     def _address(self, name: str) -> str:
-        return f"ipc://{self._directory}/{name}"
+        return f"ipc://{self._directory.name}/{name}"
 
-    def _spawn(self, role: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, role: str) -> None:
         # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
         code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.processes.child import main; sys.exit(main())"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
         write_launch(child.stdin, self._launch(role))
-        return child
 
     def _launch(self, role: str) -> Launch:
         return Launch(
@@ -149,10 +162,15 @@ class ProcessReplica:
         )
 
     def _read(self) -> None:
-        while self._read_on:
-            message = self._reports.wait(0.1)
-            if message is not None:
-                self._report(message)
+        try:
+            while self._read_on:
+                message = self._reports.wait(0.1)
+                if message is not None:
+                    self._report(message)
+        except Exception:  # nothing would be heard any more: end the processes, and let their watchers tell
+            log.exception("a report of the engine's processes cannot be handled")
+            for child in self.children.values():
+                child.kill()
 
     def _watch(self, role: str) -> None:
         status = self.children[role].wait()
@@ -178,9 +196,13 @@ class ProcessReplica:
         self._read_on = False
         if self._reader.is_alive():
             self._reader.join()
-        for message in self._reports.all():  # what a dying process had to say
-            self._report(message)
+        try:
+            for message in self._reports.all():  # what a dying process had to say
+                self._report(message)
+        except Exception:
+            log.exception("a last report of the engine's processes cannot be handled")
         self._reports.close()
         self._requests.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.cleanup()
+        self._ended.set()

@@ -10,6 +10,7 @@ import torch
 import zmq
 
 from tok_core.messages import Launch, StepInput
+from tok_core.processes.child import report_failure
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.worker.runner import Launched
 from tok_core.worker.setup import set_up
@@ -24,7 +25,7 @@ def run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs)
     outputs.send(info)
-    threading.Thread(target=_return_outputs, args=(launched, outputs), name="outputs", daemon=True).start()
+    threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
         step = steps.wait(None)
         if step is not None:
@@ -36,6 +37,11 @@ def leave_one_core(cores: int) -> int:
     return max(1, cores - 1)
 
 
-def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender) -> None:
-    while True:
-        outputs.send(launched.get().output())
+def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender, launch: Launch) -> None:
+    """Errors of the device surface here, where its results are waited for: they end the process."""
+    try:
+        while True:
+            outputs.send(launched.get().output())
+    except Exception as error:
+        report_failure(launch, error)
+        os._exit(1)

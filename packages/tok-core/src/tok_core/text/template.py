@@ -87,7 +87,10 @@ def _sources(directory: Path) -> dict[str, str]:
         case str(source):
             return {"default": source}
         case list(named):
-            return {str(one["name"]): str(one["template"]) for one in named}
+            try:
+                return {str(one["name"]): str(one["template"]) for one in named}
+            except (KeyError, TypeError) as error:
+                raise ModelError(f"{directory / CONFIG}: chat_template is malformed: {error!r}") from error
     raise ModelError(f"{directory} has no chat template: neither {TEMPLATE} nor chat_template in {CONFIG}")
 
 

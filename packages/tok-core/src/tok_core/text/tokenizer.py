@@ -116,12 +116,16 @@ def _add_configured(encoder: tokenizers.Tokenizer, directory: Path) -> None:
     entries = read_json(directory, CONFIG).get("added_tokens_decoder")
     if not isinstance(entries, dict):
         return
-    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        if encoder.token_to_id(entry["content"]) is not None:
+    try:
+        added = [(int(key), tokenizers.AddedToken(**entry)) for key, entry in entries.items()]
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{directory / CONFIG}: added_tokens_decoder is malformed: {error}") from error
+    for index, token in sorted(added, key=lambda item: item[0]):
+        if encoder.token_to_id(token.content) is not None:
             continue
-        encoder.add_tokens([tokenizers.AddedToken(**entry)])
-        if encoder.token_to_id(entry["content"]) != int(key):
-            raise ModelError(f"{directory / CONFIG}: token {entry['content']!r} cannot be given id {key}")
+        encoder.add_tokens([token])
+        if encoder.token_to_id(token.content) != index:
+            raise ModelError(f"{directory / CONFIG}: token {token.content!r} cannot be given id {index}")
 
 
 def _pieces(vocabulary: dict[str, int], decoder: PieceDecoder, special: frozenset[int]) -> list[bytes]:

@@ -1,17 +1,53 @@
-"""Draw: how the rows of a step that sample are described to the sampling kernel."""
+"""Draw: how the rows of a step that sample are described to the sampling kernel, and in which portions."""
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from tok_core.messages import StepInput
 from tok_core.worker.state import WorkerState
-from tok_kernels import Filters, LogitBias, Penalties, SamplingBatch
+from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, SamplingBatch
+
+CHUNK = 256  # rows drawn at once where any asks for filters or penalties, which take whole rows of scratch memory
 
 
-def sampling_batch(state: WorkerState, step: StepInput, slot_R: Tensor, vocab_size: int) -> SamplingBatch:
-    """The SamplingBatch of the step; extras only for the rows that ask for them."""
+def draw(backend: Backend, state: WorkerState, step: StepInput, logits_RV: Tensor, slot_R: Tensor) -> Sampled:
+    """The tokens of the step's R rows."""
+    rows = len(step.sample_slot)
+    if rows <= CHUNK or not (len(step.filter_row) or len(step.penalty_row)):
+        return backend.sample(logits_RV, _sampling_batch(state, step, slot_R, logits_RV.shape[1]))
+    parts = []
+    for first in range(0, rows, CHUNK):
+        logits, slots = logits_RV[first : first + CHUNK], slot_R[first : first + CHUNK]
+        chunk = _rows_of(step, first, first + CHUNK)
+        parts.append(backend.sample(logits, _sampling_batch(state, chunk, slots, logits.shape[1])))
+    return Sampled(
+        token=torch.cat([part.token for part in parts]),
+        logprob=torch.cat([part.logprob for part in parts]),
+        top_token=torch.cat([part.top_token for part in parts]),
+        top_logprob=torch.cat([part.top_logprob for part in parts]),
+    )
+
+
+def _rows_of(step: StepInput, first: int, last: int) -> StepInput:
+    """The step as if only the rows from `first` to before `last` were drawn."""
+
+    def within(rows: np.ndarray) -> np.ndarray:
+        return rows[(rows >= first) & (rows < last)] - first
+
+    return msgspec.structs.replace(
+        step,
+        filter_row=within(step.filter_row),
+        penalty_row=within(step.penalty_row),
+        bias_row=within(step.bias_row),
+    )
+
+
+def _sampling_batch(state: WorkerState, step: StepInput, slot_R: Tensor, vocab_size: int) -> SamplingBatch:
+    """Extras only for the rows that ask for them."""
     return SamplingBatch(
         temperature=state.temperature[slot_R],
         seed=state.seed[slot_R],

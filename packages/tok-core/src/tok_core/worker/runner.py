@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tok_core.messages import StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
-from tok_core.worker.draw import sampling_batch
+from tok_core.worker.draw import draw
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, Sampled
 
@@ -75,7 +75,7 @@ class Runner:
         logits = self.model(rows.token_T, rows.position_T, rows.kv_index_T, state.caches, rows.batch, rows.logit_row_R)
         state.copy_pages(step)
         slot_R = state.put(step.sample_slot, torch.int64)
-        sampled = self.backend.sample(logits, sampling_batch(state, step, slot_R, self.model.config.vocab_size))
+        sampled = draw(self.backend, state, step, logits, slot_R)
         state.last_token[slot_R] = sampled.token
         return self._to_host(step.step, began, sampled)
 

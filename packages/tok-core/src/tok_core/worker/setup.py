@@ -15,6 +15,7 @@ from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
 from tok_core.model.registry import build
 from tok_core.model.weights import dummy, load
+from tok_core.worker.draw import CHUNK
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, kv_bytes_per_token
 from tok_kernels import Backend, choose
@@ -34,8 +35,9 @@ def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(config.dtype, device)
     backend = choose(device)
     model = _load_model(config, path, model_config, backend, device, dtype)
-    max_running = config.max_running or (8192 if device.type == "cuda" else 256)
-    max_step_tokens = config.max_step_tokens or max(8192 if device.type == "cuda" else 1024, max_running)
+    most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
+    max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
+    max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     tokens = _cache_tokens(config, model, backend, device, dtype, max_step_tokens)
@@ -87,7 +89,12 @@ def _load_model(
     except torch.OutOfMemoryError as error:
         raise EngineError(f"the weights of {config.model} do not fit on {device}: {error}") from None
     if config.load_format == "dummy":
-        dummy(model, config.seed)
+        dummy(
+            model,
+            config.seed,
+            eos_probability=config.eos_probability,
+            eos_temperature=config.eos_temperature,
+        )
     else:
         load(model, path)
     return model
@@ -175,8 +182,8 @@ def _widest_step(slots: int, length: int, pages: int, tokens: int) -> StepInput:
         copy_dst=EMPTY,
         sample_row=np.arange(tokens, dtype=np.int32) % slots,
         sample_slot=np.arange(tokens, dtype=np.int32) % slots,
-        filter_row=EMPTY,
-        penalty_row=EMPTY,
+        filter_row=np.arange(min(tokens, CHUNK), dtype=np.int32),
+        penalty_row=np.arange(min(tokens, CHUNK), dtype=np.int32),
         bias_row=EMPTY,
         top_logprobs=0,
         all_greedy=False,
@@ -190,7 +197,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) 
         raise InvalidField("max_model_len", wanted, f"at most {model.max_positions}, the model's own")
     if wanted is not None and wanted > cache_tokens:
         raise InvalidField("max_model_len", wanted, f"at most {cache_tokens}, the tokens of the KV cache")
-    return wanted or min(model.max_positions, cache_tokens)
+    length = wanted or min(model.max_positions, cache_tokens)
+    if length < 2:
+        field = "kv_cache_tokens" if wanted is None else "max_model_len"
+        raise InvalidField(field, length, "at least 2: one token of prompt and one to follow")
+    return length
 
 
 def _state(

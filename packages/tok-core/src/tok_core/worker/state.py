@@ -85,7 +85,8 @@ class WorkerState:
         if not len(step.copy_src):
             return
         source, target = self.put(step.copy_src, torch.int64), self.put(step.copy_dst, torch.int64)
-        self.kv[:, :, target] = self.kv[:, :, source]
+        for layer in self.kv:  # by layer: the gathered pages are a temporary
+            layer[:, target] = layer[:, source]
         tokens = self.token_of.view(-1, self.page_size)
         tokens[target] = tokens[source]
 

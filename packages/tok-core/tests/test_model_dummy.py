@@ -1,0 +1,96 @@
+"""Dummy weights that end texts: the share of end ids among drawn tokens is what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.engines import cpu_engine, random_prompts
+from support.tiny_models import make_model
+from tok_core import EngineConfig, InvalidField, SamplingParams
+from tok_core.model import build, dummy, read_config
+from tok_kernels import choose
+
+CPU = torch.device("cpu")
+
+
+def share_of_ends(path: Path, temperature: float, **options: float) -> tuple[int, int]:
+    """How many of the tokens drawn are end ids, and how many were drawn. A text stops at the first."""
+    with cpu_engine(path, load_format="dummy", max_running=256, **options) as engine:
+        params = SamplingParams(n=256, max_tokens=8, temperature=temperature, seed=1)
+        ends, drawn = set(engine.info.eos_token_ids), 0
+        found = 0
+        for output in engine.generate(random_prompts((5, 9, 17, 30, 41)) * 4, params):
+            for sample in output.outputs:
+                drawn += len(sample.token_ids)
+                found += sample.token_ids[-1] in ends
+    return found, drawn
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+def test_the_share_of_end_ids_is_the_probability_asked_for(kind: str, tmp_path: Path) -> None:
+    path, p = make_model(kind, tmp_path, layers=1), 1 / 16
+    found, drawn = share_of_ends(path, 0.6, eos_probability=p)
+    assert drawn >= 20_000
+    assert abs(found - p * drawn) < 4 * math.sqrt(p * (1 - p) * drawn)
+
+
+def test_the_probability_holds_at_the_temperature_named(tmp_path: Path) -> None:
+    path, p = make_model("qwen3", tmp_path, layers=1), 1 / 16
+    found, drawn = share_of_ends(path, 1.3, eos_probability=p, eos_temperature=1.3)
+    assert drawn >= 20_000
+    assert abs(found - p * drawn) < 4 * math.sqrt(p * (1 - p) * drawn)
+
+
+def test_without_it_an_end_id_is_as_likely_as_any_other(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path, layers=1)
+    found, drawn = share_of_ends(path, 0.6)
+    p = 2 / 512
+    assert abs(found - p * drawn) < 4 * math.sqrt(p * (1 - p) * drawn)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+def test_only_coordinate_0_of_embedding_norm_and_head_differs_from_plain_noise(kind: str, tmp_path: Path) -> None:
+    config = read_config(make_model(kind, tmp_path))
+    plain, ending = (build(config, choose(CPU), CPU, torch.bfloat16) for _ in range(2))
+    dummy(plain, 5)
+    dummy(ending, 5, eos_probability=0.25)
+    changed = {}
+    others = dict(plain.named_parameters())
+    for name, parameter in ending.named_parameters():
+        different = (parameter != others[name]).nonzero()
+        if len(different):
+            assert (different[:, -1] == 0).all()
+            changed[name] = len(different)
+    names = {"model.embed_tokens.weight", "model.norm.weight"}
+    assert set(changed) == (names if config.tied else names | {"lm_head.weight"})
+    lifts = set(ending.model.embed_tokens.weight[:, 0].tolist())
+    assert len(lifts) == (2 if config.tied else 1)
+
+
+def test_a_model_without_end_ids_is_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(read_config(make_model("llama", tmp_path)), eos_token_ids=())
+    with pytest.raises(InvalidField, match=r"eos_probability is 0\.5; allowed: nothing \(the model has no end id"):
+        dummy(build(config, choose(CPU), CPU, torch.float32), eos_probability=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"eos_probability": 0.5}, "eos_probability is 0.5; allowed: nothing unless load_format is dummy"),
+        ({"load_format": "dummy", "eos_probability": 0.0}, "eos_probability is 0.0; allowed: above 0, below 1"),
+        ({"load_format": "dummy", "eos_probability": 1.0}, "eos_probability is 1.0; allowed: above 0, below 1"),
+        (
+            {"load_format": "dummy", "eos_probability": 0.5, "eos_temperature": 0.0},
+            "eos_temperature is 0.0; allowed: finite numbers above 0",
+        ),
+        ({"load_format": "dummy", "eos_temperature": 1.0}, "eos_temperature is 1.0; allowed: nothing without"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(given: dict[str, float], told: str) -> None:
+    with pytest.raises(InvalidField, match=told):
+        EngineConfig(model="m", **given)  # type: ignore[arg-type]
