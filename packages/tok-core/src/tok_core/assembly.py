@@ -35,7 +35,7 @@ class _Sample:
 class OpenRequest:
     """One request from submission to its last token. `sink` is called, on the reporting thread, with what is new.
 
-    `error` is set where the engine could not go on; `done` once nothing more will come.
+    `error` is set where the engine could not go on.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class OpenRequest:
             _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
         ]
 
-    @property
-    def done(self) -> bool:
+    def ended(self) -> bool:
         """Whether nothing more will come."""
         return self._left == 0 or self.error is not None
 

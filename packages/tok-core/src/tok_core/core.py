@@ -158,7 +158,7 @@ class EngineCore:
 
     def _abort(self, request: OpenRequest) -> None:
         with request.lock:
-            if request.done:
+            if request.ended():
                 return
             with self._lock:
                 self._forget(request)
@@ -239,10 +239,10 @@ class EngineCore:
             news = [(self._open[rid], mine) for rid, mine in rows.items() if rid in self._open]
         for request, mine in news:
             with request.lock:  # an abort comes before or after, and is told in that order
-                if request.done:
+                if request.ended():
                     continue
                 deltas = [_delta(request, progress, row, finished) for row in mine]
-                if request.done:
+                if request.ended():
                     self._forget(request)
                 _tell(request, deltas)
 
@@ -259,7 +259,7 @@ class EngineCore:
                 self._forget(request)
         for request in requests:
             with request.lock:
-                if not request.done:
+                if not request.ended():
                     request.error = error()
                     _tell(request, [])
 
