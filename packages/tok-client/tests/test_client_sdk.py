@@ -230,6 +230,22 @@ async def test_parameters_that_cannot_be_sent_are_refused_here(good: Good) -> No
     assert good.bodies == []
 
 
+async def test_text_that_is_no_unicode_is_refused_by_name(good: Good) -> None:
+    half = "a\ud800"
+    async with AsyncClient(good.url) as client:
+        with pytest.raises(ValueError, match="prompt has a lone surrogate"):
+            await client.completions.create(model="m", prompt=["a", half])
+        with pytest.raises(ValueError, match="messages has a lone surrogate"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": half}])
+        with pytest.raises(ValueError, match="zeta has a lone surrogate"):
+            await client.completions.create(model="m", prompt="a", extra_body={"zeta": {"b": half}})
+        with pytest.raises(ValueError, match="model has a lone surrogate"):
+            await client.models.retrieve(half)
+    with Client(good.url) as blocked, pytest.raises(ValueError, match="model has a lone surrogate"):
+        blocked.models.retrieve(half)
+    assert good.bodies == []
+
+
 async def test_the_api_key_is_sent_as_bearer_where_there_is_one(good: Good) -> None:
     await blocking(lambda client: client.completions.create(model="m", prompt="a"), good)
     await blocking(lambda client: client.completions.create(model="m", prompt="a"), good, api_key="k1")

@@ -52,6 +52,8 @@ COMPLETIONS: list[tuple[dict[str, object], str]] = [
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"the": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
@@ -67,6 +69,12 @@ COMPLETIONS: list[tuple[dict[str, object], str]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    ({"messages": USER}, "messages"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
 ]
 
 CHAT: list[tuple[dict[str, object], str]] = [
@@ -112,6 +120,11 @@ CHAT: list[tuple[dict[str, object], str]] = [
     ({"store": 0}, "store"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"prompt": "one"}, "prompt"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "end"}, "suffix"),
 ]
 
 
@@ -252,8 +265,11 @@ def test_values_that_ask_for_nothing_are_accepted(server: Server) -> None:
     )  # fmt: skip
     assert answer.status == 200, answer.body
     assert "x-tok-ignored" not in answer.headers
-    answer = server.complete(prompt="one", max_tokens=1, echo=False, suffix=None, best_of=1, n=1)
+    answer = server.complete(
+        prompt="one", max_tokens=1, echo=False, suffix=None, best_of=1, n=1, messages=None, tools=[]
+    )
     assert answer.status == 200, answer.body
+    assert "x-tok-ignored" not in answer.headers
 
 
 def test_fields_that_nobody_defines_are_ignored_and_listed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,3 +281,20 @@ def test_fields_that_nobody_defines_are_ignored_and_listed(server: Server, caplo
     told = [record.getMessage() for record in caplog.records if "nobody defines" in record.getMessage()]
     assert len(told) == 1
     assert "'zeta'" in told[0]
+
+
+def test_unknown_fields_deeper_in_a_request_are_listed_with_their_path(server: Server) -> None:
+    parts = [{"type": "text", "text": "hi", "a b": 1}, {"type": "text", "text": "ho"}]
+    messages = [{"role": "user", "content": "hi", "foo": 1}, {"role": "user", "name": "n", "content": parts}]
+    options = {"include_usage": True, "zzz": 2}
+    answer = server.chat(messages=messages, max_tokens=1, stream=True, stream_options=options, zeta=0)
+    assert answer.status == 200, answer.body
+    listed = answer.headers["x-tok-ignored"].split(",")
+    assert listed == ["zeta", "messages[0].foo", "messages[1].content[0].a%20b", "stream_options.zzz"]
+
+
+def test_the_list_of_unknown_fields_is_bounded(server: Server) -> None:
+    message = {"role": "user", "content": "hi", **{f"field{number}": 1 for number in range(100)}}
+    answer = server.chat(messages=[message], max_tokens=1)
+    assert answer.status == 200, answer.body
+    assert len(answer.headers["x-tok-ignored"].split(",")) == 32

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -165,6 +167,51 @@ def test_models_tells_what_a_directory_holds(tiny_model: Path, capsys: pytest.Ca
     told = capsys.readouterr().out
     assert "architecture   LlamaForCausalLM" in told
     assert "chat template  yes" in told
+    assert re.search(r"weights +\d+ tensors\n", told)
     (empty := tiny_model.parent / "empty").mkdir(exist_ok=True)
     assert main(["models", str(empty)]) == 1
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "no header", "empty"])
+def test_models_tells_when_the_weights_are_not_whole(
+    tiny_model: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    file = copy / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes({"cut": whole[:-1], "no header": b"\xff" * 64}.get(damage, b""))
+    if damage == "gone":
+        file.unlink()
+    assert main(["models", str(copy)]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"weights +none \(.*model\.safetensors", told)
+    assert "tokenizer      yes" in told
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"added_tokens_decoder": {"x": 1}, "chat_template": [1]}'])
+def test_models_tells_of_a_malformed_tokenizer_configuration_in_a_line(
+    tiny_model: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    (copy / "tokenizer_config.json").write_text(content)
+    assert main(["models", str(copy)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"tokenizer +none \(.*tokenizer_config\.json", told)
+    assert re.search(r"chat template +none \(.*tokenizer_config\.json", told)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--device", "cpu"), ("--dtype", "float16")])
+def test_chat_with_a_url_refuses_what_the_server_chose(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9/v1", flag, value]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"tok chat: error: {flag} is {value!r}; allowed: auto together with --url"
+    )
+
+
+def test_help_says_which_parallelism_is_allowed() -> None:
+    told = {action.dest: action.help for action in subparser("serve")._actions}
+    for name in ("dp", "tp", "pp"):
+        assert "allows only 1" in str(told[name])

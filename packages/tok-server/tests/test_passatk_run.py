@@ -18,7 +18,7 @@ from tok_server.passatk.answers import AnswerPattern, read_tasks
 from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
 from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
-from tok_server.passatk.run import Report, pass_at_k
+from tok_server.passatk.run import Report, ks_up_to, pass_at_k
 
 SAMPLES, PROBLEMS = 5, 4
 
@@ -104,6 +104,13 @@ def test_the_table_shows_rate_and_intervals(capsys: pytest.CaptureFixture[str]) 
         "    k   pass@k   95% confidence",
         "    1    75.0%   50.0% to 100.0%",
     ]
+
+
+def test_the_table_goes_up_to_all_samples() -> None:
+    assert ks_up_to(1) == [1]
+    assert ks_up_to(7) == [1, 2, 5, 7]
+    assert ks_up_to(100) == [1, 2, 5, 10, 20, 50, 100]
+    assert ks_up_to(1000)[-2:] == [100, 1000]
 
 
 def options(*given: str) -> argparse.Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
-from urllib.parse import quote
 
 from tok_client.backoff import Backoff
 from tok_client.params import (
@@ -13,6 +12,7 @@ from tok_client.params import (
     Object,
     chat_completion_body,
     completion_body,
+    model_path,
 )
 from tok_client.streaming import AsyncStream
 from tok_client.transport import Transport
@@ -150,15 +150,15 @@ class AsyncModels:
 
     async def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
         """The model with the id `model`. NotFoundError: there is none."""
-        return await self._transport.fetch("GET", f"/models/{quote(model, safe='')}", Model, timeout=timeout)
+        return await self._transport.fetch("GET", model_path(model), Model, timeout=timeout)
 
 
 class AsyncClient:
     """A client of an OpenAI-compatible server, for one event loop.
 
-    timeout      seconds without a sign of the server (connecting, or between bytes received) until
-    APITimeoutError max_retries  of a request whose connection broke or whose status is 408, 409, 429 or at
-                 least 500; never once a stream has begun, nor after a timeout
+    timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
+    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429 or at least 500;
+                 none once a stream has begun, nor after a timeout
     backoff      how long to wait before a retry
 
     Close it, or use it as an async context manager. Its calls raise the exceptions of `tok_client.errors`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
-from urllib.parse import quote
 
 from tok_client.backoff import Backoff
 from tok_client.loop_thread import LoopThread
@@ -14,6 +13,7 @@ from tok_client.params import (
     Object,
     chat_completion_body,
     completion_body,
+    model_path,
 )
 from tok_client.streaming import Stream
 from tok_client.transport import Transport
@@ -163,16 +163,16 @@ class Models:
 
     def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
         """The model with the id `model`. NotFoundError: there is none."""
-        send, path = self._transport, f"/models/{quote(model, safe='')}"
+        send, path = self._transport, model_path(model)
         return self._thread.call(lambda: send.fetch("GET", path, Model, timeout=timeout))
 
 
 class Client:
     """A client of an OpenAI-compatible server, for any number of threads.
 
-    timeout      seconds without a sign of the server (connecting, or between bytes received) until
-    APITimeoutError max_retries  of a request whose connection broke or whose status is 408, 409, 429 or at
-                 least 500; never once a stream has begun, nor after a timeout
+    timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
+    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429 or at least 500;
+                 none once a stream has begun, nor after a timeout
     backoff      how long to wait before a retry
 
     Connections are served by an event loop on a thread of its own. Close it, or use it as a context manager;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Required, TypedDict, cast
+from urllib.parse import quote
 
 import msgspec
 
@@ -98,11 +99,38 @@ def chat_completion_body(params: ChatCompletionParams, stream: bool, extra: Obje
 
 
 def _body(kind: Callable[..., msgspec.Struct], params: Object, stream: bool, extra: Object | None) -> bytes:
-    """TypeError: a parameter the wire does not know, a value that is no JSON. ValueError: NaN, infinity."""
+    """TypeError: a parameter the wire does not know, no JSON. ValueError: NaN, infinity, a lone surrogate."""
     for name, value in params.items():
         if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: it would be sent as null
             raise ValueError(f"{name} is {value}; allowed: finite numbers")
     request = kind(**params, stream=True if stream else UNSET)
-    if not extra:
-        return msgspec.json.encode(request)
-    return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
+    try:
+        if not extra:
+            return msgspec.json.encode(request)
+        return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
+    except UnicodeEncodeError:
+        raise _surrogate(_at_fault({**params, **(extra or {})})) from None
+
+
+def model_path(model: str) -> str:
+    """The path of one model. ValueError: a lone surrogate."""
+    try:
+        return f"/models/{quote(model, safe='')}"
+    except UnicodeEncodeError:
+        raise _surrogate("model") from None
+
+
+def _at_fault(params: Object) -> str:
+    """The parameter that is no Unicode."""
+    for name, value in params.items():
+        try:
+            msgspec.json.encode({name: value})
+        except UnicodeEncodeError:
+            return ascii(name).strip("'")
+    return "extra_body"
+
+
+def _surrogate(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot carry; allowed: valid text"
+    )

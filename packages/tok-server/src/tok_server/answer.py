@@ -40,7 +40,10 @@ class Form(Protocol):
         """The whole answer. Called in a thread."""
 
     def events(self, prompt: int, delta: Delta) -> bytes:
-        """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing."""
+        """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing.
+
+        Called on the event loop.
+        """
 
     def closing(self, used: Usage) -> bytes:
         """The event that carries the usage."""
@@ -130,5 +133,5 @@ def _ignored_header(context: Context, job: Job) -> dict[str, str]:
     if new and len(context.warned) < MOST_WARNED:
         context.warned.update(new)
         log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
-    # Names are the client's own text: quoted, they hold no line break; so many of them fit a header.
-    return {"x-tok-ignored": ",".join(quote(name[:64], safe="") for name in job.ignored[:32])}
+    # Names are the client's own text: quoted, they hold no line break.
+    return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in job.ignored)}

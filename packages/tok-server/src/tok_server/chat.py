@@ -29,6 +29,7 @@ from tok_server.job import Job
 from tok_server.logprobs import TokenTexts, chat_logprobs
 from tok_server.messages import template_messages
 from tok_server.params import given, sampling_params
+from tok_server.prompt_size import check_size
 from tok_server.reading import check_model, read, wants_usage
 from tok_server.unsupported import CHAT
 from tok_server.usage import usage
@@ -99,6 +100,7 @@ def _prompt(request: ChatCompletionRequest, engine: AsyncEngine) -> list[int]:
         raise invalid("messages", "the model has no chat template; /v1/completions takes plain prompts")
     try:
         text = engine.chat_template.render(messages)
+        check_size(text, engine.tokenizer, engine.info.max_model_len, "messages")
         # The template has put the special tokens in its text already.
         return engine.tokenizer.encode(text, add_special_tokens=False)
     except InvalidField as error:

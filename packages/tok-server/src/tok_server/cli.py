@@ -13,6 +13,7 @@ from tok_core import InvalidField, TokError
 from tok_server.flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
 
 PASS_AT_K = "pass-at-k"
+BENCH = "bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,10 +83,14 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     if list(command) == [PASS_AT_K]:
         import_module("tok_server.passatk.command").add_arguments(measure)
+    bench = commands.add_parser(BENCH, help="measure throughput: of the engine, or of any OpenAI-compatible server")
+    if list(command) == [BENCH]:
+        import_module("tok_server.bench.flags").add_arguments(bench)
     serve.set_defaults(module="tok_server.commands.serve")
     chat.set_defaults(module="tok_server.commands.chat")
     models.set_defaults(module="tok_server.commands.models")
     measure.set_defaults(module="tok_server.passatk.command")
+    bench.set_defaults(module="tok_server.commands.bench")
     return parser
 
 

@@ -25,12 +25,13 @@ from tok_server.ids import fingerprint, new_id
 from tok_server.job import Job
 from tok_server.logprobs import Offsets, TokenTexts, completion_logprobs
 from tok_server.params import given, sampling_params
+from tok_server.prompt_size import check_size
 from tok_server.reading import check_model, read, wants_usage
 from tok_server.unsupported import COMPLETION
 from tok_server.usage import usage
 from tok_server.wire import encode
 
-MAX_TOKENS = 16  # OpenAI's default
+MAX_TOKENS = 16  # OpenAI's default; fewer where the model's length leaves no room
 MAX_CHOICES = 65_536
 
 
@@ -69,6 +70,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
         include_usage=wants_usage(request),
         return_token_ids=bool(given(request.return_token_ids)),
         ignored=ignored,
+        default_length=max_tokens is None,
     )
 
 
@@ -83,6 +85,9 @@ def _prompts(request: CompletionRequest, n: int, engine: AsyncEngine) -> list[li
     if engine.tokenizer is None:
         raise invalid("prompt", "prompt is text, but the model has no tokenizer; allowed: token ids")
     try:
+        for index, text in enumerate(texts):
+            field = "prompt" if len(texts) == 1 else f"prompt[{index}]"
+            check_size(text, engine.tokenizer, engine.info.max_model_len, field)
         return engine.tokenizer.encode_batch(texts)
     except InvalidField as error:
         raise invalid("prompt", str(error)) from error

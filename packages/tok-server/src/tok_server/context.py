@@ -23,7 +23,8 @@ T = TypeVar("T")
 class Context:
     """What all handlers of one server share.
 
-    pool           threads for tokenising, templating and large JSON, so that the event loop only moves bytes
+    pool           threads for reading requests (JSON, template, tokens) and writing whole answers; an event of a stream
+                   is a few tokens, made on the event loop in less time than handing it to a thread would take
     ready          the engine has started: it knows its sizes and takes requests
     draining       the server is about to stop: new requests are turned away
     open_requests  requests being answered now

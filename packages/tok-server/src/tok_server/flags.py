@@ -87,9 +87,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     _number(engine, "max-running", "most samples that run at once (default: 8192 on a GPU, 256 on a CPU)")
     _number(engine, "max-step-tokens", "most tokens of a forward pass (default: 8192 on a GPU, 1024 on a CPU)")
     _number(engine, "max-model-len", "most tokens of prompt and answer together (default: the model's)")
-    _number(engine, "dp", "data-parallel replicas", 1)
-    _number(engine, "tp", "tensor-parallel ranks", 1)
-    _number(engine, "pp", "pipeline stages", 1)
+    _number(engine, "dp", "data-parallel replicas; this version allows only 1", 1)
+    _number(engine, "tp", "tensor-parallel ranks; this version allows only 1", 1)
+    _number(engine, "pp", "pipeline stages; this version allows only 1", 1)
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:

@@ -61,7 +61,12 @@ def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     """`{"42": 1.5}` as `{42: 1.5}`."""
     for key in biases or ():
-        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
-            allowed = f"token ids from 0 to {vocab_size - 1}, as strings"
+        if not _is_number(key) or int(key) >= vocab_size:
+            allowed = f"token ids from 0 to {vocab_size - 1}, as strings without leading zeros"
             raise invalid("logit_bias", f"logit_bias has the key {key[:80]!r}; allowed: {allowed}")
     return {int(key): bias for key, bias in biases.items()} if biases else None
+
+
+def _is_number(key: str) -> bool:
+    """Whether it is a number in its one spelling, so that no two keys mean the same token."""
+    return key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key

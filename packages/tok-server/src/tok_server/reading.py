@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
-from tok_client.types import ChatCompletionRequest, CompletionRequest, StreamOptions, known_fields
+from tok_client.types import ChatCompletionRequest, CompletionRequest, StreamOptions
 from tok_server.body import members
 from tok_server.errors import ApiError, invalid
 from tok_server.params import Request, given
-from tok_server.unsupported import Neutral, refuse_unsupported
+from tok_server.unknown import unknown_fields
+from tok_server.unsupported import Refused, refuse_unsupported
 from tok_server.wire import BadJson, decode
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
@@ -18,15 +18,16 @@ R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
 
-def read(body: bytes, kind: type[R], unsupported: Mapping[str, Neutral]) -> tuple[R, tuple[str, ...]]:
-    """The request, and the names of fields that nobody defines. Errors: ApiError 400."""
+def read(body: bytes, kind: type[R], unsupported: tuple[Refused, ...]) -> tuple[R, tuple[str, ...]]:
+    """The request, and the paths of fields that nobody defines (`unknown_fields`). Errors: ApiError 400."""
     found = members(body)
     refuse_unsupported(unsupported, found)
     try:
         request = decode(body, kind)
     except BadJson as error:
         raise invalid(error.path, str(error)) from error
-    return request, tuple(sorted(found.keys() - known_fields(kind) - HARMLESS))
+    # What asks for nothing is carried out by doing nothing.
+    return request, unknown_fields(request, found, HARMLESS.union(*(table.fields for table in unsupported)))
 
 
 def check_model(asked: str | None, served: str) -> None:

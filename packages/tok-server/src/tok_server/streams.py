@@ -30,7 +30,8 @@ async def submitted(engine: AsyncEngine, job: Job) -> AsyncIterator[list[Request
 
 def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> RequestStream:
     try:
-        return engine.generate(prompt, job.params, request_id=f"{job.id}-{index}")
+        params = job.params_of(prompt, engine.info.max_model_len)
+        return engine.generate(prompt, params, request_id=f"{job.id}-{index}")
     except InvalidField as error:
         raise job.refused(error, index) from error
 

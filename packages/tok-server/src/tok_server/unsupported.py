@@ -1,4 +1,4 @@
-"""Fields of OpenAI's reference that this version does not carry out: refused by name, never quietly dropped.
+"""Fields of OpenAI's reference that an endpoint does not carry out: refused by name, never quietly dropped.
 
 A value that asks for nothing (null, the field's default) is accepted. Fields that only identify the client or
 its request (user, metadata, safety_identifier, prompt_cache_key) are accepted with any value: they change no
@@ -8,6 +8,7 @@ result.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,9 +17,18 @@ from tok_server.errors import invalid
 
 Neutral = tuple[object, ...]
 
-COMPLETION: Mapping[str, Neutral] = {"suffix": (None, ""), "echo": (None, False)}
 
-CHAT: Mapping[str, Neutral] = {
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Fields, each with the values that ask for nothing, and why all others are refused."""
+
+    fields: Mapping[str, Neutral]
+    why: str
+
+
+_COMPLETION: Mapping[str, Neutral] = {"suffix": (None, ""), "echo": (None, False)}
+
+_CHAT: Mapping[str, Neutral] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),  # without tools there is nothing to run in parallel
@@ -38,13 +48,34 @@ CHAT: Mapping[str, Neutral] = {
     "prompt_cache_options": (None, {}),
 }
 
+_NOT_YET = "is not supported yet"
 
-def refuse_unsupported(table: Mapping[str, Neutral], given: Members) -> None:
-    """Raises ApiError (400) for the first field of `table` whose value asks for something."""
-    for name in filter(given.__contains__, table):
-        value = msgspec.json.decode(given[name])
-        # Compared with the type: in Python False == 0.
-        if not any(type(value) is type(one) and value == one for one in table[name]):
-            allowed = ", ".join(msgspec.json.encode(one).decode() for one in table[name])
-            message = f"{name} is not supported yet; allowed values: {allowed}"
-            raise invalid(name, message, "unsupported_parameter")
+COMPLETION = (
+    Refused(_COMPLETION, _NOT_YET),
+    Refused(
+        {"messages": (None,), "max_completion_tokens": (None,), "top_logprobs": (None,), **_CHAT},
+        "is a field of /v1/chat/completions, not of /v1/completions",
+    ),
+)
+CHAT = (
+    Refused(_CHAT, _NOT_YET),
+    Refused(
+        {"prompt": (None,), "best_of": (None, 1), **_COMPLETION},
+        "is a field of /v1/completions, not of /v1/chat/completions",
+    ),
+)
+
+
+def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
+    """Raises ApiError (400) for the first field of `tables` whose value asks for something."""
+    for table in tables:
+        for name in filter(given.__contains__, table.fields):
+            _check(name, given[name], table)
+
+
+def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
+    value = msgspec.json.decode(raw)
+    # Compared with the type: in Python False == 0.
+    if not any(type(value) is type(one) and value == one for one in table.fields[name]):
+        allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
+        raise invalid(name, f"{name} {table.why}; allowed values: {allowed}", "unsupported_parameter")

@@ -40,7 +40,7 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 def _located(message: str, kind: type) -> BadJson:
     """The error with its path: msgspec's, the missing field's, or the field that the message begins with."""
     found = _AT.match(message)
-    what, path = (found["what"], found["path"].removeprefix(".")) if found else (message, "")
+    what, path = (found["what"], _named(found["path"])) if found else (message, "")
     missing = _MISSING.match(what)
     if missing:
         return BadJson(".".join(filter(None, [path, missing["field"]])), "is required, but missing")
@@ -48,6 +48,11 @@ def _located(message: str, kind: type) -> BadJson:
     if not path and get_origin(kind) is None and first in known_fields(kind):
         return _unprefixed(first, what)
     return BadJson(path or None, what)
+
+
+def _named(path: str) -> str:
+    """The path as errors name it; keys of a mapping are "[...]" to the decoder, so it ends at the mapping."""
+    return path.partition("[...]")[0].removeprefix(".")
 
 
 def _unprefixed(field: str, what: str) -> BadJson:

@@ -38,10 +38,19 @@ def main(options: argparse.Namespace) -> int:
 
 def _talker(options: argparse.Namespace) -> LocalTalker | RemoteTalker:
     if options.url is not None:
+        _check_remote(options)
         return RemoteTalker(options)
     if options.api_key is not None:
         raise InvalidField("api_key", "***", "only together with --url")
     return LocalTalker(options)
+
+
+def _check_remote(options: argparse.Namespace) -> None:
+    """Raises InvalidField for what only a model loaded here can be told."""
+    for name in ("device", "dtype"):
+        value = getattr(options, name)
+        if value != "auto":
+            raise InvalidField(name, value, "auto together with --url: the server has chosen its own")
 
 
 def _converse(talker: Talker, system: str | None) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 from tok_core.errors import ModelError
 from tok_core.text import ChatTemplate, Tokenizer
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME
+from tok_server.stored_weights import stored_tensors
 
 MIB = 1 << 20
+NONE = "none"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints. Errors: ModelError for a directory that cannot be served."""
-    print(_directory(Path(options.model).expanduser()) if options.model else _known())
-    return 0
+    """Prints; 1 for a directory without weights. Errors: ModelError for one that holds no model that is known."""
+    if not options.model:
+        print(_known())
+        return 0
+    return _show(Path(options.model).expanduser())
 
 
 def _known() -> str:
@@ -30,12 +34,13 @@ def _known() -> str:
     )
 
 
-def _directory(path: Path) -> str:
+def _show(path: Path) -> int:
     from tok_core.model import read_config
 
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is no directory; allowed: a model directory")
     config = read_config(path)
+    weights, problem = _weights(path)
     rows = {
         "architecture": config.architecture,
         "layers": config.num_layers,
@@ -46,18 +51,28 @@ def _directory(path: Path) -> str:
         "stored as": str(config.dtype).removeprefix("torch."),
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
         "files": _size(path),
+        "weights": weights or f"{NONE} ({problem})",
         "tokenizer": _works(Tokenizer.load, path),
         "chat template": _works(ChatTemplate.load, path),
     }
     width = max(map(len, rows))
-    return "\n".join([str(path), *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+    print("\n".join([str(path), *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+    return 0 if weights else 1
+
+
+def _weights(path: Path) -> tuple[str, str]:
+    """What is there, or "" and what is wrong with it."""
+    try:
+        return f"{stored_tensors(path)} tensors", ""
+    except ModelError as error:
+        return "", str(error)
 
 
 def _works(load: Callable[[Path], object], path: Path) -> str:
     try:
         load(path)
     except ModelError as error:
-        return f"none ({error})"
+        return f"{NONE} ({error})"
     return "yes"
 
 

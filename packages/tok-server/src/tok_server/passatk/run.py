@@ -70,14 +70,14 @@ def pass_at_k(
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """The k of the coverage table."""
-    return [k for k in LADDER if k <= samples]
+    """The k of the coverage table: steps of the ladder, and all samples."""
+    return sorted({*(k for k in LADDER if k <= samples), samples})
 
 
 def _plotted(samples: int) -> list[int]:
     """About twelve k a decade, and those of the table: a smooth curve on a logarithmic axis."""
     spread = {round(10 ** (step / 12)) for step in range(12 * len(str(samples)))}
-    return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples), samples})
+    return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples)})
 
 
 def _record(lines: TextIO, index: int, problem: Task, completions: Sequence[Completion], pattern: AnswerPattern) -> int:

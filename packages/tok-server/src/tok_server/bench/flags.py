@@ -1,0 +1,104 @@
+"""The flags of `tok bench offline` and `tok bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tok_server.flags import ENGINE_FLAGS, add_serve
+
+EXAMPLES = """examples:
+  tok bench offline --workload mine.jsonl --model ./my-model --plot out.png
+  tok bench offline --workload monkeys --workload-dir DIR --limit 16 --model ./config-only \\
+      --load-format dummy --eos-probability 0.0078125 --json
+  tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds both commands and their flags."""
+    parser.description = "Measure throughput on a fixed list of requests."
+    parser.epilog = EXAMPLES
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
+    offline = kinds.add_parser(
+        "offline", help="the engine itself", description="Measure the engine itself, all requests given to it at once."
+    )
+    add_offline(offline)
+    serve = kinds.add_parser(
+        "serve",
+        help="any OpenAI-compatible server, over HTTP",
+        description="Measure any OpenAI-compatible server over HTTP.",
+    )
+    add_serve_bench(serve)
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tok bench offline`."""
+    _add_workload(parser)
+    parser.add_argument("--model", metavar="MODEL", help="a directory or a hub id (default: the demo model)")
+    parser.add_argument(
+        "--keep-engine",
+        action="store_true",
+        help="one engine for all repetitions: later ones find the prompts of the first in its cache",
+    )
+    parser.add_argument("--text", action="store_true", help="make texts of the tokens, too")
+    _add_output(parser)
+    engine = parser.add_argument_group("engine, as of tok serve")
+    engine.add_argument(
+        "--no-prefix-groups",
+        dest="prefix_groups",
+        action="store_false",
+        help="let every sequence read its shared prefix by itself",
+    )
+    engine.add_argument(
+        "--eos-probability",
+        type=float,
+        metavar="P",
+        help="with --load-format dummy: each token is an end id with this probability",
+    )
+    _add_engine_flags(engine)
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    """The very flags that `tok serve` has for the engine: their names, types and defaults."""
+    serve = argparse.ArgumentParser(add_help=False)
+    add_serve(serve)
+    for action in serve._actions:
+        if action.dest in ENGINE_FLAGS:
+            if action.dest == "max_model_len":
+                action.help = "most tokens of prompt and answer together (default: what the workload needs)"
+            group._add_action(action)
+
+
+def add_serve_bench(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tok bench serve`."""
+    parser.add_argument("--url", required=True, help="base URL of the server, with or without /v1")
+    _add_workload(parser)
+    add = parser.add_argument_group("requests").add_argument
+    add("--model", metavar="NAME", help="name of the model (default: the first one the server lists)")
+    add("--api-key", metavar="KEY", help="the server's key")
+    add("--label", default="server", metavar="NAME", help="what the result calls the server (default: %(default)s)")
+    add("--concurrency", type=int, default=4096, metavar="N", help="requests open at once (default: %(default)s)")
+    add("--stream", action="store_true", help="stream the answers, to measure the time to the first token")
+    add("--reset-path", metavar="PATH", help="POST to this path before each repetition, to empty the server's cache")
+    add("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the server (default: %(default)g)")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds a request may take (default: %(default)g)")
+    _add_output(parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("workload").add_argument
+    add("--workload", required=True, metavar="W", help="monkeys, sharegpt, decode or a JSONL file")
+    add("--workload-dir", type=Path, metavar="DIR", help="where the named workloads are (they do not come with tok)")
+    add("--limit", type=int, metavar="N", help="only the first N requests")
+    add("--n", type=int, metavar="N", help="samples of each prompt (default: what the workload says)")
+    add("--max-tokens", type=int, metavar="N", help="no answer longer than N tokens")
+    add("--temperature", type=float, metavar="T", help="of all requests (default: what the workload says)")
+    add("--top-p", type=float, metavar="P", help="of all requests (default: what the workload says)")
+    add("--reps", type=int, default=2, metavar="N", help="repetitions (default: %(default)s)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="print one line of JSON for each repetition instead of a table")
+    add("--plot", type=Path, metavar="FILE.png", help="plot throughput and running sequences over time")

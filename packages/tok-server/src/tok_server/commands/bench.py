@@ -1,0 +1,110 @@
+"""`tok bench`: from its flags to a table, lines of JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import math
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tok_core import EngineConfig, InvalidField, SamplingParams
+from tok_server.bench.result import Result, table
+from tok_server.bench.workload import Workload, read_workload
+from tok_server.default_model import model_and_name
+from tok_server.flags import engine_config
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures and prints. Returns 1 where requests failed. Errors: InvalidField, TokError."""
+    _check(options)
+    workload = _workload(options)
+    results = _offline(options, workload) if options.kind == "offline" else asyncio.run(_serve(options, workload))
+    if not options.json:
+        print(table(results))
+    if options.plot is not None:
+        from tok_server.bench.plot import plot_results
+
+        plot_results(results, options.plot)
+    return 1 if any(one.errors for one in results) else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for field in ("limit", "n", "max_tokens", "reps", "concurrency"):
+        count: int | None = getattr(options, field, None)
+        if count is not None and count < 1:
+            raise InvalidField(field, count, "integers from 1")
+    for field, low in (("wait", "from 0"), ("timeout", "above 0")):
+        value = float(getattr(options, field, 1.0))
+        if not math.isfinite(value) or value < 0 or (field == "timeout" and value == 0):
+            raise InvalidField(field, value, f"seconds {low}")
+    if options.kind == "serve":
+        parts = urlsplit(options.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InvalidField("url", options.url, "URLs that begin with http:// or https://")
+    if options.plot is not None and not options.plot.parent.is_dir():
+        raise InvalidField("plot", str(options.plot), "a file in a directory that exists")
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    workload = read_workload(
+        options.workload, options.workload_dir, limit=options.limit, n=options.n, max_tokens=options.max_tokens
+    )
+    given = {name: getattr(options, name) for name in ("temperature", "top_p")}
+    workload = dataclasses.replace(workload, **{name: value for name, value in given.items() if value is not None})
+    SamplingParams(temperature=workload.temperature, top_p=workload.top_p)  # names what is not allowed
+    return workload
+
+
+def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
+    from tok_server.bench.offline import run_offline
+
+    config, (_, name) = _config(options, workload), model_and_name(options.model)
+    results = []
+    for result in run_offline(
+        config, name, workload, reps=options.reps, keep_engine=options.keep_engine, text=options.text
+    ):
+        results.append(result)
+        _print_json(options, result)
+    return results
+
+
+def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
+    config = msgspec.structs.replace(engine_config(options), prefix_groups=options.prefix_groups)
+    if config.max_model_len is None:
+        config = msgspec.structs.replace(config, max_model_len=workload.longest)
+    if options.eos_probability is None:
+        return config
+    if workload.temperature == 0:
+        raise InvalidField("temperature", workload.temperature, "above 0 with --eos-probability")
+    return msgspec.structs.replace(
+        config, eos_probability=options.eos_probability, eos_temperature=workload.temperature
+    )
+
+
+async def _serve(options: argparse.Namespace, workload: Workload) -> list[Result]:
+    from tok_server.bench.serve import Target, run_serve
+
+    target = Target(
+        url=options.url,
+        model=options.model,
+        api_key=options.api_key,
+        engine=options.label,
+        concurrency=options.concurrency,
+        stream=options.stream,
+        reset_path=options.reset_path,
+        wait=options.wait,
+        timeout=options.timeout,
+    )
+    results = []
+    async for result in run_serve(target, workload, options.reps):
+        results.append(result)
+        _print_json(options, result)
+    return results
+
+
+def _print_json(options: argparse.Namespace, result: Result) -> None:
+    if options.json:
+        print(msgspec.json.encode(result).decode(), flush=True)

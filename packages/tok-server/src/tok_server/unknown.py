@@ -1,0 +1,47 @@
+"""Fields that nobody defines, at any depth of a request: they have no effect, and the answer says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+
+import msgspec
+
+from tok_client.types import known_fields
+from tok_server.body import Members
+
+MOST_LISTED = 32  # so many names fit a header
+
+
+def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:
+    """Paths of such fields ("zeta", "messages[0].foo"), those of the top level first; at most `MOST_LISTED`.
+
+    found     the members of the request's JSON
+    accepted  names beside those of the type
+    """
+    known = known_fields(type(request))
+    top = sorted(found.keys() - known - accepted)
+    deeper = chain.from_iterable(_of_member(request, name, found[name]) for name in sorted(found.keys() & known))
+    return tuple(islice(chain(top, deeper), MOST_LISTED))
+
+
+def _of_member(request: msgspec.Struct, name: str, raw: msgspec.Raw) -> Iterator[str]:
+    value = getattr(request, name)
+    # Decoded once more only where there is something to find: prompts of token ids are long.
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, msgspec.Struct):
+        yield from _within(name, value, msgspec.json.decode(raw))
+
+
+def _within(path: str, value: object, given: object) -> Iterator[str]:
+    """`given`: the JSON that was decoded as `value`."""
+    if isinstance(value, list) and isinstance(given, list):
+        for index, (item, raw) in enumerate(zip(value, given, strict=True)):
+            yield from _within(f"{path}[{index}]", item, raw)
+    elif isinstance(value, msgspec.Struct) and isinstance(given, dict):
+        known = known_fields(type(value))
+        for name, raw in given.items():
+            if name in known:
+                yield from _within(f"{path}.{name}", getattr(value, name), raw)
+            else:
+                yield f"{path}.{name}"

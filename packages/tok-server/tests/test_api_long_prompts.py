@@ -1,0 +1,83 @@
+"""Prompts near the model's length are served; those far beyond it cost next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.serving import Server, serving
+from tok_core.text import Tokenizer
+from tok_server.errors import ApiError
+from tok_server.prompt_size import check_size, most_bytes
+
+MIB = 1 << 20
+LENGTH = 1024  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def roomy(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, max_body=64 * MIB) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_model)
+
+
+def test_a_prompt_of_megabytes_is_refused_at_once(roomy: Server) -> None:
+    text = "a " * (4 * MIB)
+    message = {"role": "user", "content": text}
+    for path, fields, param in (
+        ("completions", {"prompt": text}, "prompt"),
+        ("completions", {"prompt": ["one", text]}, "prompt[1]"),
+        ("chat/completions", {"messages": [message]}, "messages"),
+    ):
+        began = time.monotonic()
+        answer = roomy.call("POST", f"/v1/{path}", fields)
+        assert time.monotonic() - began < 1.0
+        assert answer.status == 400
+        assert answer.error()["param"] == param
+        assert str(LENGTH) in str(answer.error()["message"])
+
+
+def test_a_text_of_short_tokens_is_refused_before_all_of_it_is_tokenised(tokenizer: Tokenizer) -> None:
+    length = 100_000  # as of a large model: by its bytes alone the text could be short enough
+    text = "a " * (2 * MIB)
+    assert len(text) < most_bytes(tokenizer, length)
+    began = time.process_time()
+    tokenizer.encode("a " * length)
+    in_full = time.process_time() - began
+    began = time.process_time()
+    with pytest.raises(ApiError, match="prompt is a text of 4194304 bytes"):
+        check_size(text, tokenizer, length, "prompt")
+    assert time.process_time() - began < 8 * in_full
+
+
+@pytest.mark.parametrize("text", ["the " * 1000, "the quick brown fox " * 200, "é" * 500, " " * 1000, "a" * 1000])
+def test_a_text_that_fits_is_not_refused(tokenizer: Tokenizer, text: str) -> None:
+    length = len(tokenizer.encode(text))
+    check_size(text, tokenizer, length, "prompt")
+
+
+def test_a_default_max_tokens_gives_way_to_the_models_length(server: Server) -> None:
+    def tokens(prompt: object, **fields: object) -> int:
+        answer = server.complete(prompt=prompt, temperature=0, ignore_eos=True, **fields)
+        assert answer.status == 200, answer.body
+        used = answer.json()["usage"]
+        assert isinstance(used, dict)
+        return int(used["completion_tokens"])
+
+    assert tokens([5] * (LENGTH - 10)) == 10
+    assert tokens([5] * (LENGTH - 1)) == 1
+    assert tokens([[5] * (LENGTH - 10), [5] * 3]) == 10 + 16
+    assert tokens([5] * 3) == 16
+    for fields, param in (({"max_tokens": 16}, "max_tokens"), ({"min_tokens": 11}, "min_tokens")):
+        answer = server.complete(prompt=[5] * (LENGTH - 10), **fields)
+        assert answer.status == 400
+        assert answer.error()["param"] == param
+    answer = server.complete(prompt=[5] * LENGTH)
+    assert answer.error()["param"] == "prompt"

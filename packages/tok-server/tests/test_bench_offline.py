@@ -1,0 +1,274 @@
+"""`tok bench offline` on a tiny model: the figures agree with the engine, the output with the flags."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.engines import cpu_engine
+from support.tiny_models import make_model
+from tok_core import Engine, EngineConfig
+from tok_server.bench import offline
+from tok_server.bench.bare import without_tokenizer
+from tok_server.bench.gpu import first_visible
+from tok_server.bench.offline import measure, warm_up
+from tok_server.bench.plot import plot_results
+from tok_server.bench.result import Result, percentile, table
+from tok_server.bench.workload import Request, Workload
+from tok_server.cli import main as tok
+from tok_server.cli import make_parser
+from tok_server.commands.bench import _config
+from tok_server.flags import ENGINE_FLAGS
+
+SHARED = list(range(10, 58))
+WORKLOAD = Workload(
+    "mixed",
+    0.8,
+    1.0,
+    [
+        Request([*SHARED, 1], 4, 24, ignore_eos=True),
+        Request([*SHARED, 2], 4, 20, ignore_eos=True),
+        Request([60, 61, 62], 1, 1, ignore_eos=False),
+    ],
+)
+LINES = f'{{"ids": {list(range(40))}, "n": 2, "max_tokens": 6, "ignore_eos": true}}\n'
+
+RIVALS_KEYS = {
+    "engine", "mode", "workload", "rep", "prompts", "sequences", "prompt_tokens", "output_tokens", "seconds",
+    "output_tok_s", "total_tok_s", "mean_out", "finished_by_stop", "errors", "gpu", "peak_gpu_mem_gib",
+    "latency_p50_s", "latency_p99_s", "concurrency", "model",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    with cpu_engine(tiny_model, max_running=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def result(engine: Engine) -> Result:
+    warm_up(engine, WORKLOAD)
+    return measure(engine, "tiny", WORKLOAD, 0)
+
+
+def test_counts_are_those_of_the_workload(result: Result) -> None:
+    assert (result.engine, result.mode, result.workload, result.model) == ("tok", "offline", "mixed", "tiny")
+    assert (result.prompts, result.sequences, result.prompt_tokens) == (3, 9, 49 + 49 + 3)
+    assert result.output_tokens == 4 * 24 + 4 * 20 + 1
+    assert result.mean_out == round(177 / 9, 2)
+    assert (result.errors, result.preemptions, result.gpu) == (0, 0, None)
+    assert result.concurrency == 8
+    assert result.steps is not None
+    assert 24 <= result.steps < 80
+
+
+def test_rates_and_times_fit_together(result: Result) -> None:
+    assert result.output_tok_s == pytest.approx(177 / result.seconds, rel=0.05)
+    assert result.total_tok_s == pytest.approx((177 + 101) / result.seconds, rel=0.05)
+    assert result.ttft_p50_s is not None
+    assert result.ttft_p99_s is not None
+    assert result.latency_p50_s is not None
+    assert result.latency_p99_s is not None
+    assert 0 < result.ttft_p50_s <= result.ttft_p99_s <= result.latency_p99_s <= result.seconds + 1e-3
+    assert result.per_token_p50_ms is not None
+    assert 0 < result.per_token_p50_ms <= result.seconds * 1000 / 19
+
+
+def test_prefixes_are_found_by_the_run_itself_but_not_from_the_warm_up(engine: Engine, result: Result) -> None:
+    assert result.prefix_hit_share is not None
+    assert result.prefix_hit_share <= round(48 / 101, 4)
+    again = measure(engine, "tiny", WORKLOAD, 1)
+    assert again.prefix_hit_share == round((48 + 48) / 101, 4)
+    assert again.group_rows_share is not None
+    assert 0.5 < again.group_rows_share <= 1
+
+
+def test_the_timeline_has_all_tokens(result: Result) -> None:
+    spans = result.timeline
+    assert sum(spans.output_tok_s) * result.seconds / len(spans.seconds) == pytest.approx(177, rel=0.05)
+    assert 0 <= min(spans.sequences_running) <= max(spans.sequences_running) <= 8
+
+
+def test_a_result_is_one_line_with_the_keys_of_rivals_lines_first(result: Result) -> None:
+    line = msgspec.json.encode(result).decode()
+    assert "\n" not in line
+    assert set(list(json.loads(line))[: len(RIVALS_KEYS)]) == RIVALS_KEYS
+
+
+def test_the_table_has_a_column_for_each_repetition(result: Result) -> None:
+    lines = table([result, result]).splitlines()
+    assert lines[0] == "mixed on tiny, offline, tok"
+    assert f"  {'output tokens':<24}{177:>14}{177:>14}" in lines
+    assert not any("GPU" in line for line in lines)
+
+
+def test_the_plot_is_a_png_of_the_promised_size(result: Result, tmp_path: Path) -> None:
+    plot_results([result, result], tmp_path / "plot.png")
+    header = (tmp_path / "plot.png").read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1200, 825)
+    with pytest.raises(ValueError, match="results is empty"):
+        plot_results([], tmp_path / "none.png")
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (51.0, 100.0, 100.0)
+    assert percentile([0.0123456], 0.5, 1e3) == 12.3456
+    assert percentile([], 0.5) is None
+
+
+def test_the_first_visible_gpu_is_the_one_watched() -> None:
+    assert [first_visible(one) for one in (None, "3,1", "GPU-a1", "-1", "")] == ["0", "3", "GPU-a1", None, None]
+
+
+def test_a_directory_without_its_tokenizer_still_has_its_weights(tiny_model: Path) -> None:
+    with without_tokenizer(str(tiny_model), None) as view:
+        names = {file.name for file in Path(view).iterdir()}
+        assert names == {"config.json", "generation_config.json", "model.safetensors"}
+        assert Path(view).name == tiny_model.name
+        assert (Path(view) / "model.safetensors").stat().st_size == (tiny_model / "model.safetensors").stat().st_size
+    assert not Path(view).exists()
+
+
+def test_the_engines_flags_are_those_of_serve_and_reach_it(tiny_model: Path) -> None:
+    parser = make_parser(["bench"])
+    words = ["bench", "offline", "--workload", "w", "--model", str(tiny_model)]
+    plain = _config(parser.parse_args(words), WORKLOAD)
+    assert plain == EngineConfig(model=str(tiny_model), max_model_len=49 + 24)
+    given = ["--no-prefix-groups", "--load-format", "dummy", "--eos-probability", "0.25", "--max-model-len", "90"]
+    asked = _config(parser.parse_args([*words, *given]), WORKLOAD)
+    assert (asked.prefix_groups, asked.eos_probability, asked.eos_temperature) == (False, 0.25, 0.8)
+    assert (asked.load_format, asked.max_model_len) == ("dummy", 90)
+    assert set(ENGINE_FLAGS) <= vars(parser.parse_args(words)).keys()
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each engine that the command starts: whether it makes texts."""
+    seen: list[bool] = []
+
+    class Seen(Engine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            seen.append(self.tokenizer is not None)
+
+    monkeypatch.setattr(offline, "Engine", Seen)
+    return seen
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A small workload on a model directory without weights."""
+    model = make_model("llama", tmp_path / "shape", layers=1)
+    (model / "model.safetensors").unlink()
+    (file := tmp_path / "w.jsonl").write_text(LINES)
+    flags = ["--load-format", "dummy", "--eos-probability", "0.5", "--device", "cpu", "--kv-cache-tokens", "1024"]
+    return ["bench", "offline", "--workload", str(file), "--model", str(model), "--json", *flags]
+
+
+def test_one_engine_for_all_repetitions_finds_the_prompts_of_the_first(
+    words: list[str], texts: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tok([*words, "--keep-engine", "--plot", str(tmp_path / "plot.png")]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["rep"], first["prefix_hit_share"], second["rep"], second["prefix_hit_share"]) == (0, 0.0, 1, 0.8)
+    assert (first["output_tokens"], first["model"], first["prefix_groups"]) == (12, "shape", True)
+    assert first["startup_s"] == second["startup_s"] > 0
+    assert (tmp_path / "plot.png").is_file()
+    assert texts == [False]
+
+
+def test_otherwise_each_repetition_begins_with_an_empty_cache(
+    words: list[str], texts: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tok([*words, "--text", "--no-prefix-groups"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["rep"], line["prefix_hit_share"]) for line in lines] == [(0, 0.0), (1, 0.0)]
+    assert [(line["prefix_groups"], line["group_rows_share"]) for line in lines] == [(False, 0.0)] * 2
+    assert texts == [True, True]
+
+
+WORKLOAD_FLAGS = {
+    "--workload", "--workload-dir", "--limit", "--n", "--max-tokens", "--temperature", "--top-p", "--reps", "--json",
+    "--plot", "--model",
+}  # fmt: skip
+
+
+def test_the_flags_of_bench_are_these() -> None:
+    bench = make_parser(["bench"])
+    for kind, own in (
+        ("offline", {"--keep-engine", "--text", "--no-prefix-groups", "--eos-probability"} | engine_flags()),
+        (
+            "serve",
+            {"--url", "--api-key", "--label", "--concurrency", "--stream", "--reset-path", "--wait", "--timeout"},
+        ),
+    ):
+        shown = re.findall(r"^  (--[a-z-]+)", help_of(bench, kind), re.MULTILINE)
+        assert set(shown) == WORKLOAD_FLAGS | own
+        assert len(shown) == len(set(shown))
+
+
+def engine_flags() -> set[str]:
+    return {"--" + name.replace("_", "-") for name in ENGINE_FLAGS}
+
+
+def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        parser.parse_args(["bench", kind, "--help"])
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--workload", "monkeys"], "--workload-dir is None; allowed: a directory with monkeys.jsonl"),
+        (["--workload", "{file}", "--reps", "0"], "--reps is 0; allowed: integers from 1"),
+        (["--workload", "{file}", "--n", "0"], "--n is 0; allowed: integers from 1"),
+        (["--workload", "{file}", "--temperature", "-1"], "--temperature is -1.0; allowed: numbers from 0"),
+        (["--workload", "{file}", "--top-p", "0"], "--top-p is 0.0; allowed: above 0"),
+        (["--workload", "{file}", "--plot", "/no/such/plot.png"], "--plot is '/no/such/plot.png'; allowed: a file in"),
+        (["--workload", "{file}", "--page-size", "3"], "--page-size is 3; allowed: powers of two"),
+        (
+            ["--workload", "{file}", "--eos-probability", "0.5"],
+            "--eos-probability is 0.5; allowed: nothing unless load_format is dummy",
+        ),
+        (
+            ["--workload", "{file}", "--load-format", "dummy", "--eos-probability", "0.5", "--temperature", "0"],
+            "--temperature is 0.0; allowed: above 0 with --eos-probability",
+        ),
+    ],
+)
+def test_a_flag_with_a_bad_value_is_named_in_one_line(
+    given: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "w.jsonl").write_text(LINES)
+    assert tok(["bench", "offline", *(word.format(file=file) for word in given)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tok bench: error: {told}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["offline", "serve"])
+def test_help_loads_no_torch_and_no_web_stack(kind: str) -> None:
+    code = (
+        "import sys\nfrom tok_server.cli import main\n"
+        f"try: main(['bench', {kind!r}, '--help'])\nexcept SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'aiohttp', 'zmq', 'transformers', 'matplotlib', 'rich'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--workload" in done.stdout
