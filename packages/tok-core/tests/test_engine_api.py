@@ -346,6 +346,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"page_size": 3},
     {"tp": 2},
     {"device": "tpu"},
+    {"backend": "fast"},
     {"kv_cache_tokens": 4},
 ]
 
@@ -358,9 +359,13 @@ def test_a_configuration_is_checked_when_it_is_made(values: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("max_model_len", {"max_model_len": 1}), ("max_step_tokens", {"max_step_tokens": 4, "max_running": 8})],
+    [
+        ("backend", {"backend": "triton"}),
+        ("max_model_len", {"max_model_len": 1}),
+        ("max_step_tokens", {"max_step_tokens": 4, "max_running": 8}),
+    ],
 )
-def test_an_engine_that_could_serve_nothing_does_not_start(path: Path, field: str, values: dict[str, int]) -> None:
+def test_an_engine_that_could_serve_nothing_does_not_start(path: Path, field: str, values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=field):
         Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024, **values), in_process=True)
 

@@ -118,7 +118,18 @@ def test_write_kv_refuses_a_cache_whose_rows_do_not_lie_evenly(device: torch.dev
         choose(device).write_kv(row, row, LayerCache(uneven, uneven), index)
 
 
-def test_every_listed_backend_can_be_chosen_and_no_other() -> None:
-    assert {choose(torch.device("cpu"), name).name for name in BACKENDS} <= set(BACKENDS)
-    with pytest.raises(ValueError, match="backend is 'fast'; allowed: auto, reference"):
-        choose(torch.device("cpu"), "fast")
+def test_a_cpu_has_the_reference_backend_and_no_other() -> None:
+    cpu = torch.device("cpu")
+    assert BACKENDS == ("auto", "reference", "triton")
+    assert choose(cpu).name == choose(cpu, "reference").name == "reference"
+    with pytest.raises(ValueError, match="backend is 'fast'; allowed: auto, reference, triton"):
+        choose(cpu, "fast")
+    with pytest.raises(ValueError, match="backend is 'triton'; allowed on cpu here: reference"):
+        choose(cpu, "triton")
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_triton_unless_the_reference_is_asked_for() -> None:
+    gpu = torch.device("cuda")
+    assert choose(gpu).name == choose(gpu, "triton").name == "triton"
+    assert choose(gpu, "reference").name == "reference"

@@ -12,6 +12,7 @@ from tok_core.errors import InvalidField
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "dummy"]
+BackendName = Literal["auto", "reference", "triton"]
 
 EOS_TEMPERATURE = 0.6
 
@@ -23,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_dir             where fetched models are kept; None: the hub library's own cache
     device               auto: the GPU where there is one
     dtype                of weights, activations and cache; auto: bfloat16 on a GPU, float32 on a CPU
+    backend              who computes: auto is Triton on a GPU, plain torch (reference) on a CPU
     load_format          dummy: random weights, for measuring speed without a checkpoint
     page_size            tokens a page of the KV cache holds, a power of two
     kv_cache_tokens      positions the KV cache holds; None: what the memory allows
@@ -43,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
+    backend: BackendName = "auto"
     load_format: LoadFormat = "auto"
     page_size: int = 16
     kv_cache_tokens: int | None = None
@@ -67,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("model", self.model, "a directory or a hub id")
         _choice("device", self.device, get_args(Device))
         _choice("dtype", self.dtype, get_args(DType))
+        _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
         _at_least("page_size", self.page_size, 1)
         if self.page_size & (self.page_size - 1) or self.page_size > 1024:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, LayerCache, Sampled, SamplingBatch
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "triton")
 
 
 class Backend(Protocol):
@@ -35,6 +36,20 @@ class Backend(Protocol):
         float32."""
         ...
 
+    def rope_and_write_kv(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        position_T: Tensor,
+        cos_sin_LD: Tensor,
+        cache: LayerCache,
+        index_T: Tensor,
+    ) -> Tensor:
+        """`rope`, then `write_kv` of the turned keys and of the values; returns the turned queries, which may
+        be `q_THD` itself, turned in place."""
+        ...
+
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up = [gate, up]` along the last axis: `[T, 2F] -> [T, F]`."""
         ...
@@ -55,9 +70,19 @@ class Backend(Protocol):
 
 
 def choose(device: torch.device, requested: str = "auto") -> Backend:
-    """The backend for `device`; `requested` is one of `BACKENDS`. Raises ValueError for any other name."""
-    from tok_kernels.reference import ReferenceBackend
+    """The backend for `device`; `requested` is one of `BACKENDS`, "auto" being Triton on a CUDA device.
 
+    Raises ValueError for any other name, and for Triton where there is none or on another device.
+    """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
+    usable = device.type == "cuda" and find_spec("triton") is not None
+    if requested == "triton" and not usable:
+        raise ValueError(f"backend is {requested!r}; allowed on {device.type} here: reference")
+    if requested == "triton" or (requested == "auto" and usable):
+        from tok_kernels.triton.backend import TritonBackend
+
+        return TritonBackend()
+    from tok_kernels.reference import ReferenceBackend
+
     return ReferenceBackend()

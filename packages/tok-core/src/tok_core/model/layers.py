@@ -104,8 +104,9 @@ class Attention(nn.Module):
 
     def forward(self, x_TN: Tensor, cache: LayerCache, step: Step) -> Tensor:
         q_THD, k_TKD, v_TKD = self.heads(x_TN)
-        q_THD, k_TKD = self.backend.rope(q_THD, k_TKD, step.position_T, step.cos_sin_LD)
-        self.backend.write_kv(k_TKD, v_TKD, cache, step.kv_index_T)
+        q_THD = self.backend.rope_and_write_kv(
+            q_THD, k_TKD, v_TKD, step.position_T, step.cos_sin_LD, cache, step.kv_index_T
+        )
         out_THD = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5)
         out_TN: Tensor = self.o_proj(out_THD.flatten(1))
         return out_TN

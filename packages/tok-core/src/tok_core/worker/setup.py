@@ -33,7 +33,7 @@ def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
     model_config = read_config(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    backend = choose(device)
+    backend = _choose_backend(config.backend, device)
     model = _load_model(config, path, model_config, backend, device, dtype)
     most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
@@ -66,6 +66,13 @@ def choose_device(requested: str) -> torch.device:
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(requested, 0) if requested == "cuda" else torch.device(requested)
+
+
+def _choose_backend(requested: str, device: torch.device) -> Backend:
+    try:
+        return choose(device, requested)
+    except ValueError:
+        raise InvalidField("backend", requested, f"auto or reference (Triton does not run on {device})") from None
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:

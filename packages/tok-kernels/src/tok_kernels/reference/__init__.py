@@ -43,6 +43,20 @@ class ReferenceBackend:
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
         return rope(q_THD, k_TKD, position_T, cos_sin_LD)
 
+    def rope_and_write_kv(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        position_T: Tensor,
+        cos_sin_LD: Tensor,
+        cache: LayerCache,
+        index_T: Tensor,
+    ) -> Tensor:
+        q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
+        write_kv(k_TKD, v_TKD, cache, index_T)
+        return q_THD
+
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         return silu_and_mul(gate_up_TF)
 

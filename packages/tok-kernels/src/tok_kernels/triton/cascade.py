@@ -1,0 +1,63 @@
+"""Decode rows: shared pages are read once for each group, then each row's own keys, joined by log-sum-exp.
+
+Where there is work enough for the whole GPU the parts are chained: every kernel joins what the one before it left
+in part 0 with its own keys, and the last writes the result, so that no pass of its own joins them. Where ranges of
+keys are split among programs, each writes a part, and one pass joins all (Juravsky et al. 2024, "Hydragen"; Ye et
+al. 2024, "Cascade inference").
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tok_kernels.batch import AttentionBatch, CascadeLevel
+from tok_kernels.triton.decode import decode, decode_splits
+from tok_kernels.triton.operands import Operands
+from tok_kernels.triton.parts import merge, new_parts, no_parts
+from tok_kernels.triton.tiles import Items, attend_tiles, tile_splits
+
+
+def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
+    """Writes the outputs of the first `num_decode` rows."""
+    levels = [_items(level, batch.num_decode) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
+    level_splits = [tile_splits(operands, items) for items in levels]
+    own_splits = decode_splits(operands, batch)
+    if own_splits == 1 and all(splits == 1 for splits in level_splits):
+        _chain(operands, batch, levels, out_THD)
+    else:
+        _join(operands, batch, list(zip(levels, level_splits, strict=True)), own_splits, out_THD)
+
+
+def _items(level: CascadeLevel, rows: int) -> Items:
+    """Decode row b is query token b, and is in at most one group."""
+    return Items(
+        *(level.row_start, level.row_count, level.slot, level.kv_start, level.kv_end),
+        offset=0,
+        number=level.row_start.shape[0],
+        most_tokens=rows,
+        most_tokens_each=min(level.max_rows, rows),
+        most_keys=level.max_kv,
+    )
+
+
+def _chain(operands: Operands, batch: AttentionBatch, levels: list[Items], out_THD: Tensor) -> None:
+    rows = operands.q[: batch.num_decode]
+    # One level writes all rows that it covers; of several, the first may leave a row to those after it.
+    parts = new_parts(1, rows, filled=len(levels) > 1) if levels else no_parts(rows.device)
+    for i, items in enumerate(levels):
+        attend_tiles(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
+    decode(operands, batch, out_THD, parts, splits=1, prior=bool(levels), part=-1)
+
+
+def _join(
+    operands: Operands, batch: AttentionBatch, levels: list[tuple[Items, int]], own_splits: int, out_THD: Tensor
+) -> None:
+    rows = operands.q[: batch.num_decode]
+    part = sum(splits for _, splits in levels)
+    # A row in no group of a level is written by none of its programs.
+    parts = new_parts(part + own_splits, rows, filled=part > 0)
+    decode(operands, batch, out_THD, parts, splits=own_splits, prior=False, part=part)
+    for items, splits in levels:
+        part -= splits
+        attend_tiles(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
+    merge(parts, out_THD[: batch.num_decode], operands.padded_head)

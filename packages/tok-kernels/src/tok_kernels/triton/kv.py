@@ -1,0 +1,89 @@
+"""Keys and values go to their cache rows: one program a token copies both."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.batch import LayerCache
+
+
+def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
+    """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
+
+    The indices must differ from each other. The cache's pages must lie evenly in memory (RuntimeError
+    otherwise). Keys and values may be views of a larger product, their last axis dense.
+    """
+    tokens, heads, size = k_TKD.shape
+    if not tokens:
+        return
+    k_rows, v_rows = cache_rows(cache)
+    k, v = dense_heads(k_TKD), dense_heads(v_TKD)
+    padded = {"HEADS": triton.next_power_of_2(heads), "SIZE": triton.next_power_of_2(size)}
+    _write_kv[(tokens,)](
+        *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
+        *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
+        *(index_T.contiguous(), heads, size),
+        **padded,
+        num_warps=min(max(padded["HEADS"] * padded["SIZE"] // 512, 1), 8),
+    )
+
+
+def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
+    """Keys and values of the cache as `[pages × page_size, K, D]`, one row a position, without a copy."""
+    # view, not reshape: a silent copy would swallow the write.
+    k, v = (pages.view(-1, *pages.shape[2:]) for pages in (cache.k, cache.v))
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError(f"the cache's last axis has strides {k.stride(-1)} and {v.stride(-1)}; allowed: 1")
+    return k, v
+
+
+def dense_heads(x_THD: Tensor) -> Tensor:
+    """The tensor itself, or a copy where the entries of a head do not lie side by side."""
+    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+
+
+@triton.jit(do_not_specialize_on_alignment=["index"])
+def _write_kv(
+    k: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    v: tl.tensor,
+    v_token: tl.tensor,
+    v_head: tl.tensor,
+    k_rows: tl.tensor,
+    k_rows_row: tl.tensor,
+    k_rows_head: tl.tensor,
+    v_rows: tl.tensor,
+    v_rows_row: tl.tensor,
+    v_rows_head: tl.tensor,
+    index: tl.tensor,
+    heads: tl.tensor,
+    size: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + token).to(tl.int64)
+    copy_heads(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, HEADS, SIZE)
+    copy_heads(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, HEADS, SIZE)
+
+
+@triton.jit
+def copy_heads(
+    source: tl.tensor,
+    source_head: tl.tensor,
+    target: tl.tensor,
+    target_head: tl.tensor,
+    heads: tl.tensor,
+    size: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Copies the `[heads, size]` of one token, with conversion to the target's dtype."""
+    head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
+    inside = (head < heads) & (entry < size)
+    value = tl.load(source + head * source_head + entry, mask=inside)
+    tl.store(target + head * target_head + entry, value.to(target.dtype.element_ty), mask=inside)

@@ -1,0 +1,79 @@
+"""What every attention kernel of a step is given alike: queries, cache, page table and scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import LayerCache
+from tok_kernels.triton.config import power_of_two
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Queries `[T, H, D]` of any token and head stride, one layer's cache, the page table `[S, P]`, the scale."""
+
+    q: Tensor
+    cache: LayerCache
+    page_table: Tensor
+    scale: float
+
+    @property
+    def kv_heads(self) -> int:
+        return self.cache.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def padded_head(self) -> int:
+        return max(16, power_of_two(self.q.shape[2]))
+
+    def runtime(self) -> tuple[int | float | Tensor, ...]:
+        """The kernels' arguments from `q_token` to `scale`."""
+        k, v = self.cache.k, self.cache.v
+        return (
+            *self.q.stride()[:2],
+            *(k, v, self.page_table),
+            *k.stride()[:3],
+            self.page_table.stride(0),
+            self.scale * math.log2(math.e),
+        )
+
+    def static(self) -> dict[str, int]:
+        """The kernels' compile-time arguments that depend on the model and its cache alone."""
+        return {
+            "PAGE": self.cache.page_size,
+            "HEAD": self.q.shape[2],
+            "PADDED": self.padded_head,
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+        }
+
+    def check(self) -> None:
+        """Raises ValueError for what the kernels cannot compute."""
+        heads, size = self.q.shape[1:]
+        page_size, kv_heads = self.cache.k.shape[1:3]
+        _require(self.q.dtype in _DTYPES, "q's dtype", self.q.dtype, f"one of {_DTYPES}")
+        for name, cached in (("k", self.cache.k), ("v", self.cache.v)):
+            _require(cached.dtype in _DTYPES, f"the cache's dtype of {name}", cached.dtype, f"one of {_DTYPES}")
+            _require(cached.shape[3] == size, f"the cache's head size of {name}", cached.shape[3], f"q's, {size}")
+        strides = self.cache.k.stride()
+        _require(strides[3] == 1, "the cache's last stride of k", strides[3], "1")
+        _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
+        _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
+        _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
+        _require(size <= 256, "head_dim", size, "at most 256")
+        _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
+        _require(self.scale > 0, "scale", self.scale, "positive")
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}; allowed: {allowed}")

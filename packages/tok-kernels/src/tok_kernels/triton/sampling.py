@@ -1,0 +1,37 @@
+"""Sampling reads the logits once, in their own dtype; what few rows ask for is paid for by these rows alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top
+from tok_kernels.triton.draw import Keys, draw
+from tok_kernels.triton.edited import redraw
+
+
+def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
+    """Draws one token a row; `logits_RV` (float32, bfloat16 or float16, −inf allowed) stays unchanged.
+
+    Penalties, then bias, then temperature, then filters. The same seed gives the reference's token but where
+    rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    """
+    rows, vocabulary = logits_RV.shape
+    if not 0 <= batch.top_logprobs <= vocabulary:
+        raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
+    logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    drawn = draw(logits, Keys.of(batch), greedy=batch.all_greedy)
+    token, logprob = drawn.token, drawn.logprob
+    if rows and any(x is not None for x in (batch.penalties, batch.bias, batch.filters)):
+        token = redraw(token, logits, batch)
+        logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
+    if not batch.top_logprobs:
+        return Sampled(token, logprob, *empty_top(rows, logits.device))
+    value, entry = _ranked(*logits.topk(batch.top_logprobs, dim=-1))
+    return Sampled(token, logprob, entry, value.float() - drawn.log_sum.unsqueeze(-1))
+
+
+def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    entry, order = entry.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return value, entry.gather(-1, order)

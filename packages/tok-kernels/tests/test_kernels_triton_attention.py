@@ -1,0 +1,314 @@
+"""The Triton attention kernels against a loop in float64: interpreted on the CPU, and compiled on a CUDA device."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.attention_cases import Case, Runs, Shape, build, flat, oracle
+from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
+from tok_kernels.reference import attention as reference
+from tok_kernels.triton import attention, config, tiles
+
+# ‖out − expected‖ / ‖expected‖: scores and sums are float32; weights and results are of the queries' type.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+# The interpreter multiplies no bfloat16.
+DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
+
+
+@outside
+def test_all_of_this_holds_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def check(case: Case, expected: Tensor | None = None) -> None:
+    out = attention(case.q, case.cache, case.batch, case.scale)
+    if expected is None:
+        expected = torch.tensor(oracle(case)[0])
+    assert out.dtype == case.q.dtype
+    difference = (out.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
+    assert float(difference) < TOLERANCE[case.q.dtype]
+
+
+def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 20, keys: int = 8) -> None:
+    """As where few long sequences leave most of a GPU idle: each program gets a few keys."""
+    for name in ("DECODE_SPLIT_KEYS", "TILE_SPLIT_KEYS"):
+        monkeypatch.setattr(config, name, keys)
+    monkeypatch.setattr(config, "multiprocessors", lambda _device: programs)
+
+
+# Each model is compiled on a GPU; the interpreter takes any.
+MODELS = [
+    Shape(page_size, kv_heads, group, head_dim, runs=(), prefill=(), seed=0)
+    for page_size, kv_heads, group, head_dim in (
+        ((1, 1, 4, 16), (4, 2, 1, 24), (16, 1, 2, 32), (8, 2, 3, 16))
+        if INTERPRETING
+        else ((16, 2, 4, 64), (4, 1, 7, 24))
+    )
+]
+suffixes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+subruns = st.lists(st.tuples(st.integers(0, 2), suffixes), min_size=1, max_size=2).map(tuple)
+shapes = st.builds(
+    lambda model, **drawn: replace(model, **drawn),
+    model=st.sampled_from(MODELS),
+    runs=st.lists(st.tuples(st.integers(0, 3), subruns), max_size=3).map(tuple),
+    prefill=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=3).map(tuple),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda shape: shape.runs or shape.prefill)
+
+MIXED = Shape(
+    page_size=16,
+    kv_heads=1,
+    group=4,
+    head_dim=64,
+    runs=((3, ((0, (1, 2, 15, 17)), (1, (33,)))), (2, ((1, (5, 20)), (2, (30, 46))))),
+    prefill=((40, 0), (3, 90), (33, 17)),
+    seed=3,
+)
+
+
+@settings(max_examples=12 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes)
+def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.device) -> None:
+    check(build(shape, device))
+
+
+@settings(max_examples=4 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, programs=st.integers(1, 20), keys=st.integers(1, 40))
+def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
+    shape: Shape, programs: int, keys: int, device: torch.device
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        split_everything(patch, programs, keys)
+        check(build(shape, device))
+
+
+def test_a_step_with_prefix_groups_equals_the_same_step_without(device: torch.device) -> None:
+    case = build(MIXED, device)
+    check(case, attention(flat(case).q, case.cache, flat(case).batch, case.scale))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_head_size_and_type_holds_its_tolerance(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    runs: Runs = ((2, ((0, (3, 18)),)),)
+    small = replace(MIXED, head_dim=head_dim, runs=runs, prefill=((5, 14),), page_size=8)
+    check(build(small if INTERPRETING else replace(MIXED, head_dim=head_dim), device, dtype))
+
+
+def test_queries_may_be_a_view_of_a_fused_product(device: torch.device) -> None:
+    case = build(replace(MIXED, runs=MIXED.runs[:1], prefill=((5, 3),)), device)
+    tokens, heads, size = case.q.shape
+    fused = torch.full((tokens, heads + 2, size), torch.nan, device=device)
+    fused[:, :heads] = case.q
+    check(replace(case, q=fused[:, :heads]))
+
+
+def test_host_bounds_may_be_loose(device: torch.device) -> None:
+    case = build(replace(MIXED, prefill=((5, 3), (2, 0))), device)
+    levels = tuple(replace(level, max_rows=level.max_rows + 3, max_kv=level.max_kv * 2) for level in case.batch.levels)
+    batch = replace(case.batch, max_q=case.batch.max_q + 5, max_kv=case.batch.max_kv * 3, levels=levels)
+    check(replace(case, batch=batch))
+
+
+def test_more_groups_and_chunks_than_are_counted_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "_ITEMS", 4)
+    runs = tuple((i % 3, ((0, (1 + i,) * (1 + i % 2)),)) for i in range(9))
+    prefill = tuple((1 + 3 * i, i) for i in range(6))
+    check(build(replace(MIXED, runs=runs, prefill=prefill, head_dim=16), device))
+
+
+def test_a_suffix_without_keys_leaves_the_prefix_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(replace(MIXED, runs=((2, ((0, (16,)),)),), prefill=()), device)
+    zero, kv_len = torch.zeros_like(case.batch.kv_len), case.batch.kv_len
+    level = CascadeLevel(zero, zero + 1, case.batch.slots, zero, kv_len, max_rows=1, max_kv=48)
+    case = replace(case, batch=replace(case.batch, kv_start=kv_len, levels=(level,)))
+    check(case)
+    split_everything(monkeypatch)
+    check(case)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tokens_without_keys_get_zeros_even_from_a_cache_of_nan(
+    split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split:
+        split_everything(monkeypatch)
+    cache = LayerCache(*(torch.full((2, 4, 1, 16), torch.nan, device=device) for _ in range(2)))
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    batch = AttentionBatch(
+        page_table=ints(-1, -1).view(1, 2),  # a padding row owns no page
+        slots=ints(0, 0, 0),
+        q_start=ints(0, 1, 2, 2),
+        kv_len=ints(0, 0, 0),
+        kv_start=ints(0, 0, 0),
+        num_decode=2,
+        max_q=1,
+        max_kv=30,
+        levels=(CascadeLevel(ints(0), ints(0), ints(0), ints(0), ints(0), max_rows=2, max_kv=30),),
+    )
+    q = torch.ones((5, 2, 16), device=device)  # three tokens belong to no sequence
+    out = attention(q, cache, batch, 1.0)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_large_scores_do_not_overflow(device: torch.device) -> None:
+    case = build(replace(MIXED, prefill=((5, 30),)), device)
+    check(replace(case, q=case.q * 0.0 + 1.0, cache=LayerCache(case.cache.k.sign() * 50.0, case.cache.v)))
+
+
+def test_a_step_without_tokens_yields_no_rows(device: torch.device) -> None:
+    case = build(MIXED, device)
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    batch = AttentionBatch(case.batch.page_table, empty, empty.new_zeros(1), empty, empty, 0, 0, 0)
+    assert attention(case.q[:0], case.cache, batch, 1.0).shape == (0, 4, 64)
+
+
+def test_what_the_kernels_cannot_compute_is_refused_by_name(device: torch.device) -> None:
+    case = build(replace(MIXED, runs=(), prefill=((2, 0),)), device)
+    three = LayerCache(*(torch.zeros((4, 3, 1, 64), device=device) for _ in range(2)))
+    wide = LayerCache(*(torch.zeros((4, 4, 1, 300), device=device) for _ in range(2)))
+    for q, cache, scale, message in (
+        (case.q.double(), case.cache, 1.0, "q's dtype is torch.float64; allowed: one of"),
+        (case.q, three, 1.0, "page_size is 3; allowed: a power of two"),
+        (case.q.new_zeros(2, 4, 300), wide, 1.0, "head_dim is 300; allowed: at most 256"),
+        (case.q[..., ::2], case.cache, 1.0, "head size of k is 64; allowed: q's, 32"),
+        (case.q.transpose(1, 2).contiguous().transpose(1, 2), case.cache, 1.0, "q's last stride is 4; allowed: 1"),
+        (case.q, case.cache, 0.0, "scale is 0.0; allowed: positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(q, cache, case.batch, scale)
+
+
+# What follows needs a GPU's size, streams or compiler.
+
+GROUPED = Shape(page_size=16, kv_heads=2, group=4, head_dim=64, runs=(), prefill=(), seed=5)
+CUDA = torch.device("cuda")
+
+
+def runs_of(batch: int) -> Runs:
+    """`batch` rows in groups of 1 to 900, with prefixes of 0 to 5 pages and own tokens from 1 on."""
+    sizes = (1, 7, 900, 64)
+    runs: list[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]] = []
+    while batch:
+        size = min(sizes[len(runs) % 4], batch)
+        runs.append((len(runs) % 6, ((len(runs) % 2, tuple(1 + i % 50 for i in range(size))),)))
+        batch -= size
+    return tuple(runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 33, 264, 2048, 8192])
+def test_decode_batches_of_every_size_equal_the_reference(batch: int) -> None:
+    case = build(replace(GROUPED, runs=runs_of(batch)), CUDA, torch.bfloat16)
+    check(case, reference(case.q.float(), case.cache, case.batch, case.scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1500, 6000])
+def test_one_level_of_groups_in_a_full_batch_is_exact_when_replayed(rows: int) -> None:
+    runs = tuple((1 + i % 50, ((0, tuple(1 + j % 70 for j in range(rows // 100))),)) for i in range(100))
+    case = build(replace(GROUPED, runs=runs), CUDA, torch.bfloat16)
+    case = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1]))
+    attention(case.q, case.cache, case.batch, case.scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(case.q, case.cache, case.batch, case.scale)
+    expected = reference(case.q.float(), case.cache, case.batch, case.scale)
+    for _ in range(20):  # what starts before the kernel that it depends on has ended would differ now and then
+        out.fill_(torch.nan)
+        graph.replay()
+        assert float((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_one_long_sequence_is_split_among_many_programs() -> None:
+    case = build(replace(GROUPED, runs=((3, ((0, (1500,)),)),), prefill=((7, 1500),)), CUDA, torch.bfloat16)
+    check(case, reference(case.q.float(), case.cache, case.batch, case.scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_a_step_on_a_cuda_device_never_waits_for_it() -> None:
+    case = build(replace(GROUPED, runs=runs_of(40), prefill=((70, 20),)), CUDA, torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(case.q, case.cache, case.batch, case.scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_replayed_with_other_lengths_groups_and_pages() -> None:
+    first, other = (
+        build(replace(GROUPED, runs=runs, prefill=prefill), CUDA, torch.bfloat16)
+        for runs, prefill in (
+            (((2, ((0, (5, 9, 40)), (1, (7,)))), (3, ((0, (3, 3)),))), ((30, 2), (1, 0))),
+            (((1, ((0, (12,)), (2, (1, 20)))), (0, ((0, (44, 5, 9)),))), ((11, 30), (20, 0))),
+        )
+    )
+    q, cache, batch = torch.empty_like(first.q), first.cache, first.batch
+    q.copy_(first.q)
+    levels = tuple(replace(level, max_rows=6, max_kv=96) for level in batch.levels)
+    batch = replace(batch, max_q=30, max_kv=128, levels=levels)
+    attention(q, cache, batch, first.scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, cache, batch, first.scale)
+    for name in ("slots", "q_start", "kv_len", "kv_start"):
+        getattr(batch, name).copy_(getattr(other.batch, name))
+    for level, new in zip(batch.levels, other.batch.levels, strict=True):
+        for name in ("row_start", "row_count", "slot", "kv_start", "kv_end"):
+            getattr(level, name).copy_(getattr(new, name))
+    width = min(batch.page_table.shape[1], other.batch.page_table.shape[1])
+    batch.page_table[:, :width] = other.batch.page_table[:, :width]
+    for ours, theirs in ((q, other.q), (cache.k, other.cache.k), (cache.v, other.cache.v)):
+        ours.copy_(theirs)
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = torch.tensor(oracle(other)[0])
+    assert float((out.double().cpu() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_steps_of_other_sizes_compile_nothing_anew() -> None:
+    knobs = importlib.import_module("triton").knobs  # that package has no types
+
+    def step(batch: int, prefill: tuple[tuple[int, int], ...]) -> None:
+        shape = replace(GROUPED, head_dim=48, runs=runs_of(batch), prefill=prefill)
+        case = build(shape, CUDA, torch.bfloat16)
+        for each in (case, flat(case)):
+            attention(each.q, each.cache, each.batch, each.scale)
+
+    compiled: list[object] = []
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
+    try:
+        step(1, ((3, 300),))  # few rows: keys are split, and parts joined
+        step(1100, ())  # many: parts are chained
+        assert compiled  # this head size is no other test's
+        compiled.clear()
+        for batch, prefill in ((16, ((1, 0),)), (0, ((16, 16),) * 16), (600, ()), (1500, ((400, 0),)), (1, ())):
+            step(batch, prefill)
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    assert compiled == []

@@ -1,0 +1,219 @@
+"""Triton's norms, rotary embedding, activation and cache writes against the reference on ragged sizes and views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from tok_kernels import LayerCache, reference, rope_table
+from tok_kernels.triton.activation import silu_and_mul
+from tok_kernels.triton.kv import write_kv
+from tok_kernels.triton.norm import add_rms_norm, rms_norm
+from tok_kernels.triton.rope import rope, rope_and_write_kv
+
+# The interpreter cuts float32 off to bfloat16 instead of rounding it.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def noise(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    source = torch.Generator().manual_seed(sum(size))
+    return torch.randn(size, generator=source).to(device=device, dtype=dtype)
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """Apart by no more than float32 arithmetic in another order and one rounding to the dtype explain."""
+    assert result.dtype == expected.dtype
+    step = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(result.double(), expected.double(), rtol=max(step, 1e-6), atol=2e-6)
+
+
+def fused(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """A product of all three and its views as queries, keys and values."""
+    product = noise(tokens, (heads + 2 * kv_heads) * size, dtype=dtype, device=device)
+    rows = product.view(tokens, heads + 2 * kv_heads, size)
+    return [product, rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]]
+
+
+def poisoned_cache(pages: int, page: int, kv_heads: int, size: int, like: Tensor) -> tuple[Tensor, LayerCache]:
+    """The second of two layers, and both layers' memory."""
+    memory = torch.full((2, 2, pages, page, kv_heads, size), torch.nan, dtype=like.dtype, device=like.device)
+    return memory, LayerCache(memory[1, 0], memory[1, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 64), (1, 48), (3, 4, 32), (0, 16), (2, 2304)])
+def test_rms_norm_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = noise(*shape, dtype=dtype, device=device) * 3, noise(shape[-1], dtype=dtype, device=device)
+    assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_of_large_and_tiny_rows_neither_overflows_nor_vanishes(device: torch.device) -> None:
+    x = noise(2, 64, dtype=torch.float32, device=device) * torch.tensor([[1e15], [1e-15]], device=device)
+    weight = torch.ones(64, dtype=torch.bfloat16, device=device)
+    assert_near(rms_norm(x, weight, 1e-38), reference.rms_norm(x, weight, 1e-38))
+
+
+def test_norms_take_views_of_wider_rows(device: torch.device) -> None:
+    wide = noise(6, 100, dtype=torch.float16, device=device)
+    x, residual, weight = wide[:, :40], wide[:, 60:], wide[0, 20:60].clone()
+    assert_near(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    for ours, theirs in zip(
+        add_rms_norm(x, residual, weight, 1e-6), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True
+    ):
+        assert_near(ours, theirs)
+    assert_near(rms_norm(wide.T[:40], wide[0, :6].clone(), 1e-6), reference.rms_norm(wide.T[:40], wide[0, :6], 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_is_an_addition_and_a_norm(dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (noise(n, 96, dtype=dtype, device=device)[:7] for n in (7, 8))
+    weight, kept = noise(96, dtype=dtype, device=device), (x.clone(), residual.clone())
+    normed, summed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, rms_norm(summed, weight, 1e-5))
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+def test_norms_refuse_weights_and_residuals_of_other_sizes(device: torch.device) -> None:
+    x = noise(4, 32, dtype=torch.float32, device=device)
+    with pytest.raises(ValueError, match=r"weight has shape \(16,\); allowed: \(32,\)"):
+        rms_norm(x, x[0, :16], 1e-5)
+    with pytest.raises(ValueError, match=r"residual has shape \(2, 32\); allowed: that of x, \(4, 32\)"):
+        add_rms_norm(x, x[:2], x[0], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
+def test_rope_equals_the_reference_and_leaves_its_inputs(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    product, q, k, _ = fused(5, heads, kv_heads, size, dtype, device)
+    kept, table = product.clone(), rope_table(size, 300, 10000.0).to(device)
+    position = torch.tensor([0, 299, 7, 7, 120], dtype=torch.int32, device=device)
+    for ours, theirs in zip(rope(q, k, position, table), reference.rope(q, k, position, table), strict=True):
+        assert_near(ours, theirs)
+    assert torch.equal(product, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
+def test_rope_and_write_kv_is_both_and_touches_nothing_else(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    product, q, k, v = fused(3, heads, kv_heads, size, dtype, device)
+    memory, cache = poisoned_cache(5, 4, kv_heads, size, like=q)
+    table, position = rope_table(size, 300, 10000.0).to(device), torch.tensor([9, 0, 290], device=device)
+    index = torch.tensor([19, 0, 6], device=device)
+    turned_q, turned_k = rope(q, k, position, table)
+    expected = memory.clone()
+    reference.write_kv(turned_k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
+    rest = product[:, heads * size :].clone()
+    rope_and_write_kv(q, k, v, position, table, cache, index)
+    assert torch.equal(q, turned_q)
+    assert torch.equal(product[:, heads * size :], rest)
+    torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rope_and_write_kv_converts_to_the_dtype_of_the_cache(device: torch.device) -> None:
+    _, q, k, v = fused(3, 2, 2, 32, torch.float32, device)
+    memory, cache = poisoned_cache(1, 4, 2, 32, like=q.half())
+    table, position = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
+    turned_k = rope(q, k, position, table)[1]
+    rope_and_write_kv(q, k, v, position, table, cache, position + 1)
+    assert torch.equal(memory[1, 0, 0, 1:], turned_k.half())
+    assert torch.equal(memory[1, 1, 0, 1:], v.half())
+
+
+def test_queries_that_cannot_be_turned_in_place_are_refused(device: torch.device) -> None:
+    _, _, k, v = fused(3, 2, 2, 32, torch.float32, device)
+    _, cache = poisoned_cache(1, 4, 2, 32, like=k)
+    table, index = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
+    with pytest.raises(ValueError, match="q has a stride of 2 along its last axis; allowed: 1"):
+        rope_and_write_kv(torch.zeros((3, 32, 2), device=device).transpose(1, 2), k, v, index, table, cache, index)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_kv_stores_each_token_in_its_place_and_touches_nothing_else(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    _, _, k, v = fused(3, 1, 3, 24, torch.float32, device)
+    memory, cache = poisoned_cache(5, 4, 3, 24, like=k.to(dtype))
+    expected, index = memory.clone(), torch.tensor([19, 0, 6], device=device)
+    reference.write_kv(k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
+    write_kv(k, v, cache, index)
+    torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_write_kv_refuses_a_cache_whose_rows_do_not_lie_evenly(device: torch.device) -> None:
+    uneven = torch.zeros((5, 6, 3, 16), device=device)[:, :4]
+    row, index = torch.zeros((1, 3, 16), device=device), torch.tensor([0], device=device)
+    with pytest.raises(RuntimeError, match="view"):
+        write_kv(row, row, LayerCache(uneven, uneven), index)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 10), (2, 2100)])
+def test_silu_and_mul_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x = noise(*shape, dtype=dtype, device=device) * 4
+    assert_near(silu_and_mul(x), reference.silu_and_mul(x))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter's
+def test_silu_and_mul_holds_at_the_ends_of_the_range(device: torch.device) -> None:
+    gate = torch.tensor([[-1e38, -200.0, -88.0, 0.0, 88.0, 1e38]], device=device)
+    x = torch.cat((gate, torch.ones_like(gate)), dim=-1)
+    torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), rtol=1e-6, atol=1e-35)
+
+
+def test_silu_and_mul_refuses_an_odd_width(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="gate_up has a last axis of 7; allowed: even numbers"):
+        silu_and_mul(torch.zeros((2, 7), device=device))
+
+
+def test_no_tokens_are_no_work(device: torch.device) -> None:
+    _, q, k, v = fused(0, 2, 1, 32, torch.float32, device)
+    memory, cache = poisoned_cache(1, 4, 1, 32, like=q)
+    table, none = rope_table(32, 10, 10000.0).to(device), torch.empty(0, dtype=torch.int64, device=device)
+    rope_and_write_kv(q, k, v, none, table, cache, none)
+    write_kv(k, v, cache, none)
+    assert memory.isnan().all()
+    assert rope(q, k, none, table)[0].shape == (0, 2, 32)
+    assert silu_and_mul(torch.empty((0, 8), device=device)).shape == (0, 4)
+
+
+@pytest.mark.gpu
+def test_a_step_of_thousands_of_tokens_equals_the_reference() -> None:
+    device, dtype, tokens = torch.device("cuda"), torch.bfloat16, 8192
+    x, residual = (noise(tokens, n, dtype=dtype, device=device)[:, :2048] for n in (2048, 2049))
+    weight = noise(2048, dtype=dtype, device=device)
+    for ours, theirs in zip(
+        add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5), strict=True
+    ):
+        assert_near(ours, theirs)
+    gate_up = noise(tokens, 16384, dtype=dtype, device=device)
+    assert_near(silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+    _, q, k, v = fused(tokens, 32, 8, 128, dtype, device)
+    position = torch.randint(0, 5000, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
+    table, index = rope_table(128, 5000, 500000.0).to(device), torch.randperm(tokens).to(device)
+    memory, cache = poisoned_cache(tokens // 16, 16, 8, 128, like=q)
+    turned_q, turned_k = reference.rope(q, k, position, table)
+    expected = memory.clone()
+    reference.write_kv(turned_k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
+    rope_and_write_kv(q, k, v, position, table, cache, index)
+    assert_near(q, turned_q)
+    assert_near(cache.k, expected[1, 0])
+    assert torch.equal(cache.v, expected[1, 1])
+    assert memory[0].isnan().all()
