@@ -1,31 +1,108 @@
-"""The demo model through the whole engine gives the tokens of transformers, in batches, samples and small caches."""
+"""The demo model through the whole engine gives the tokens of transformers, whatever way they are computed.
+
+An answer of transformers also serves the prompt grown by its own first tokens, which is a prompt of its own.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from support.engines import cpu_engine
 from support.tiny_models import reference_greedy
-from tok_core import SamplingParams
+from tok_core import Engine, RequestOutput, SamplingParams
+from tok_core.text.template import ChatTemplate
+from tok_core.text.tokenizer import Tokenizer
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
+NEW = 64
+GROWN = range(8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and what transformers says follows it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def grown() -> list[Case]:
+    """64 prompts: eight held-out questions put as chat, each followed by none to seven tokens of its answer."""
+    template, tokenizer = ChatTemplate.load(MODEL_DIR), Tokenizer.load(MODEL_DIR)
+    assert template is not None
+    questions = [json.loads(line)["question"] for line in HELD_OUT_FILE.read_text().splitlines()[:8]]
+    texts = [template.render([{"role": "user", "content": question}]) for question in questions]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    answers = reference_greedy(MODEL_DIR, prompts, NEW + max(GROWN))
+    return [
+        Case(prompt + tokens[:more], tokens[more : more + NEW], logprobs[more : more + NEW])
+        for more in GROWN
+        for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(grown: list[Case]) -> list[Case]:
+    """The eight questions."""
+    return grown[:8]
+
+
+def generate(engine: Engine, wanted: list[Case], n: int = 1) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, n=n)
+    return engine.generate([case.prompt for case in wanted], params)
+
+
+def assert_equal(outputs: list[RequestOutput], wanted: list[Case], n: int = 1) -> None:
+    for output, case in zip(outputs, wanted, strict=True):
+        assert [sample.index for sample in output.outputs] == list(range(n))
+        for sample in output.outputs:
+            assert sample.token_ids == case.tokens
+            assert sample.logprobs is not None
+            np.testing.assert_allclose([one.logprob for one in sample.logprobs], case.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 4, "max_step_tokens": 7, "max_running": 7}])
-def test_greedy_answers_of_the_demo_model_equal_those_of_transformers(options: dict[str, int]) -> None:
-    questions = [json.loads(line)["question"] for line in HELD_OUT_FILE.read_text().splitlines()[:8]]
+def test_greedy_answers_equal_those_of_transformers_whole_and_in_chunks(
+    wanted: list[Case], options: dict[str, int]
+) -> None:
     with cpu_engine(MODEL_DIR, **options) as engine:
-        assert engine.chat_template is not None
-        assert engine.tokenizer is not None
-        texts = [engine.chat_template.render([{"role": "user", "content": question}]) for question in questions]
-        prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = engine.generate(prompts, GREEDY)
-    for output, (tokens, logprobs) in zip(outputs, reference_greedy(MODEL_DIR, prompts, 64), strict=True):
-        sample = output.outputs[0]
-        assert sample.token_ids == list(tokens)
-        assert sample.logprobs is not None
-        np.testing.assert_allclose([one.logprob for one in sample.logprobs], logprobs, atol=1e-4)
+        assert_equal(generate(engine, wanted), wanted)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_cached_prefixes_change_no_token(wanted: list[Case], page_size: int) -> None:
+    with cpu_engine(MODEL_DIR, page_size=page_size) as engine:
+        generate(engine, wanted)
+        again = generate(engine, wanted)
+    assert_equal(again, wanted)
+    whole_pages = [(len(case.prompt) - 1) // page_size * page_size for case in wanted]
+    assert [output.cached_tokens for output in again] == whole_pages
+
+
+def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
+    with cpu_engine(MODEL_DIR, page_size=4, kv_cache_tokens=256, max_model_len=256) as engine:
+        outputs = generate(engine, wanted)
+        assert engine.stats()["preemptions"] > 0
+    assert_equal(outputs, wanted)
+
+
+@pytest.mark.parametrize("groups", [True, False])
+def test_eight_samples_of_a_prompt_equal_each_other(wanted: list[Case], groups: bool) -> None:
+    with cpu_engine(MODEL_DIR, prefix_groups=groups) as engine:
+        outputs = generate(engine, wanted[:4], n=8)
+        assert (engine.stats()["group_rows"] > 0) == groups
+    assert_equal(outputs, wanted[:4], n=8)
+
+
+def test_64_requests_at_once_equal_each_alone(grown: list[Case]) -> None:
+    assert len(grown) == 64
+    with cpu_engine(MODEL_DIR, max_running=64) as engine:
+        outputs = generate(engine, grown)
+        assert engine.stats()["steps"] < 2 * NEW  # they did run together
+    assert_equal(outputs, grown)

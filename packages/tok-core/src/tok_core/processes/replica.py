@@ -60,8 +60,9 @@ class ThreadReplica:
         self._thread.start()
 
     def send(self, message: Submit | Cancel) -> None:
-        assert self._ports is not None
-        self._ports.submit(message)
+        ports = self._ports
+        if ports is not None:  # else it has just failed: its death is about to be told
+            ports.submit(message)
 
     def close(self) -> None:
         self._closed.set()

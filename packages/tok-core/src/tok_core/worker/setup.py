@@ -116,9 +116,15 @@ def _cache_tokens(
     max_step_tokens: int,
 ) -> int:
     """Positions of the KV cache: as configured, else what the memory leaves beside weights and the largest step."""
-    if config.kv_cache_tokens is not None:
-        return config.kv_cache_tokens
     per_token = kv_bytes_per_token(model.config, dtype)
+    if config.kv_cache_tokens is not None:
+        # A CPU's memory is promised before it is there; what takes more than is free is killed later.
+        free = psutil.virtual_memory().available if device.type == "cpu" else None
+        if free is not None and config.kv_cache_tokens * per_token > free:
+            raise InvalidField(
+                "kv_cache_tokens", config.kv_cache_tokens, f"at most {free // per_token}, by free memory"
+            )
+        return config.kv_cache_tokens
     if device.type != "cuda":
         room = int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
         return max(config.page_size, min(room // per_token, CPU_CACHE_TOKENS))

@@ -1,0 +1,156 @@
+"""A replica in a thread of the caller's process dies like one in processes: errors at once, and then service again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.engines import assert_all_given_back, manager_of
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, SamplingParams
+from tok_core.messages import Failed, StepInput, StepOutput, ToEngine
+from tok_core.processes.replica import ThreadReplica
+from tok_core.worker.runner import Launched, Runner
+
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+class Fault:
+    """Raises in a step, each time it has been armed."""
+
+    def __init__(self) -> None:
+        self.armed = threading.Event()
+
+    def strike(self) -> None:
+        if self.armed.is_set():
+            self.armed.clear()
+            raise RuntimeError("the device is gone")
+
+
+@pytest.fixture(params=["launch", "output"])
+def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    """In launching a step, or in waiting for its tokens: where an error of a device surfaces."""
+    one, launch, output = Fault(), Runner.launch, Launched.output
+
+    def launch_or_fail(runner: Runner, step: StepInput) -> Launched:
+        one.strike()
+        return launch(runner, step)
+
+    def output_or_fail(launched: Launched) -> StepOutput:
+        one.strike()
+        return output(launched)
+
+    if request.param == "launch":
+        monkeypatch.setattr(Runner, "launch", launch_or_fail)
+    else:
+        monkeypatch.setattr(Launched, "output", output_or_fail)
+    return one
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path: Path = make_model("llama", tmp_path_factory.mktemp("inprocess") / "llama")
+    return EngineConfig(model=str(path), device="cpu", kv_cache_tokens=8192, max_running=16, max_restarts=2)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: EngineConfig, fault: Fault) -> None:
+    await asyncio.to_thread(int)  # starts the thread in which the engine's start and close will run
+    before = set(threading.enumerate())
+    engine = AsyncEngine(config, in_process=True)
+    await engine.start()
+    try:
+        expected = await engine.generate([1, 2, 3], SHORT).output()
+        for times in (1, 2):
+            streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(24)]  # more than may run at once
+            assert (await anext(aiter(streams[0]))).token_ids
+            fault.armed.set()
+            async with asyncio.timeout(5):
+                results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
+            assert [type(result) for result in results] == [EngineDead] * len(streams)
+            assert "the device is gone" in str(results[-1])
+            await until(lambda: engine.health().state == "ready")
+            again = await engine.generate([1, 2, 3], SHORT).output()
+            assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert engine.stats()["restarts"] == times
+        assert_all_given_back(manager_of(engine))
+        last = engine.generate([1, 2, 3], LONG)
+        fault.armed.set()  # once too often
+        with pytest.raises(EngineDead, match="the device is gone"):
+            await last.output()
+        await until(lambda: engine.health().state == "failed")
+        assert "the device is gone" in engine.health().detail
+        with pytest.raises(EngineDead, match="failed"):
+            engine.generate([1, 2, 3], SHORT)
+    finally:
+        await engine.close()
+    assert engine.health().state == "closed"
+    await until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_blocking_engine_raises_and_goes_on(config: EngineConfig, fault: Fault) -> None:
+    with Engine(config, in_process=True) as engine:
+        expected = engine.generate([[7, 8]], SHORT)
+        fault.armed.set()
+        with pytest.raises(EngineDead, match="the device is gone"):
+            engine.generate([[7, 8], [9]], SHORT)
+        deadline = time.monotonic() + 30
+        while not engine.health().ok:
+            assert time.monotonic() < deadline, "service did not return"
+            time.sleep(0.01)
+        again = engine.generate([[7, 8]], SHORT)
+        assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+        assert_all_given_back(manager_of(engine))
+
+
+async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncEngine(config, in_process=True)
+    await engine.start()
+    try:
+        replica = engine._core._replica
+        assert isinstance(replica, ThreadReplica)
+        hear, failing, go_on = replica._report, asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def hear_late(message: ToEngine) -> None:
+            if isinstance(message, Failed):
+                loop.call_soon_threadsafe(failing.set)
+                assert go_on.wait(30)
+            hear(message)
+
+        monkeypatch.setattr(replica, "_report", hear_late)
+        launch = Runner.launch
+
+        def fail_once(runner: Runner, step: StepInput) -> Launched:
+            monkeypatch.setattr(Runner, "launch", launch)
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(Runner, "launch", fail_once)
+        kept, aborted = engine.generate([1, 2, 3], LONG), engine.generate([1, 2, 4], LONG)
+        async with asyncio.timeout(30):
+            await failing.wait()
+            try:
+                aborted.abort()
+                late = engine.generate([1, 2, 5], LONG)
+            finally:
+                go_on.set()
+            assert [one.finish_reason for one in (await aborted.output()).outputs] == ["abort"]
+            for stream in (kept, late):
+                with pytest.raises(EngineDead, match="the device is gone"):
+                    await stream.output()
+    finally:
+        await engine.close()

@@ -1,0 +1,163 @@
+"""An engine that finds too little memory, or loses a process while it starts, says so and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.engines import random_prompts
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams, TokError
+from tok_core.processes.replica import ProcessReplica
+
+ABSURD = (1 << 40, 1 << 50, (1 << 63) - 1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("memory") / "llama")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def config(path: Path, **options: int) -> EngineConfig:
+    settings = {"kv_cache_tokens": 4096, "max_running": 4, **options}
+    return EngineConfig(model=str(path), device="cpu", **settings)  # type: ignore[arg-type]
+
+
+async def started(engine: AsyncEngine) -> None:
+    """Starts within a minute, or says why not."""
+    try:
+        async with asyncio.timeout(60):
+            await engine.start()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("tokens", ABSURD)
+async def test_a_cache_beyond_all_memory_is_refused_by_name(path: Path, tokens: int) -> None:
+    with pytest.raises(TokError, match="kv_cache_tokens"):
+        await started(AsyncEngine(config(path, kv_cache_tokens=tokens), in_process=True))
+
+
+async def test_a_cache_beyond_all_memory_is_refused_by_the_worker_process_too(path: Path) -> None:
+    engine = AsyncEngine(config(path, kv_cache_tokens=ABSURD[0]))
+    with pytest.raises(TokError, match="kv_cache_tokens"):
+        await started(engine)
+    assert engine.health().state == "closed"
+
+
+LIMITED = """
+import resource, sys
+from tok_core import Engine, EngineConfig, EngineError
+from tok_core.worker import setup  # all that maps memory is loaded before the limit counts
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+model, tokens = sys.argv[1], int(sys.argv[2])
+for room in (tokens, 4096):
+    config = EngineConfig(model=model, device="cpu", kv_cache_tokens=room, max_running=4)
+    try:
+        with Engine(config, in_process=True) as one:
+            print("served", one.info.num_pages * one.info.page_size, flush=True)
+    except EngineError as error:
+        print("refused", error, flush=True)
+"""
+
+
+def test_a_cache_that_only_just_does_not_fit_is_refused_by_name_and_a_smaller_one_is_served(path: Path) -> None:
+    # 516 bytes a token: four gigabytes, where one more is allowed.
+    command = [sys.executable, "-c", LIMITED, str(path), str(1 << 23)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # stacks of many threads would count as well
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=60, check=True)
+    refused, served = done.stdout.splitlines()
+    assert refused.startswith("refused")
+    assert "kv_cache_tokens" in refused
+    assert served == "served 4096"
+
+
+def test_a_cache_too_small_for_two_tokens_is_refused_by_name(path: Path) -> None:
+    with pytest.raises(TokError, match="kv_cache_tokens is 1; allowed"):
+        Engine(config(path, kv_cache_tokens=1, page_size=1), in_process=True)
+    with Engine(config(path, kv_cache_tokens=2, page_size=1), in_process=True) as engine:
+        (output,) = engine.generate(random_prompts((1,)), SamplingParams(max_tokens=1, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 1
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        await asyncio.sleep(0.005)
+
+
+def child(engine: AsyncEngine, role: str) -> int | None:
+    """Process id of a child of the engine, once there is one."""
+    replica = engine._core._replica
+    if not isinstance(replica, ProcessReplica) or role not in replica.children:
+        return None
+    return replica.children[role].pid
+
+
+def has_loaded(pid: int | None, library: str) -> bool:
+    return pid is not None and library in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded from /proc")
+@pytest.mark.parametrize(("role", "loaded"), [("worker", "python"), ("worker", "libtorch_cpu"), ("manager", "numpy")])
+async def test_a_process_killed_while_it_starts_ends_the_start_with_an_error(
+    path: Path, role: str, loaded: str
+) -> None:
+    engine = AsyncEngine(config(path))
+    starting = asyncio.create_task(started(engine))
+    await until(lambda: has_loaded(child(engine, role), loaded))
+    pid = child(engine, role)
+    assert pid is not None
+    assert engine.health().state == "starting"
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineDead, match=f"the {role} process was killed by signal 9"):
+        await starting
+    assert time.monotonic() - killed < 5
+    assert engine.stats()["restarts"] == 0
+
+
+PARENT = """
+import sys
+from tok_core import Engine, EngineConfig
+Engine(EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=4096, max_running=4))
+"""
+
+
+def test_no_process_is_left_when_the_parent_is_killed_while_they_start(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(path)]) as parent:
+        deadline = time.monotonic() + 30
+        while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2:
+            assert time.monotonic() < deadline, "no children were started"
+            time.sleep(0.005)
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def test_an_engine_closed_while_it_starts_ends_the_start(path: Path) -> None:
+    engine = AsyncEngine(config(path))
+    starting = asyncio.create_task(started(engine))
+    await until(lambda: child(engine, "manager") is not None)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await starting

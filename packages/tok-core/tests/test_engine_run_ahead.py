@@ -1,0 +1,101 @@
+"""However many steps are queued ahead of their tokens, one at the least, requests end, and with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.engines import random_prompts
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, EngineConfig, SamplingParams
+
+PROMPTS = random_prompts((1, 3, 16, 17, 33, 40, 64, 90), seed=9)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What became of one workload: tokens, finish reasons, and how often a sequence was preempted."""
+
+    tokens: list[list[list[int]]]
+    reasons: list[list[str | None]]
+    preemptions: float
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama3", tmp_path_factory.mktemp("ahead") / "llama3")
+
+
+def workload() -> list[SamplingParams]:
+    """Greedy and seeded, one sample and several, ending by length and by a token that comes unforeseen."""
+    stops = tuple(range(0, 300, 40))
+    return [
+        SamplingParams(
+            temperature=0 if i % 2 else 0.9,
+            seed=i,
+            n=1 + i % 3,
+            max_tokens=1 if i == 3 else 48,
+            ignore_eos=True,
+            stop_token_ids=stops if i % 4 == 2 else (),
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+async def answers(path: Path, run_ahead: int, *, in_process: bool) -> Answers:
+    config = EngineConfig(
+        model=str(path),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        kv_cache_tokens=320,
+        max_model_len=256,
+        max_running=8,
+        max_step_tokens=24,
+        run_ahead=run_ahead,
+    )
+    engine = AsyncEngine(config, in_process=in_process)
+    async with asyncio.timeout(60):
+        await engine.start()
+    try:
+        cancelled = engine.generate(PROMPTS[-1], SamplingParams(max_tokens=100, ignore_eos=True))
+        streams = [engine.generate(*one) for one in zip(PROMPTS, workload(), strict=True)]
+        async with asyncio.timeout(60):
+            await anext(aiter(cancelled))
+            cancelled.abort()
+            outputs = [await stream.output() for stream in streams]
+        return Answers(
+            [[sample.token_ids for sample in output.outputs] for output in outputs],
+            [[sample.finish_reason for sample in output.outputs] for output in outputs],
+            engine.stats()["preemptions"],
+        )
+    finally:
+        await engine.close()
+
+
+@cache
+def expected(path: Path) -> Answers:
+    """Four steps ahead, within this process."""
+    return asyncio.run(answers(path, 4, in_process=True))
+
+
+def test_the_workload_ends_in_every_way_and_preempts(path: Path) -> None:
+    reasons = [reason for one in expected(path).reasons for reason in one]
+    assert set(reasons) == {"length", "stop"}
+    assert expected(path).preemptions > 0
+    lengths = [len(tokens) for one in expected(path).tokens for tokens in one]
+    assert np.ptp(lengths) > 20
+
+
+@pytest.mark.parametrize(("run_ahead", "in_process"), [(1, True), (2, True), (16, True), (1, False), (4, False)])
+def test_how_far_steps_run_ahead_changes_no_token_and_blocks_nobody(
+    path: Path, run_ahead: int, in_process: bool
+) -> None:
+    found = asyncio.run(answers(path, run_ahead, in_process=in_process))
+    assert found.tokens == expected(path).tokens
+    assert found.reasons == expected(path).reasons
