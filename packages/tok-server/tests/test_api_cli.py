@@ -22,6 +22,7 @@ SERVE_FLAGS = {
     "--port": 10210,
     "--device": "auto",
     "--dtype": "auto",
+    "--backend": "auto",
     "--load-format": "auto",
     "--page-size": 16,
     "--kv-cache-tokens": None,
@@ -68,6 +69,7 @@ def test_the_defaults_of_serve_are_those_of_the_engine() -> None:
 def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
+        "--backend": "reference",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
         "--data-dir": "somewhere",

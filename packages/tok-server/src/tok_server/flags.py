@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from tok_core import EngineConfig
-from tok_core.config import Device, DType, LoadFormat
+from tok_core.config import BackendName, Device, DType, LoadFormat
 from tok_server.default_model import model_and_name
 from tok_server.settings import Settings
 
@@ -37,6 +37,7 @@ ENGINE_FLAGS = (
     "data_dir",
     "device",
     "dtype",
+    "backend",
     "load_format",
     "page_size",
     "kv_cache_tokens",
@@ -69,6 +70,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
     engine = parser.add_argument_group("engine")
     _add_device(engine)
+    engine.add_argument(
+        "--backend",
+        choices=get_args(BackendName),
+        default="auto",
+        help="who computes; auto: Triton kernels on a GPU, plain torch (reference) on a CPU",
+    )
     engine.add_argument(
         "--load-format",
         choices=get_args(LoadFormat),
