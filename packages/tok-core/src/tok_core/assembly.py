@@ -77,7 +77,7 @@ class OpenRequest:
         text = self._text(sample, token, finished)
         sample.text.append(text)
         if finished is not None:
-            self._finish(sample, finished.reason, finished.stop)  # type: ignore[arg-type]
+            self._finish(sample, finished.reason, finished.stop)
         return Delta(
             index=index,
             token_ids=[token],

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
+from tok_core.outputs import FinishReason
 from tok_core.sampling import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -148,7 +149,7 @@ class Finished(msgspec.Struct, array_like=True):
 
     rid: int
     sample: int
-    reason: str
+    reason: FinishReason
     tokens: int
     stop: int | str | None = None
     cut: int | None = None

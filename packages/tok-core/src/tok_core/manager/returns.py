@@ -12,6 +12,7 @@ from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, StopHit, StopSets
 from tok_core.messages import Finished, Int64, StepInput, StepOutput
+from tok_core.outputs import FinishReason
 
 
 class Reported(NamedTuple):
@@ -94,7 +95,7 @@ class Returns:
         generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
         return self.stops.find(int(table.stop_set[slot]), generated)
 
-    def _end(self, slot: int, reason: str, stop: int | str | None = None, cut: int | None = None) -> Finished:
+    def _end(self, slot: int, reason: FinishReason, stop: int | str | None = None, cut: int | None = None) -> Finished:
         table = self.table
         request = table.requests[slot]
         assert request is not None
