@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -285,18 +284,3 @@ def test_what_cannot_end_a_sample_is_refused_and_nothing_acquired(
     with pytest.raises(InvalidField, match=message):
         sets.acquire(params)
     assert flags(sets, sets.acquire(SamplingParams()), [0, 1, 2, 3]) == [0, 0, 0, END]
-
-
-def test_a_new_stop_string_costs_little_with_a_large_vocabulary() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 12, 128_256)
-    letters = rng.integers(0x61, 0x7B, lengths.sum()).astype(np.uint8).tobytes()
-    ends = np.cumsum(lengths)
-    pieces = [letters[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
-    sets = StopSets(len(pieces), [0], [*pieces[:-100], *(b" " * count for count in range(1, 101))])
-    seconds = []
-    for stop in ("e", " " * 100, "the end of the text", "\n\nQuestion:", "a" * 3000):
-        begun = time.process_time()
-        sets.acquire(SamplingParams(stop=(stop,)))
-        seconds.append(time.process_time() - begun)
-    assert max(seconds) < 0.05
