@@ -1,8 +1,9 @@
 """A worker without a model: its next token is a hash of the context that it finds through the page table.
 
 Every wrong page, stale page table entry, lost copy or wrong position changes the hash, so what a sequence generates is
-right exactly if the manager handed out its pages rightly. Steps are carried out as on a device: all keys of a step are
-written before any is read.
+right exactly if the manager handed out its pages rightly. Steps are carried out as on a device: pages are copied before
+anything is written, all keys of a step are written before any is read, and a sequence that has drawn an end id computes
+nothing more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ def next_token(context: np.ndarray, sample: int, vocab: int) -> int:
     return zlib.crc32(context.astype(np.int32).tobytes(), sample) % vocab
 
 
+NOTHING = -5
+"""What is returned for sequences that have ended."""
+
+
 class SimulatedWorker:
     """Per-slot and per-page state as a worker has it, in NumPy."""
 
@@ -33,24 +38,20 @@ class SimulatedWorker:
         self.length = np.zeros(info.max_running, np.int64)
         self.last_token = np.zeros(info.max_running, np.int32)
         self.sample = np.zeros(info.max_running, np.int64)
+        self.ends_from = np.zeros(info.max_running, np.int64)
+        self.ended = np.zeros(info.max_running, np.bool_)
 
     def run(self, step: StepInput) -> StepOutput:
         """Carries out one step."""
-        if step.new is not None:
-            self.length[step.new.slot] = step.new.length
-            self.sample[step.new.slot] = step.new.sample
-        self.page_table[step.page_slot, step.page_index] = step.page_id
+        self._apply(step)
         slots = [*step.decode_slot.tolist(), *step.prefill_slot.tolist()]
         assert len(set(slots)) == len(slots)
         self._write(step)
         contexts = [self._context(step, row, slot) for row, slot in enumerate(slots)]
-        pages = self.cache.reshape(-1, self.page_size)
-        pages[step.copy_dst] = pages[step.copy_src]
         token = [
-            next_token(contexts[row], int(self.sample[slot]), self.info.vocab_size)
-            for row, slot in zip(step.sample_row, step.sample_slot, strict=True)
+            self._draw(contexts[row], slot)
+            for row, slot in zip(step.sample_row.tolist(), step.sample_slot.tolist(), strict=True)
         ]
-        self.last_token[step.sample_slot] = token
         count = len(token)
         return StepOutput(
             step=step.step,
@@ -58,12 +59,32 @@ class SimulatedWorker:
             logprob=np.zeros(count, np.float32),
             top_token=np.empty((count, 0), np.int32),
             top_logprob=np.empty((count, 0), np.float32),
-            seconds=0.0,
+            launch_seconds=0.25,
+            device_seconds=0.5,
         )
+
+    def _apply(self, step: StepInput) -> None:
+        if step.new is not None:
+            for name in ("length", "last_token", "sample", "ends_from"):
+                getattr(self, name)[step.new.slot] = getattr(step.new, name)
+            self.ended[step.new.slot] = False
+        self.page_table[step.page_slot, step.page_index] = step.page_id
+        assert (self.page_table[step.page_slot, step.page_index] == step.page_id).all(), "one entry, two pages"
+        assert len(set(step.copy_dst.tolist())) == len(step.copy_dst), "a page is copied to twice"
+        pages = self.cache.reshape(-1, self.page_size)
+        pages[step.copy_dst] = pages[step.copy_src]
+
+    def _draw(self, context: np.ndarray, slot: int) -> int:
+        if self.ended[slot]:
+            return NOTHING
+        token = next_token(context, int(self.sample[slot]), self.info.vocab_size)
+        self.last_token[slot] = token
+        self.ended[slot] = token in self.info.eos_token_ids and self.length[slot] >= self.ends_from[slot]
+        return token
 
     def _write(self, step: StepInput) -> None:
         written: list[int] = []
-        for slot in step.decode_slot:
+        for slot in step.decode_slot[~self.ended[step.decode_slot]]:
             written.append(self._store(slot, int(self.length[slot]), int(self.last_token[slot])))
             self.length[slot] += 1
         tokens = iter(step.prefill_token.tolist())
@@ -89,7 +110,7 @@ class SimulatedWorker:
         ):
             if start <= row < start + count:
                 assert row < len(step.decode_slot)
-                assert end < length
+                assert end < length or self.ended[slot]
                 reader[:end] = leader
         page = self.page_table[reader, position // self.page_size]
         context: np.ndarray = self.cache[page * self.page_size + position % self.page_size]

@@ -173,6 +173,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("prompt", [], {}),
     ("prompt", [5, 512], {}),
     ("prompt", [-1], {}),
+    ("prompt", [1, 2**40], {}),
+    ("prompt", [1, True], {}),
+    ("prompt", [1, 2.5], {}),
     ("prompt", [1] * 2000, {}),
     ("max_tokens", [1] * 1000, {"max_tokens": 500}),
     ("max_tokens", [1], {"max_tokens": 0}),
@@ -297,7 +300,7 @@ async def test_an_owner_that_fails_harms_no_other_request(serving: AsyncEngine, 
     def fail(*news: object) -> None:
         raise RuntimeError("the owner's own")
 
-    serving._core.submit(prompt, params(), None, fail)
+    serving._core.submit(prompt, params(), None, fail, stream=True)
     assert len((await serving.generate(prompt, params()).output()).outputs[0].token_ids) == 32
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.after_ready import set_up_late
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, SamplingParams
@@ -55,6 +56,25 @@ def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
             answers.append([[s.token_ids for s in output.outputs] for output in one.generate(ASKED, params)])
             assert (one.stats()["group_rows"] > 0) == groups
     assert answers[0] == answers[1]
+
+
+def test_graphs_change_no_token_in_fp32(path: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20 + 3 * i, n=1 + i % 5, top_p=1 - 0.1 * (i == 4))
+        for i in range(len(ASKED))
+    ]
+    answers = []
+    for graphs in (True, False):
+        with engine(path, dtype="float32", cuda_graphs=graphs, max_running=24) as one:
+            captured = len(manager_of(one).ports._runner.graphs)  # type: ignore[attr-defined]
+            assert (captured > 0) == graphs
+            answers.append([[s.token_ids for s in output.outputs] for output in one.generate(ASKED, params)])
+            assert_all_given_back(manager_of(one))
+    assert answers[0] == answers[1]
+
+
+def test_after_ready_nothing_is_compiled_captured_or_taken_from_the_driver(path: Path) -> None:
+    assert set_up_late(path) == ([], 0, 0)
 
 
 def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:

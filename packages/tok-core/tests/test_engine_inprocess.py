@@ -74,7 +74,8 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
     try:
         expected = await engine.generate([1, 2, 3], SHORT).output()
         for times in (1, 2):
-            streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(24)]  # more than may run at once
+            # More than may run at once.
+            streams = [engine.generate([1, 2, 3 + i], LONG, stream=i % 2 == 0) for i in range(24)]
             assert (await anext(aiter(streams[0]))).token_ids
             fault.armed.set()
             async with asyncio.timeout(5):
@@ -86,6 +87,7 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
             assert again.outputs[0].token_ids == expected.outputs[0].token_ids
             assert engine.stats()["restarts"] == times
         assert_all_given_back(manager_of(engine))
+        assert engine._core._ledger.blocks_used == 0
         last = engine.generate([1, 2, 3], LONG)
         fault.armed.set()  # once too often
         with pytest.raises(EngineDead, match="the device is gone"):

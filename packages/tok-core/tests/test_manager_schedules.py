@@ -2,116 +2,102 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.simulated_worker import SimulatedPorts, collect, next_token
-from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.loop import Manager
-from tok_core.messages import Cancel, EngineInfo, Submit
-
-VOCAB = 50
-EOS = 7
+from support.schedules import EOS, assert_all_given_back, drive, ends, engine_info, expected, make_manager, submit
+from support.simulated_worker import collect
+from tok_core import SamplingParams
+from tok_core.messages import Cancel, EngineInfo, ToManager
 
 
-def expected(prompt: list[int], sample: int, params: SamplingParams) -> list[int]:
-    """What the sample must be, token by token from its whole context."""
-    context = list(prompt)
-    assert params.max_tokens is not None
-    for _ in range(params.max_tokens):
-        context.append(next_token(np.array(context), sample, VOCAB))
-        if context[-1] == EOS and not params.ignore_eos:
-            break
-    return context[len(prompt) :]
+@dataclass
+class Arrival:
+    """One request, the turn it comes at, and how many turns later it is cancelled, if at all."""
+
+    turn: int
+    prompt: list[int]
+    params: SamplingParams
+    cancelled: int | None
+
+
+@dataclass
+class Scenario:
+    """An engine's sizes and what comes to it."""
+
+    info: EngineInfo
+    arrivals: list[Arrival]
+    run_ahead: int
+    groups: bool
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> dict[str, object]:
-    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+def scenarios(draw: st.DrawFn) -> Scenario:
+    page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     max_running = draw(st.integers(1, 8))
     max_len = draw(st.integers(8, 64))
-    most_pages = -(-max_len // page_size) * draw(st.integers(1, 4))
     stem = draw(st.lists(st.integers(0, 3), max_size=40))
-    requests = []
+    aligned = draw(st.booleans())  # prompts whose length is a multiple of the page size, or one off
+    arrivals = []
     for _ in range(draw(st.integers(1, 12))):
         shared = stem[: draw(st.integers(0, len(stem)))]
-        prompt = (shared + draw(st.lists(st.integers(0, 3), min_size=1, max_size=20)))[: max_len - 1]
+        prompt = shared + draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+        if aligned:
+            wanted = max(1, len(prompt) // page_size * page_size + draw(st.integers(-1, 1)))
+            prompt = [*prompt, 1][:wanted]
+        prompt = prompt[: max_len - 1]
         params = SamplingParams(
-            n=draw(st.sampled_from([1, 1, 2, 5])),
+            n=draw(st.sampled_from([1, 1, 2, 2, 5, 5, 17, 40])),
             max_tokens=draw(st.integers(1, max_len - len(prompt))),
+            min_tokens=draw(st.sampled_from([0, 0, 1])),
             ignore_eos=draw(st.booleans()),
             seed=1,
         )
-        cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 40)))
-        requests.append((draw(st.integers(0, 30)), prompt, params, cancelled))
-    return {
-        "info": EngineInfo(
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
-            max_model_len=max_len,
-            num_pages=most_pages,
-            page_size=page_size,
-            max_running=max_running,
-            max_step_tokens=max_running + draw(st.integers(0, 40)),
-            device="cpu",
-            dtype="float32",
-            backend="simulated",
-        ),
-        "requests": requests,
-        "run_ahead": draw(st.integers(1, 4)),
-        "groups": draw(st.booleans()),
-    }
+        cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 120)))
+        arrivals.append(Arrival(draw(st.integers(0, 30)), prompt, params, cancelled))
+    info = engine_info(
+        max_model_len=max_len,
+        num_pages=-(-max_len // page_size) * draw(st.integers(1, 4)),
+        page_size=page_size,
+        max_running=max_running,
+        max_step_tokens=max_running + draw(st.integers(0, 40)),
+    )
+    return Scenario(info, arrivals, draw(st.integers(1, 4)), draw(st.booleans()))
+
+
+def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_computed() -> None:
+    manager, ports = make_manager(engine_info(max_running=64, num_pages=1000, page_size=4))
+    params = SamplingParams(n=64, max_tokens=50, seed=1)
+    drive(manager, ports, {0: [submit(0, [1, 2, 3], params)]})
+    tokens, _ = collect(ports.reports)
+    prompts = [[1, 2, 3, *tokens[0, sample]] for sample in range(64)]
+    aligned = [prompt for prompt in prompts if prompt[-1] == EOS and len(prompt) % 4 == 0]
+    assert len(aligned) >= 5
+    further = SamplingParams(max_tokens=5, seed=1)
+    drive(manager, ports, {0: [submit(rid, [*prompt, 9], further) for rid, prompt in enumerate(aligned, 1)]})
+    tokens, _ = collect(ports.reports)
+    for rid, prompt in enumerate(aligned, 1):
+        assert tokens[rid, 0] == expected([*prompt, 9], 0, further)
 
 
 @given(scenarios())
-def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: dict[str, object]) -> None:
-    info = scenario["info"]
-    assert isinstance(info, EngineInfo)
-    run_ahead = scenario["run_ahead"]
-    assert isinstance(run_ahead, int)
-    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=bool(scenario["groups"]))
-    ports = SimulatedPorts(info, delay=run_ahead - 1)
-    manager = Manager(config, info, ports, None)
-    requests = scenario["requests"]
-    assert isinstance(requests, list)
-    for turn in range(20_000):
-        for rid, (arrival, prompt, params, cancelled) in enumerate(requests):
-            if arrival == turn:
-                ports.inbox.append(Submit(rid, np.array(prompt, np.int32), params))
-            if cancelled is not None and arrival + cancelled == turn:
-                ports.inbox.append(Cancel(rid))
-        worked = manager.turn()
-        check(manager)
-        if not worked:
-            if turn > 80 and not manager.requests and not ports.queued:
-                break
-            ports.wait(0)
-    else:
-        raise AssertionError("the manager did not come to an end")
-    tokens, ends = collect(ports.reports)
-    for rid, (_, prompt, params, cancelled) in enumerate(requests):
-        for sample in range(params.n):
-            got, wanted = tokens.get((rid, sample), []), expected(prompt, sample, params)
+def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
+    manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups)
+    messages: dict[int, list[ToManager]] = {}
+    for rid, one in enumerate(scenario.arrivals):
+        messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params))
+    for rid, one in enumerate(scenario.arrivals):
+        if one.cancelled is not None:
+            messages.setdefault(one.turn + one.cancelled, []).append(Cancel(rid))
+    drive(manager, ports, messages)
+    tokens, ended = collect(ports.reports)
+    for rid, one in enumerate(scenario.arrivals):
+        for sample in range(one.params.n):
+            got, wanted = tokens.get((rid, sample), []), expected(one.prompt, sample, one.params)
             assert got == wanted[: len(got)]
-            if cancelled is None:
+            if one.cancelled is None:
                 assert got == wanted
-                reason = "stop" if got[-1] == EOS and not params.ignore_eos else "length"
-                assert ends[rid, sample].reason == reason
-    assert manager.paging.used == 0
-    assert manager.table.free_slots == info.max_running
-    assert manager.paging.allocator.free + manager.paging.tree.pages == info.num_pages
-    assert manager.paging.tree.evictable == manager.paging.tree.pages
-
-
-def check(manager: Manager) -> None:
-    """Every page is free, the tree's, or one slot's own; never two of these."""
-    table, paging = manager.table, manager.paging
-    own = [
-        page
-        for slot in np.flatnonzero(table.num_pages)
-        for page in table.pages[slot, table.num_shared[slot] : table.num_pages[slot]].tolist()
-    ]
-    assert len(set(own)) == len(own)
-    assert len(own) + paging.tree.pages + paging.allocator.free == paging.num_pages
-    paging.tree.check()
+                assert ended[rid, sample].reason == ("stop" if ends(got, one.params) else "length")
+    assert_all_given_back(manager)

@@ -73,7 +73,7 @@ class Sequences:
         for slot, tokens in chunks:
             self.length[slot] += len(tokens)
         with torch.inference_mode():
-            logits: Tensor = self.model(
+            hidden = self.model(
                 torch.tensor([token for _, tokens in chunks for token in tokens]),
                 torch.cat(positions),
                 torch.cat(kv_index),
@@ -81,7 +81,7 @@ class Sequences:
                 self._batch(chunks, decodes),
                 None if rows is None else torch.tensor(rows),
             )
-        return logits
+            return self.model.logits(hidden)
 
     def _rows(self, slot: int, position_T: Tensor) -> Tensor:
         page_T = self.page_table_SP[slot].long()[position_T // self.page_size]

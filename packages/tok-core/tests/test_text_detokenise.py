@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -45,6 +46,29 @@ def test_any_ids_in_any_cuts_give_the_text_of_the_whole(
     detokeniser = Detokeniser(tokenizer, stops)
     text = "".join(streamed(detokeniser, ids, sizes)) + detokeniser.finish()
     assert text == library.decode(ids, skip_special_tokens=True)
+
+
+@given(st.lists(st.integers(0, 340), max_size=40), SIZES, STOPS, st.data())
+def test_a_whole_text_is_what_its_stream_adds_up_to(
+    model: Model, ids: list[int], sizes: list[int], stops: list[str], data: st.DataObject
+) -> None:
+    tokenizer, _ = model
+    detokeniser = Detokeniser(tokenizer, stops)
+    shown = "".join(streamed(detokeniser, ids, sizes))
+    # What may still be cut: from the last byte shown on, if there are stop strings at all.
+    cuts = st.none() | st.integers(detokeniser._released, detokeniser._seen) if stops else st.none()
+    keep = data.draw(cuts)
+    assert tokenizer.continuation(np.array(ids, np.int32), keep) == shown + detokeniser.finish(keep)
+
+
+def test_a_whole_text_cannot_be_cut_behind_its_end(model: Model) -> None:
+    tokenizer, _ = model
+    ids = np.array(ids_of(tokenizer, "abc"), np.int32)
+    assert [tokenizer.continuation(ids, keep) for keep in range(4)] == ["", "a", "ab", "abc"]
+    assert tokenizer.continuation(np.array([9999, 5], np.int32)) == tokenizer.decode([5])
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match="the pieces have 3"):
+            tokenizer.continuation(ids, wrong)
 
 
 @given(TEXTS, SIZES)
@@ -140,4 +164,5 @@ def test_generated_text_continues_the_prompt_so_its_first_space_stays(tmp_path: 
     tokenizer = Tokenizer.load(tmp_path)
     detokeniser = Detokeniser(tokenizer)
     assert detokeniser.push([2, 2]) + detokeniser.finish() == " a a"
+    assert tokenizer.continuation(np.array([2, 2], np.int32)) == " a a"
     assert tokenizer.decode([2, 2]) == "a a"

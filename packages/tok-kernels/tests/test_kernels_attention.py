@@ -112,6 +112,25 @@ def test_a_suffix_without_keys_leaves_the_prefix_alone(device: torch.device) -> 
     check(replace(case, batch=replace(case.batch, kv_start=kv_len, levels=(level,))))
 
 
+def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_other(device: torch.device) -> None:
+    case = build(replace(LARGE, runs=((0, ((3, (1, 9, 40)),)),), prefill=()), device)
+    out, lse = oracle(case)
+    shared = torch.full_like(case.batch.kv_len, 48)
+    alone = replace(case, batch=replace(case.batch, kv_len=shared, kv_start=torch.zeros_like(shared), levels=()))
+    out[1], lse[1] = (part[1] for part in oracle(alone))
+    case.batch.kv_len[1] = 0  # below kv_start, 48
+    compare(case, (out, lse))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 8, 64, 512, 1024])
+def test_pages_of_every_power_of_two(page_size: int, device: torch.device) -> None:
+    runs = ((min(1, 32 // page_size), ((0, (3, page_size + 1)),)),)
+    shape = replace(
+        LARGE, page_size=page_size, kv_heads=1, head_dim=16, runs=runs, prefill=((5, max(page_size - 2, 0)),)
+    )
+    check(build(shape, device))
+
+
 def test_tokens_without_keys_get_zeros_even_from_a_cache_of_nan(device: torch.device) -> None:
     cache = LayerCache(*(torch.full((2, 4, 1, 16), torch.nan, device=device) for _ in range(2)))
 

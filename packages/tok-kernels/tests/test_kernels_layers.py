@@ -39,16 +39,6 @@ def test_rms_norm_rounds_once_at_the_end(dtype: torch.dtype, device: torch.devic
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_is_an_addition_and_a_norm(dtype: torch.dtype, device: torch.device) -> None:
-    x, residual = (noise(n, 64, dtype=dtype, device=device)[:7] for n in (7, 8))
-    weight, kept = noise(64, dtype=dtype, device=device), residual.clone()
-    normed, summed = choose(device).add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(summed, x + residual)
-    assert torch.equal(normed, choose(device).rms_norm(summed, weight, 1e-5))
-    assert torch.equal(residual, kept)
-
-
 def test_rope_equals_that_of_transformers(device: torch.device) -> None:
     config = LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=24, max_position_embeddings=128)
     q, k = noise(11, 4, 24, device=device), noise(11, 2, 24, device=device)
@@ -120,9 +110,9 @@ def test_write_kv_refuses_a_cache_whose_rows_do_not_lie_evenly(device: torch.dev
 
 def test_a_cpu_has_the_reference_backend_and_no_other() -> None:
     cpu = torch.device("cpu")
-    assert BACKENDS == ("auto", "reference", "triton")
+    assert BACKENDS == ("auto", "reference", "triton", "flashinfer")
     assert choose(cpu).name == choose(cpu, "reference").name == "reference"
-    with pytest.raises(ValueError, match="backend is 'fast'; allowed: auto, reference, triton"):
+    with pytest.raises(ValueError, match="backend is 'fast'; allowed: auto, reference, triton, flashinfer"):
         choose(cpu, "fast")
     with pytest.raises(ValueError, match="backend is 'triton'; allowed on cpu here: reference"):
         choose(cpu, "triton")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
-from tok_kernels import LayerCache, reference, rope_table
+from tok_kernels import LayerCache, QKNorm, reference, rope_table
 from tok_kernels.triton.activation import silu_and_mul
 from tok_kernels.triton.kv import write_kv
-from tok_kernels.triton.norm import add_rms_norm, rms_norm
+from tok_kernels.triton.norm import rms_norm
 from tok_kernels.triton.rope import rope, rope_and_write_kv
 
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
@@ -67,32 +67,15 @@ def test_rms_norm_of_large_and_tiny_rows_neither_overflows_nor_vanishes(device: 
 
 def test_norms_take_views_of_wider_rows(device: torch.device) -> None:
     wide = noise(6, 100, dtype=torch.float16, device=device)
-    x, residual, weight = wide[:, :40], wide[:, 60:], wide[0, 20:60].clone()
+    x, weight = wide[:, :40], wide[0, 20:60].clone()
     assert_near(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-    for ours, theirs in zip(
-        add_rms_norm(x, residual, weight, 1e-6), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True
-    ):
-        assert_near(ours, theirs)
     assert_near(rms_norm(wide.T[:40], wide[0, :6].clone(), 1e-6), reference.rms_norm(wide.T[:40], wide[0, :6], 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_is_an_addition_and_a_norm(dtype: torch.dtype, device: torch.device) -> None:
-    x, residual = (noise(n, 96, dtype=dtype, device=device)[:7] for n in (7, 8))
-    weight, kept = noise(96, dtype=dtype, device=device), (x.clone(), residual.clone())
-    normed, summed = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(summed, x + residual)
-    assert torch.equal(normed, rms_norm(summed, weight, 1e-5))
-    assert torch.equal(x, kept[0])
-    assert torch.equal(residual, kept[1])
-
-
-def test_norms_refuse_weights_and_residuals_of_other_sizes(device: torch.device) -> None:
+def test_a_norm_refuses_weights_of_another_size(device: torch.device) -> None:
     x = noise(4, 32, dtype=torch.float32, device=device)
     with pytest.raises(ValueError, match=r"weight has shape \(16,\); allowed: \(32,\)"):
         rms_norm(x, x[0, :16], 1e-5)
-    with pytest.raises(ValueError, match=r"residual has shape \(2, 32\); allowed: that of x, \(4, 32\)"):
-        add_rms_norm(x, x[:2], x[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,6 +108,36 @@ def test_rope_and_write_kv_is_both_and_touches_nothing_else(
     assert torch.equal(q, turned_q)
     assert torch.equal(product[:, heads * size :], rest)
     torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
+def test_rope_and_write_kv_with_a_norm_is_the_norm_ahead_of_both(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    _, q, k, v = fused(3, heads, kv_heads, size, dtype, device)
+    q *= 30.0
+    norm = QKNorm(noise(size, dtype=dtype, device=device), noise(size, dtype=dtype, device=device) + 1, 1e-6)
+    _, cache = poisoned_cache(5, 4, kv_heads, size, like=q)
+    _, expected = poisoned_cache(5, 4, kv_heads, size, like=q)
+    table, position = rope_table(size, 300, 10000.0).to(device), torch.tensor([9, 0, 290], device=device)
+    index = torch.tensor([19, 0, 6], device=device)
+    turned_q = reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, expected, index, norm)
+    rope_and_write_kv(q, k, v, position, table, cache, index, norm)
+    # The norm's last bit may differ, and be turned into an entry that is smaller.
+    step = max(torch.finfo(dtype).eps, 1e-6) * 8
+    torch.testing.assert_close(q, turned_q, rtol=step, atol=step)
+    torch.testing.assert_close(cache.k, expected.k, rtol=step, atol=step, equal_nan=True)
+    torch.testing.assert_close(cache.v, expected.v, rtol=0, atol=0, equal_nan=True)
+
+
+def test_norm_weights_of_another_length_are_refused(device: torch.device) -> None:
+    _, q, k, v = fused(3, 2, 2, 32, torch.float32, device)
+    _, cache = poisoned_cache(1, 4, 2, 32, like=q)
+    table, index = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
+    norm = QKNorm(q[0, 0], k[0, 0, :16], 1e-6)
+    with pytest.raises(ValueError, match=r"the norm's weight of k has shape \(16,\); allowed: \(32,\)"):
+        rope_and_write_kv(q, k, v, index, table, cache, index, norm)
 
 
 def test_rope_and_write_kv_converts_to_the_dtype_of_the_cache(device: torch.device) -> None:
@@ -197,12 +210,8 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_a_step_of_thousands_of_tokens_equals_the_reference() -> None:
     device, dtype, tokens = torch.device("cuda"), torch.bfloat16, 8192
-    x, residual = (noise(tokens, n, dtype=dtype, device=device)[:, :2048] for n in (2048, 2049))
-    weight = noise(2048, dtype=dtype, device=device)
-    for ours, theirs in zip(
-        add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5), strict=True
-    ):
-        assert_near(ours, theirs)
+    x, weight = noise(tokens, 2048, dtype=dtype, device=device), noise(2048, dtype=dtype, device=device)
+    assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     gate_up = noise(tokens, 16384, dtype=dtype, device=device)
     assert_near(silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
     _, q, k, v = fused(tokens, 32, 8, 128, dtype, device)

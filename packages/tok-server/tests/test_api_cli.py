@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from tok_core import EngineConfig
+from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
 from tok_server.cli import main, make_parser
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
 from tok_server.flags import ENGINE_FLAGS, engine_config, server_settings
@@ -33,6 +36,14 @@ SERVE_FLAGS = {
     "--dp": 1,
     "--tp": 1,
     "--pp": 1,
+    "--kv-cache-dtype": "auto",
+    "--no-prefix-groups": True,
+    "--no-cuda-graphs": True,
+    "--run-ahead": EngineConfig(model="m").run_ahead,
+    "--seed": 0,
+    "--step-timeout": 600.0,
+    "--max-restarts": 3,
+    "--restart-window": 300.0,
     "--api-key": None,
     "--data-dir": None,
     "--log-level": "info",
@@ -72,14 +83,51 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--backend": "reference",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
-        "--data-dir": "somewhere",
+        "--data-dir": "somewhere", "--kv-cache-dtype": "fp8", "--run-ahead": 4, "--seed": 6,
+        "--step-timeout": 2.5, "--max-restarts": 0, "--restart-window": 1.5,
     }  # fmt: skip
-    words = [str(word) for pair in given.items() for word in pair]
+    words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
     options = make_parser().parse_args(["serve", "m/n", *words])
     config, settings = engine_config(options), server_settings(options)
     for flag, value in given.items():
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
+    assert (config.prefix_groups, config.cuda_graphs) == (False, False)
+    left = {
+        "--log-level",
+        "--no-prefix-groups",
+        "--no-cuda-graphs",
+        "--dp",
+        "--tp",
+        "--pp",
+    }  # the last three allow one value only
+    assert given.keys() | left == SERVE_FLAGS.keys()
+
+
+MEASURING = {"eos_probability", "eos_temperature", "trace", "trace_from", "trace_steps"}
+
+
+def test_every_field_of_the_engine_has_a_flag_unless_it_serves_to_measure() -> None:
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert set(ENGINE_FLAGS) | MEASURING | {"model"} == fields
+    dests = {action.dest: action for action in subparser("serve")._actions}
+    for name in ENGINE_FLAGS:
+        assert dests[name].help, name
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [
+        ("device", Device),
+        ("dtype", DType),
+        ("backend", BackendName),
+        ("load_format", LoadFormat),
+        ("kv_cache_dtype", KVCacheDType),
+    ],
+)
+def test_a_choice_takes_what_the_engine_takes(field: str, allowed: object) -> None:
+    choices = {action.dest: action.choices for action in subparser("serve")._actions}
+    assert tuple(choices[field] or ()) == get_args(allowed)
 
 
 def test_without_a_model_the_demo_model_is_served_under_its_own_name(tmp_path: Path) -> None:
@@ -116,6 +164,8 @@ def test_plain_tok_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "65536"], "--port is 65536; allowed: integers from 0"),
         (["--gpu-memory-fraction", "1.5"], "--gpu-memory-fraction is 1.5; allowed: above 0"),
         (["--max-running", "0"], "--max-running is 0; allowed: integers from 1"),
+        (["--run-ahead", "0"], "--run-ahead is 0; allowed: integers from 1"),
+        (["--step-timeout", "0"], "--step-timeout is 0.0; allowed: seconds above 0"),
         (["--dp", "2"], "--dp is 2; allowed: 1"),
         (["--api-key", " "], "--api-key is"),
     ],

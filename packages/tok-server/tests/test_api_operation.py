@@ -103,7 +103,9 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Server) -> 
     wait_until(lambda: metric(server, "tok_output_tokens_total") == before["tok_output_tokens_total"] + 14)
     assert metric(server, done) == before[done] + 1
     assert metric(server, 'tok_http_requests_total{endpoint="other",status="404"}') >= 1
-    assert metric(server, "tok_requests_running") == 0
+    assert metric(server, "tok_requests_running") == metric(server, "tok_sequences_running") == 0
+    for part in ("schedule", "launch", "device", "output"):
+        assert metric(server, f"tok_{part}_seconds_total") > 0
     assert metric(server, "tok_pages_total") == 16_384 / 16
     assert metric(server, "tok_time_to_first_token_seconds_count") >= 2
     assert metric(server, 'tok_request_seconds_count{endpoint="/v1/completions"}') >= 2

@@ -13,17 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from support.engines import cpu_engine
 from support.tiny_models import make_model
-from tok_core import Engine, EngineConfig
+from tok_core import Engine, EngineConfig, InvalidField
+from tok_core.config import TRACE_WARM_UP
 from tok_server.bench import offline
 from tok_server.bench.bare import without_tokenizer
 from tok_server.bench.gpu import first_visible
 from tok_server.bench.offline import measure, warm_up
 from tok_server.bench.plot import plot_results
-from tok_server.bench.result import Result, percentile, table
+from tok_server.bench.result import Result, Timeline, percentile, table
+from tok_server.bench.timeline import timeline
+from tok_server.bench.tracing import tracing
+from tok_server.bench.watch import seldom
 from tok_server.bench.workload import Request, Workload
 from tok_server.cli import main as tok
 from tok_server.cli import make_parser
@@ -94,10 +99,49 @@ def test_prefixes_are_found_by_the_run_itself_but_not_from_the_warm_up(engine: E
     assert 0.5 < again.group_rows_share <= 1
 
 
+def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Result) -> None:
+    assert result.steps is not None
+    parts = (result.schedule_ms, result.launch_ms, result.device_ms, result.output_ms)
+    assert all(part is not None and part > 0 for part in parts)
+    assert result.gpu_busy_share is not None
+    assert result.device_ms is not None
+    assert result.gpu_busy_share == pytest.approx(result.device_ms * result.steps / 1e3 / result.seconds, rel=0.05)
+    assert result.schedule_ms is not None
+    assert result.output_ms is not None
+    # All in one thread here; a step is launched, and computed, where the manager sends it.
+    assert (max(result.schedule_ms, result.device_ms) + result.output_ms) * result.steps <= result.seconds * 1e3 * 1.05
+
+
 def test_the_timeline_has_all_tokens(result: Result) -> None:
     spans = result.timeline
     assert sum(spans.output_tok_s) * result.seconds / len(spans.seconds) == pytest.approx(177, rel=0.05)
     assert 0 <= min(spans.sequences_running) <= max(spans.sequences_running) <= 8
+    assert spans.device_busy is not None
+    assert len(spans.device_busy) == len(spans.seconds)
+    assert 0 < max(spans.device_busy) <= 1
+
+
+def test_what_steps_bring_is_spread_over_them_and_a_pause_stays_one() -> None:
+    # Steps of 0.1 s end at 0.1, 0.2, … and bring 100 tokens each; none for the third second. Looked at every 0.03 s.
+    at = np.arange(0.0, 4.03, 0.03)
+    done = np.floor(np.minimum(at, 2.0) / 0.1 + 1e-9) + np.floor(np.maximum(at - 3.0, 0.0) / 0.1 + 1e-9)
+    spans = timeline(np.column_stack((at, 100 * done, np.full(len(at), 5), 0.09 * done)), 4.0)
+    seconds, rate = np.array(spans.seconds), np.array(spans.output_tok_s)
+    busy = np.array(spans.device_busy)
+    steady = (seconds < 1.8) | (seconds > 3.5)
+    assert np.abs(rate[steady] - 1000).max() < 130
+    assert np.abs(busy[steady] - 0.9).max() < 0.12
+    assert rate[(seconds > 2.3) & (seconds < 2.9)].max() == 0
+    assert rate.sum() * 4.0 / len(rate) == pytest.approx(3000, rel=0.01)
+
+
+def test_what_is_done_seldom_is_done_at_once_and_then_when_it_is_due() -> None:
+    now, done = [5.0], []
+    act = seldom(lambda: done.append(now[0]), 2.0, lambda: now[0])
+    for moment in (5.0, 5.5, 6.9, 7.0, 8.0, 20.0, 21.0, 22.0):
+        now[0] = moment
+        act()
+    assert done == [5.0, 7.0, 20.0, 22.0]
 
 
 def test_a_result_is_one_line_with_the_keys_of_rivals_lines_first(result: Result) -> None:
@@ -117,6 +161,10 @@ def test_the_plot_is_a_png_of_the_promised_size(result: Result, tmp_path: Path) 
     plot_results([result, result], tmp_path / "plot.png")
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1200, 975)
+    bare = msgspec.structs.replace(result, timeline=Timeline([1.0, 2.0], [3.0, 4.0], [5.0, 5.0]))
+    plot_results([bare], tmp_path / "plot.png")
+    header = (tmp_path / "plot.png").read_bytes()[:24]
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1200, 825)
     with pytest.raises(ValueError, match="results is empty"):
         plot_results([], tmp_path / "none.png")
@@ -200,6 +248,30 @@ def test_otherwise_each_repetition_begins_with_an_empty_cache(
     assert texts == [True, True]
 
 
+def test_a_trace_is_of_one_more_run_and_what_is_in_it_is_told(
+    words: list[str], texts: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    words[words.index("--workload") + 1] = str(long := tmp_path / "long.jsonl")
+    long.write_text('{"ids": [1, 2], "max_tokens": 60, "ignore_eos": true}\n')
+    assert tok([*words, "--reps", "1", "--trace", str(file), "--trace-steps", "6"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["output_tokens"] == 60
+    assert re.search(r"^6 steps traced in .*trace\.json, [\d.]+ ms: [\d.]+% busy, [\d.]+% idle in ", printed.err, re.M)
+    names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+    assert names.count("aten::embedding") == 6
+    assert len(texts) == 1  # that of the run measured: the traced one is nobody's result
+
+
+def test_the_steps_traced_are_in_the_middle_of_the_run(tmp_path: Path) -> None:
+    config = tracing(EngineConfig(model="m"), tmp_path / "t.json", 20, 400)
+    assert (config.trace, config.trace_from, config.trace_steps) == (str(tmp_path / "t.json"), 190, 20)
+    assert tracing(config, tmp_path / "t.json", 5, 20).trace_from == TRACE_WARM_UP + 1
+    for steps, of, most in ((6, 20, 5), (1, 3, 0)):
+        with pytest.raises(InvalidField, match=f"trace_steps is {steps}; allowed: at most {most}, as the run takes"):
+            tracing(config, tmp_path / "t.json", steps, of)
+
+
 WORKLOAD_FLAGS = {
     "--workload", "--workload-dir", "--limit", "--n", "--max-tokens", "--temperature", "--top-p", "--reps", "--json",
     "--plot", "--model",
@@ -209,7 +281,7 @@ WORKLOAD_FLAGS = {
 def test_the_flags_of_bench_are_these() -> None:
     bench = make_parser(["bench"])
     for kind, own in (
-        ("offline", {"--keep-engine", "--text", "--no-prefix-groups", "--eos-probability"} | engine_flags()),
+        ("offline", {"--keep-engine", "--text", "--eos-probability", "--trace", "--trace-steps"} | engine_flags()),
         (
             "serve",
             {"--url", "--api-key", "--label", "--concurrency", "--stream", "--reset-path", "--wait", "--timeout"},
@@ -221,7 +293,8 @@ def test_the_flags_of_bench_are_these() -> None:
 
 
 def engine_flags() -> set[str]:
-    return {"--" + name.replace("_", "-") for name in ENGINE_FLAGS}
+    switches = {"prefix_groups", "cuda_graphs"}
+    return {("--no-" if name in switches else "--") + name.replace("_", "-") for name in ENGINE_FLAGS}
 
 
 def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
@@ -240,6 +313,8 @@ def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
         (["--workload", "{file}", "--temperature", "-1"], "--temperature is -1.0; allowed: numbers from 0"),
         (["--workload", "{file}", "--top-p", "0"], "--top-p is 0.0; allowed: above 0"),
         (["--workload", "{file}", "--plot", "/no/such/plot.png"], "--plot is '/no/such/plot.png'; allowed: a file in"),
+        (["--workload", "{file}", "--trace", "/no/such/t.json"], "--trace is '/no/such/t.json'; allowed: a file in"),
+        (["--workload", "{file}", "--trace-steps", "0"], "--trace-steps is 0; allowed: integers from 1"),
         (["--workload", "{file}", "--page-size", "3"], "--page-size is 3; allowed: powers of two"),
         (
             ["--workload", "{file}", "--eos-probability", "0.5"],

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from support.serving import NAME, Server, serving
 from tok_server.bench.result import Result
+from tok_server.bench.scrape import parse
 from tok_server.bench.serve import ServerError, Target, run_serve
 from tok_server.bench.workload import Request, Workload
 from tok_server.cli import main as tok
@@ -42,6 +43,17 @@ def test_tokens_are_those_the_server_counted(server: Server, stream: bool) -> No
         assert one.latency_p99_s is not None
         assert 0 < one.latency_p99_s <= one.seconds
     assert second.prefix_hit_share == round(32 / 41, 4)
+
+
+def test_a_tok_server_tells_what_its_engine_counted(server: Server) -> None:
+    (found,) = asyncio.run(run(Target(server.url, concurrency=3)))
+    assert found.steps is not None
+    assert 8 <= found.steps <= OUTPUT  # two rounds of three requests, none of less than 4 tokens
+    assert (found.preemptions, found.group_rows_share is not None) == (0, True)
+    parts = (found.schedule_ms, found.launch_ms, found.device_ms, found.output_ms)
+    assert all(part is not None and part > 0 for part in parts)
+    assert found.gpu_busy_share is not None
+    assert 0 < found.gpu_busy_share <= 1
 
 
 def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
@@ -80,6 +92,7 @@ def test_a_key_is_sent(tiny_model: Path) -> None:
     with serving(tiny_model, api_key="secret") as locked:
         (found,) = asyncio.run(run(Target(locked.url, api_key="secret")))
         assert found.errors == 0
+        assert found.steps is not None
         with pytest.raises(ServerError, match="/v1/models: 401"):
             asyncio.run(run(Target(locked.url, api_key="wrong")))
 
@@ -133,11 +146,17 @@ async def another_server(answers: Sequence[web.Response | str]) -> AsyncIterator
 WHOLE = '{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
 
 
+def test_a_page_of_metrics_is_read_as_prometheus_writes_it() -> None:
+    page = "# HELP tok_steps_total Forward passes.\n# TYPE tok_steps_total counter\ntok_steps_total 1.2e+07\n"
+    assert parse(page + 'tok_http_requests_total{endpoint="/x y"} 3.0\n\n<html>\nb NaNo\n') == {"tok_steps_total": 12e6}
+
+
 async def test_a_server_without_details_of_its_cache_has_no_share_of_hits() -> None:
     async with another_server([WHOLE]) as (url, asked):
         (found,) = await run(Target(url, model="m", reset_path="/reset_prefix_cache"))
     assert (found.output_tokens, found.sequences, found.finished_by_stop) == (12, 6, 6)
     assert found.prefix_hit_share is None
+    assert (found.steps, found.gpu_busy_share, found.device_ms, found.timeline.device_busy) == (None, None, None, None)
     assert asked.count("/reset_prefix_cache") == 1
     assert asked.index("/reset_prefix_cache") == len(asked) - 7
 

@@ -1,52 +1,45 @@
-"""OpenRequest: puts together the tokens, texts and log-probabilities of one request as they are reported."""
+"""OpenRequest: one request from submission to its last token, and what its owner has not heard of yet."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-
-import numpy as np
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tok_core.errors import TokError
-from tok_core.messages import Finished
-from tok_core.outputs import Completion, Delta, FinishReason, RequestOutput, Timings, TokenLogprob
+from tok_core.messages import Finished, Progress
+from tok_core.outputs import Completion, Delta, RequestOutput, Timings, TokenLogprob
 from tok_core.sampling import SamplingParams
-from tok_core.text.detokenise import Detokeniser
-from tok_core.text.tokenizer import Tokenizer
 
-Sink = Callable[["OpenRequest", list[Delta]], None]
+Sink = Callable[[Sequence["OpenRequest"]], None]
 
 
-class _Sample:
-    """What one sample has so far."""
+class Told(NamedTuple):
+    """Tokens of a report for the requests that are told of each, in columns: those of a request side by side.
 
-    __slots__ = ("detokeniser", "finish_reason", "logprobs", "stop_reason", "text", "token_ids")
-
-    def __init__(self, detokeniser: Detokeniser | None, logprobs: bool) -> None:
-        self.detokeniser = detokeniser
-        self.token_ids: list[int] = []
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] | None = [] if logprobs else None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-
-
-class OpenRequest:
-    """One request from submission to its last token. `sink` is called, on the reporting thread, with what is new.
-
-    `error` is set where the engine could not go on.
+    Token `i` is one of sample `samples[i]`, and stands in row `rows[i]` of the report. `bounds`: by rid, where the
+    request's begin and end.
     """
 
-    def __init__(
-        self,
-        rid: int,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        sink: Sink,
-    ) -> None:
+    samples: list[int]
+    tokens: list[int]
+    rows: list[int]
+    bounds: dict[int, tuple[int, int]]
+
+
+class OpenRequest(ABC):
+    """One request from submission to its last token. `sink` is called, on any thread, when it has news: see `take`.
+
+    lock        held while it changes
+    error       set where the engine could not go on
+    each_token  it is told of each token, not only of the ends of its samples
+    """
+
+    each_token: bool
+
+    def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
         self.rid = rid
         self.request_id = request_id
         self.prompt = prompt
@@ -55,92 +48,59 @@ class OpenRequest:
         self.cached_tokens = 0
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
-        self.lock = threading.RLock()  # held while it changes and its sink is told
+        self.lock = threading.RLock()
         self._left = params.n
-        wants = params.logprobs is not None
-        self._samples = [
-            _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
-        ]
+        self._news: list[Delta] = []
 
     def ended(self) -> bool:
         """Whether nothing more will come."""
         return self._left == 0 or self.error is not None
 
-    def token(self, index: int, token: int, logprob: TokenLogprob | None, finished: Finished | None) -> Delta:
-        """One token of sample `index`, and how it ended the sample if it did."""
-        if self.timings.first_token is None:
-            self.timings.first_token = time.monotonic()
-        sample = self._samples[index]
-        sample.token_ids.append(token)
-        if sample.logprobs is not None and logprob is not None:
-            sample.logprobs.append(logprob)
-        text = self._text(sample, token, finished)
-        sample.text.append(text)
-        if finished is not None:
-            self._finish(sample, finished.reason, finished.stop)
-        return Delta(
-            index=index,
-            token_ids=[token],
-            text=text,
-            logprobs=None if sample.logprobs is None or logprob is None else [logprob],
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-        )
+    def take(self) -> list[Delta]:
+        """What is new since the last call, in order. After `ended` was seen, this is the last of it."""
+        with self.lock:
+            news, self._news = self._news, []
+            return news
 
-    def abort(self) -> list[Delta]:
+    def begin(self, now: float) -> None:
+        """A first token has come."""
+        if self.timings.first_token is None:
+            self.timings.first_token = now
+
+    @abstractmethod
+    def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
+        """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
+
+    @abstractmethod
+    def abort(self) -> None:
         """Ends every sample that still runs with reason "abort"; what was withheld of its text is released."""
-        deltas = []
-        for index, sample in enumerate(self._samples):
-            if sample.finish_reason is None:
-                text = sample.detokeniser.finish() if sample.detokeniser is not None else ""
-                sample.text.append(text)
-                self._finish(sample, "abort", None)
-                deltas.append(Delta(index, [], text, None, "abort"))
-        return deltas
+
+    def fail(self, error: TokError) -> None:
+        """Ends it with an error."""
+        self.error = error
 
     def output(self) -> RequestOutput:
         """The whole request, once it is done without error."""
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
-            outputs=[self._completion(index, sample) for index, sample in enumerate(self._samples)],
+            outputs=self._completions(),
             cached_tokens=self.cached_tokens,
             timings=self.timings,
         )
 
-    def _text(self, sample: _Sample, token: int, finished: Finished | None) -> str:
-        if sample.detokeniser is None:
-            return ""
-        # An end token is never shown, whether or not its tokenizer calls it special.
-        ended_by_token = finished is not None and finished.reason == "stop" and finished.cut is None
-        text = "" if ended_by_token else sample.detokeniser.push([token])
-        return text if finished is None else text + sample.detokeniser.finish(finished.cut)
+    @abstractmethod
+    def _completions(self) -> list[Completion]:
+        """Its samples, all ended, in order of index."""
 
-    def _finish(self, sample: _Sample, reason: FinishReason, stop: int | str | None) -> None:
-        sample.finish_reason, sample.stop_reason = reason, stop
-        sample.detokeniser = None
+    def _count_end(self) -> None:
         if self._left == 1:
             self.timings.finished = time.monotonic()
         self._left -= 1
 
-    def _completion(self, index: int, sample: _Sample) -> Completion:
-        assert sample.finish_reason is not None
-        return Completion(
-            index=index,
-            token_ids=sample.token_ids,
-            text="".join(sample.text),
-            logprobs=sample.logprobs,
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-        )
 
-
-def token_logprob(
-    params: SamplingParams, token: int, logprob: float, top_token: np.ndarray, top_logprob: np.ndarray
-) -> TokenLogprob | None:
-    """The token's log-probability, if the request asked for it, with as many most likely ones as it asked for."""
-    if params.logprobs is None:
-        return None
+def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
+    """The log-probability of the token in `row`, with as many most likely ones as the request asked for."""
     count = params.logprobs
-    top = zip(top_token[:count].tolist(), top_logprob[:count].tolist(), strict=True)
-    return TokenLogprob(token, logprob, tuple(top))
+    top = zip(progress.top_token[row, :count].tolist(), progress.top_logprob[row, :count].tolist(), strict=True)
+    return TokenLogprob(token, float(progress.logprob[row]), tuple(top))

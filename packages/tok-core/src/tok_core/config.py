@@ -11,10 +11,13 @@ from tok_core.errors import InvalidField
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
-BackendName = Literal["auto", "reference", "triton"]
+BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
 EOS_TEMPERATURE = 0.6
+TRACE_WARM_UP = 10
+MOST_AHEAD = 16  # steps that may be under way at once
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,9 +26,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model                a local directory in Hugging Face's layout, or a hub id
     data_dir             where fetched models are kept; None: the hub library's own cache
     device               auto: the GPU where there is one
-    dtype                of weights, activations and cache; auto: bfloat16 on a GPU, float32 on a CPU
-    backend              who computes: auto is Triton on a GPU, plain torch (reference) on a CPU
+    dtype                of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
+    backend              who computes: auto is plain torch (reference) on a CPU, and on a GPU the fastest of Triton's
+                         and FlashInfer's kernels for each phase of attention, measured once
     load_format          dummy: random weights, for measuring speed without a checkpoint
+    kv_cache_dtype       of the cached keys and values; auto: as dtype; fp8, or fp8_e4m3: one byte a number, without
+                         a scale, cut to ±448
     page_size            tokens a page of the KV cache holds, a power of two
     kv_cache_tokens      positions the KV cache holds; None: what the memory allows
     gpu_memory_fraction  share of the GPU's memory that weights, cache and activations may take together
@@ -33,12 +39,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens      most tokens one forward computes; None: 8192 on a GPU, 1024 on a CPU
     max_model_len        most tokens of prompt and output together; None: what model and cache allow
     dp, tp, pp           replicas, tensor-parallel ranks, pipeline stages
+    cuda_graphs          record decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
     prefix_groups        read prefixes shared by running sequences once a step
-    run_ahead            steps that may be queued at the worker before their tokens are back
+    run_ahead            steps that may be queued at the worker before their tokens are back; None: two, or more
+                         where steps are short
     step_timeout         seconds after which a step that has not come back means that the worker is stuck
     max_restarts         how often within `restart_window` seconds a replica may be started anew
     eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
     eos_temperature      the temperature at which `eos_probability` holds
+    trace                a file that gets a trace of the worker's steps in Chrome's format; None: none is made
+    trace_from           the first step traced, counted from 1; the profiler warms up during the steps before it
+    trace_steps          how many steps are traced
     """
 
     model: str
@@ -47,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     backend: BackendName = "auto"
     load_format: LoadFormat = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     page_size: int = 16
     kv_cache_tokens: int | None = None
     gpu_memory_fraction: float = 0.9
@@ -56,20 +68,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cuda_graphs: bool = True
     prefix_groups: bool = True
-    run_ahead: int = 2
+    run_ahead: int | None = None
     step_timeout: float = 600.0
     max_restarts: int = 3
     restart_window: float = 300.0
     seed: int = 0
     eos_probability: float | None = None
     eos_temperature: float = EOS_TEMPERATURE
+    trace: str | None = None
+    trace_from: int = TRACE_WARM_UP + 1
+    trace_steps: int = 20
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidField("model", self.model, "a directory or a hub id")
         _choice("device", self.device, get_args(Device))
         _choice("dtype", self.dtype, get_args(DType))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
         _at_least("page_size", self.page_size, 1)
@@ -89,7 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("dp", "tp", "pp"):
             if getattr(self, field) != 1:
                 raise InvalidField(field, getattr(self, field), "1 (this version runs one rank)")
-        _at_least("run_ahead", self.run_ahead, 1)
+        if self.run_ahead is not None:
+            _between("run_ahead", self.run_ahead, 1, MOST_AHEAD)
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
         for field in ("restart_window", "step_timeout"):
@@ -97,6 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not _is_number(value) or not value > 0:
                 raise InvalidField(field, value, "seconds above 0")
         self._check_eos()
+        self._check_trace()
 
     def _check_eos(self) -> None:
         probability, temperature = self.eos_probability, self.eos_temperature
@@ -111,6 +130,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not _is_number(probability) or not 0 < probability < 1:
             raise InvalidField("eos_probability", probability, "above 0, below 1")
 
+    def _check_trace(self) -> None:
+        if not isinstance(self.trace, str | None) or self.trace == "":
+            raise InvalidField("trace", self.trace, "a file")
+        _at_least("trace_from", self.trace_from, TRACE_WARM_UP + 1)
+        _at_least("trace_steps", self.trace_steps, 1)
+
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
@@ -120,6 +145,11 @@ def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
 def _at_least(field: str, value: object, low: int) -> None:
     if type(value) is not int or not low <= value < 1 << 63:
         raise InvalidField(field, value, f"integers from {low}")
+
+
+def _between(field: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidField(field, value, f"integers from {low} to {high}")
 
 
 def _is_number(value: object) -> bool:

@@ -5,27 +5,31 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import random
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, assert_never
 
 import msgspec
-import numpy as np
 
-from tok_core.assembly import OpenRequest, Sink, token_logprob
+from tok_core.assembly import OpenRequest, Sink
+from tok_core.checks import check_request
 from tok_core.config import EngineConfig
+from tok_core.delivery import NO_ENDS, Delivery, sort_out
 from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError, from_wire
 from tok_core.hub import resolve
-from tok_core.messages import Cancel, EngineInfo, Failed, Finished, Progress, Stats, Submit, ToEngine
-from tok_core.outputs import Delta
+from tok_core.ledger import Ledger
+from tok_core.messages import Cancel, EngineInfo, Failed, Int32, Progress, Stats, Submit, ToEngine
 from tok_core.processes.replica import ProcessReplica, Replica, ThreadReplica
 from tok_core.sampling import SamplingParams
+from tok_core.streamed import StreamedRequest
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
+from tok_core.whole import WholeRequest
 
 log = logging.getLogger("tok_core")
 
@@ -55,7 +59,10 @@ class EngineCore:
         self._failure: TokError | None = None
         self._open: dict[int, OpenRequest] = {}
         self._by_id: dict[str, OpenRequest] = {}
+        self._each_token: set[int] = set()  # open requests that are told of each token
+        self._ledger = Ledger()
         self._numbers = itertools.count(1)
+        self._seeds = random.Random()  # of the process: asking the system for each is slow while others compute
         self._deaths: deque[float] = deque()
         self._stats = Stats()
         self._begun = False
@@ -102,25 +109,48 @@ class EngineCore:
         self._fail_open(lambda: EngineClosed("the engine was closed"))
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None, sink: Sink
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None, sink: Sink, *, stream: bool
     ) -> OpenRequest:
-        """A new request. Raises InvalidField for what cannot be served, EngineDead while nothing is."""
+        """A new request, told of token by token if `stream`, else of a sample at a time, when that has ended.
+
+        Raises InvalidField for what cannot be served, EngineDead while nothing is.
+        """
         self._require_ready()
         ids = self.encode(prompt)
-        self.check(ids, params)
+        tokens = self.check(ids, params)
         if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        request_id = request_id or f"req-{secrets.token_hex(12)}"
+        request = self._make_request(request_id, ids, params, sink, stream)
+        try:
+            self._open_request(request, Submit(request.rid, tokens, params))
+        except BaseException:
+            self._ledger.close(request.rid)
+            raise
+        return request
+
+    def _make_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, sink: Sink, stream: bool
+    ) -> OpenRequest:
+        rid = next(self._numbers)
+        if stream:
+            return StreamedRequest(rid, request_id, ids, params, sink, self.tokenizer)
+        return WholeRequest(rid, request_id, ids, params, sink, self.tokenizer, self._ledger)
+
+    def _open_request(self, request: OpenRequest, message: Submit) -> None:
         with self._lock:
             self._require_ready()
-            rid = next(self._numbers)
-            request_id = request_id or f"req-{secrets.token_hex(12)}"
-            if request_id in self._by_id:
-                raise InvalidField("request_id", request_id, "an id that no open request has")
-            request = OpenRequest(rid, request_id, ids, params, self.tokenizer, sink)
             assert self._replica is not None
-            self._replica.send(Submit(rid, np.array(ids, np.int32), params))  # may raise: first
-            self._open[rid] = self._by_id[request_id] = request
-        return request
+            if request.request_id in self._by_id:
+                raise InvalidField("request_id", request.request_id, "an id that no open request has")
+            self._open[request.rid] = self._by_id[request.request_id] = request
+            if request.each_token:
+                self._each_token.add(request.rid)
+            try:
+                self._replica.send(message)
+            except BaseException:
+                self._forget(request)
+                raise
 
     def _require_ready(self) -> None:
         with self._lock:
@@ -164,7 +194,8 @@ class EngineCore:
                 self._forget(request)
                 if self._replica is not None:
                     self._replica.send(Cancel(request.rid))
-            _tell(request, request.abort())
+            request.abort()
+        _tell([request])
 
     def health(self) -> Health:
         """Whether requests are served now."""
@@ -175,32 +206,9 @@ class EngineCore:
         """Counters since the replica's start, and gauges; see `Stats`. `restarts` counts replicas started anew."""
         return {**msgspec.structs.asdict(self._stats), "restarts": self.restarts}
 
-    def check(self, ids: list[int], params: SamplingParams) -> None:
-        """Raises InvalidField for a request that cannot be served."""
-        info = self.info
-        if not ids:
-            raise InvalidField("prompt", ids, "at least one token")
-        if len(ids) >= info.max_model_len:
-            most = info.max_model_len - 1
-            raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}, so that one can follow")
-        for token in ids:
-            if type(token) is not int or not 0 <= token < info.vocab_size:
-                raise InvalidField("prompt", token, f"token ids from 0 to {info.vocab_size - 1}")
-        if params.max_tokens is not None and params.max_tokens > info.max_model_len - len(ids):
-            most = info.max_model_len - len(ids)
-            raise InvalidField("max_tokens", params.max_tokens, f"at most {most} after this prompt")
-        if params.min_tokens > info.max_model_len - len(ids):
-            most = info.max_model_len - len(ids)
-            raise InvalidField("min_tokens", params.min_tokens, f"at most {most} after this prompt")
-        if params.stop and self.tokenizer is None:
-            raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
-        for field, tokens in (
-            ("logit_bias", params.logit_bias or ()),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in tokens:
-                if token >= info.vocab_size:
-                    raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
+    def check(self, ids: list[int], params: SamplingParams) -> Int32:
+        """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+        return check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
 
     def _start_replica(self) -> None:
         with self._lock:  # `close` either comes first, and nothing is started, or finds what to close
@@ -226,30 +234,34 @@ class EngineCore:
                 assert_never(message)
 
     def _deliver(self, progress: Progress) -> None:
-        """Hands out what one step brought: one callback a request. Texts are made outside the core's lock."""
-        finished = {(end.rid, end.sample): end for end in progress.finished}
-        rows: dict[int, list[int]] = {}
-        for row, rid in enumerate(progress.rid.tolist()):
-            rows.setdefault(rid, []).append(row)
+        """Hands out what one report brought: one call a sink. Texts are made outside the core's lock."""
+        brought = sort_out(progress, self._ledger, self._each_token)
         with self._lock:
             self._stats = progress.stats
             for rid, cached in progress.cached:
                 if rid in self._open:
                     self._open[rid].cached_tokens = cached
-            news = [(self._open[rid], mine) for rid, mine in rows.items() if rid in self._open]
-        for request, mine in news:
-            with request.lock:  # an abort comes before or after, and is told in that order
-                if request.ended():
-                    continue
-                deltas = [_delta(request, progress, row, finished) for row in mine]
+            begun = [self._open[rid] for rid in brought.begun if rid in self._open]
+            changed = [self._open[rid] for rid in brought.rids() if rid in self._open]
+        now = time.monotonic()
+        for request in begun:
+            request.begin(now)
+        for request in changed:
+            self._advance(request, brought, progress)
+        _tell(changed)
+
+    def _advance(self, request: OpenRequest, brought: Delivery, progress: Progress) -> None:
+        with request.lock:  # an abort comes before or after
+            if not request.ended():
+                request.advance(brought.told, brought.ends.get(request.rid, NO_ENDS), progress)
                 if request.ended():
                     self._forget(request)
-                _tell(request, deltas)
 
     def _forget(self, request: OpenRequest) -> None:
         with self._changed:
             if self._open.pop(request.rid, None) is not None:
                 del self._by_id[request.request_id]
+                self._each_token.discard(request.rid)
                 self._changed.notify_all()
 
     def _fail_open(self, error: Callable[[], TokError]) -> None:
@@ -260,8 +272,8 @@ class EngineCore:
         for request in requests:
             with request.lock:
                 if not request.ended():
-                    request.error = error()
-                    _tell(request, [])
+                    request.fail(error())
+        _tell(requests)
 
     def _on_death(self, replica: Replica, reason: str) -> None:
         """Fails what is open, and starts the replica anew unless that has been done too often."""
@@ -311,24 +323,16 @@ def _why(reason: str, failure: TokError | None, started: bool) -> str:
     return f"{reason}: {failure}" if started else str(failure)
 
 
-def _tell(request: OpenRequest, deltas: list[Delta]) -> None:
-    """Calls the sink; one that fails must not keep others from hearing."""
-    try:
-        request.sink(request, deltas)
-    except Exception:
-        log.exception("the callback of request %s failed", request.request_id)
-
-
-def _delta(request: OpenRequest, progress: Progress, row: int, finished: dict[tuple[int, int], Finished]) -> Delta:
-    token, sample = int(progress.token[row]), int(progress.sample[row])
-    logprob = token_logprob(
-        request.params,
-        token,
-        float(progress.logprob[row]),
-        progress.top_token[row],
-        progress.top_logprob[row],
-    )
-    return request.token(sample, token, logprob, finished.get((request.rid, sample)))
+def _tell(requests: Sequence[OpenRequest]) -> None:
+    """Calls each sink once; one that fails must not keep others from hearing."""
+    news: dict[Sink, list[OpenRequest]] = {}
+    for request in requests:
+        news.setdefault(request.sink, []).append(request)
+    for sink, about in news.items():
+        try:
+            sink(about)
+        except Exception:
+            log.exception("the callback of %d requests failed, %s one of them", len(about), about[0].request_id)
 
 
 def _load_text(path: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:

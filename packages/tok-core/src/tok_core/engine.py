@@ -111,33 +111,28 @@ class Engine(_Base):
         ids = [self._core.encode(prompt) for prompt in prompts]
         for prompt, one in zip(ids, each, strict=True):
             self._core.check(prompt, one)
-        arrived: queue.SimpleQueue[tuple[OpenRequest, list[Delta]]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
         with progress_bar(progress, sum(one.n for one in each)) as bar:
             index: dict[int, int] = {}
             try:
                 for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-                    index[self._core.submit(prompt, one, None, lambda *news: arrived.put(news)).rid] = i
+                    index[self._core.submit(prompt, one, None, arrived.put, stream=False).rid] = i
                 yield from self._collect(index, arrived, bar)
             finally:
                 self._core.abort_all(index)
 
     def _collect(
-        self,
-        index: dict[int, int],
-        arrived: queue.SimpleQueue[tuple[OpenRequest, list[Delta]]],
-        bar: Progressing,
+        self, index: dict[int, int], arrived: queue.SimpleQueue[Sequence[OpenRequest]], bar: Progressing
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yields each request when it is done, and takes it out of `index`."""
-        ended = dict.fromkeys(index, 0)
         while index:
-            request, deltas = arrived.get()
-            bar.advance(deltas)
-            if request.error is not None:
-                raise request.error
-            # Counted from the deltas: the request itself may be further than what has been taken in here.
-            ended[request.rid] += sum(delta.finish_reason is not None for delta in deltas)
-            if ended[request.rid] == request.params.n:
-                yield index.pop(request.rid), request.output()
+            for request in arrived.get():
+                ended = request.ended()  # before: what it has by now is then all of it
+                bar.advance(request.take())
+                if request.error is not None:
+                    raise request.error
+                if ended and request.rid in index:
+                    yield index.pop(request.rid), request.output()
 
 
 class RequestStream:
@@ -146,66 +141,95 @@ class RequestStream:
     Deltas of its samples interleave. Raises EngineDead if a process dies. Leaving early? Call `abort`.
     """
 
-    def __init__(self, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, core: EngineCore, request: OpenRequest) -> None:
         self._core = core
-        self._loop = loop
-        self._arrived: asyncio.Queue[list[Delta]] = asyncio.Queue()
+        self._request = request
+        self._news = asyncio.Event()
         self._unread: deque[Delta] = deque()
-        self._left = 1  # samples whose last delta has not been read
-        self._request: OpenRequest | None = None
+        self._left = request.params.n  # samples whose last delta has not been read
 
     @property
     def request_id(self) -> str:
         """The id given, or one made for it."""
-        return self._open.request_id
+        return self._request.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt in tokens."""
-        return self._open.prompt
+        return self._request.prompt
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in the cache; known with the first delta."""
-        return self._open.cached_tokens
+        return self._request.cached_tokens
 
     def abort(self) -> None:
         """Ends the request, if it still runs: its samples finish with reason "abort"."""
-        self._core.abort_all([self._open.rid])
+        self._core.abort_all([self._request.rid])
 
     async def output(self) -> RequestOutput:
         """Waits for the whole request."""
-        async for _ in self:
+        async for _ in self.batches():
             pass
-        return self._open.output()
+        return self._request.output()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas()
 
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """The deltas, those together that were reported together."""
+        while self._left:
+            await self._wait()
+            batch = list(self._unread)
+            self._unread.clear()
+            self._left -= sum(delta.finish_reason is not None for delta in batch)
+            yield batch
+
     async def _deltas(self) -> AsyncIterator[Delta]:
         while self._left:
-            if not self._unread:
-                if self._open.error is not None and self._arrived.empty():
-                    raise self._open.error
-                self._unread += await self._arrived.get()
-                continue
+            await self._wait()
             delta = self._unread.popleft()
             self._left -= delta.finish_reason is not None
             yield delta
 
-    @property
-    def _open(self) -> OpenRequest:
-        assert self._request is not None
-        return self._request
+    async def _wait(self) -> None:
+        """Returns when something is unread. Raises the request's error when there is nothing before it."""
+        while not self._unread:
+            self._news.clear()
+            error = self._request.error  # before: what comes before it is then taken
+            self._unread += self._request.take()
+            if not self._unread:
+                if error is not None:
+                    raise error
+                await self._news.wait()
 
-    def _sink(self, request: OpenRequest, deltas: list[Delta]) -> None:
-        """On the reporting thread; a loop that has ended has nobody to tell."""
+
+class _Mailbox:
+    """The streams of one event loop, which is woken once a report however many of them have news."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.streams: dict[int, RequestStream] = {}  # by rid, until their requests have ended
+
+    def tell(self, requests: Sequence[OpenRequest]) -> None:
+        """From any thread; a loop that has ended has nobody to tell."""
         with suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, deltas)
+            self.loop.call_soon_threadsafe(self._wake, requests)
+
+    def _wake(self, requests: Sequence[OpenRequest]) -> None:
+        for request in requests:
+            find = self.streams.pop if request.ended() else self.streams.get
+            stream = find(request.rid, None)
+            if stream is not None:
+                stream._news.set()
 
 
 class AsyncEngine(_Base):
     """Serves requests as they come. `start` it within a running event loop."""
+
+    def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
+        super().__init__(config, in_process=in_process)
+        self._mailbox: _Mailbox | None = None
 
     async def start(self) -> None:
         """Returns when ready. Raises ModelError, InvalidField or EngineError where it cannot start."""
@@ -220,14 +244,26 @@ class AsyncEngine(_Base):
         await asyncio.to_thread(self._core.close, drain)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = True,
     ) -> RequestStream:
-        """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is."""
-        stream = RequestStream(self._core, asyncio.get_running_loop())
-        params = params or SamplingParams()
-        stream._left = params.n
-        stream._request = self._core.submit(prompt, params, request_id, stream._sink)
-        return stream
+        """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is.
+
+        stream  True: a delta for each token, as it comes. False: one for each sample, when it has ended; this
+                takes far less of the CPU
+        """
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = _Mailbox(loop)
+        mailbox = self._mailbox
+        request = self._core.submit(prompt, params or SamplingParams(), request_id, mailbox.tell, stream=stream)
+        # What is told meanwhile waits: the loop runs this.
+        found = mailbox.streams[request.rid] = RequestStream(self._core, request)
+        return found
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with reason "abort"."""

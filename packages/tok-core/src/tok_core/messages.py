@@ -40,12 +40,16 @@ class Cancel(msgspec.Struct, tag=True):
 class NewSlots(msgspec.Struct):
     """Slots given to new sequences: one entry of every array a slot.
 
-    `length`: positions already in the cache. `seed` int64; the floats are float32. `bias_*` are ragged, a slot's
+    `length`: positions already in the cache. `last_token`: what a decode row feeds before the slot has drawn any (a
+    sample that forks from a prompt computed earlier feeds the prompt's last token). `ends_from`: drawn positions from
+    which a model's end id ends the sample. `seed` int64; the floats are float32. `bias_*` are ragged, a slot's
     entries together: the logit of `bias_token[i]` gains `bias_value[i]` at drawn positions below `bias_until[i]`.
     """
 
     slot: np.ndarray
     length: np.ndarray
+    last_token: np.ndarray
+    ends_from: np.ndarray
     prompt_len: np.ndarray
     seed: np.ndarray
     sample: np.ndarray
@@ -66,10 +70,10 @@ class StepInput(msgspec.Struct):
     """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
 
     1. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
-    2. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
+    2. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
+    3. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
        `prefill_start` on. Group `g` is `group_count[g]` decode rows from `group_start[g]` on, sharing the positions
        `[0, group_kv_end[g])` as found through the page table of `group_slot[g]`.
-    3. Pages `copy_src` are copied to `copy_dst`.
     4. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
@@ -103,14 +107,19 @@ class StepInput(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The tokens of one step, in the order of its R rows: int32, float32, and `[R, top_logprobs]` of each."""
+    """The tokens of one step, in the order of its R rows: int32, float32, and `[R, top_logprobs]` of each.
+
+    A row whose sequence had ended before the step may return any token. `launch_seconds`: of the worker's CPU, to
+    enqueue the step; `device_seconds`: from the step's first operation on the device to its last.
+    """
 
     step: int
     token: np.ndarray
     logprob: np.ndarray
     top_token: np.ndarray
     top_logprob: np.ndarray
-    seconds: float
+    launch_seconds: float
+    device_seconds: float
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
@@ -156,7 +165,11 @@ class Finished(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct):
-    """Counters since the start, and gauges, of one manager."""
+    """Counters since the start, and gauges, of one manager.
+
+    Seconds: `schedule_seconds` of the manager, to make steps; `output_seconds` of the manager, to take in what came
+    back; `launch_seconds` and `device_seconds` as in StepOutput.
+    """
 
     requests_running: int = 0
     requests_waiting: int = 0
@@ -174,6 +187,10 @@ class Stats(msgspec.Struct):
     steps: int = 0
     steps_in_flight: int = 0
     group_rows: int = 0
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    device_seconds: float = 0.0
+    output_seconds: float = 0.0
 
 
 class Progress(msgspec.Struct, tag=True):

@@ -9,7 +9,10 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+# None of these can be part of a cycle; by the million, they need not be looked at for one (gc=False).
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """One token's log-probability under the model's own distribution, and the `top` most likely `(id, logprob)`."""
 
     token_id: int
@@ -17,7 +20,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What one sample gained. `text` never holds half a character, nor what may yet turn out to be a stop string.
 
     `finish_reason` is set on the last delta of the sample: "stop" (end id, stop id or stop string, named by
@@ -32,7 +35,7 @@ class Delta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, gc=False):
     """One finished sample. `token_ids` include the end id; `text` does not show it."""
 
     index: int

@@ -7,28 +7,39 @@ from tok_kernels.batch import (
     AttentionBatch,
     CascadeLevel,
     Filters,
+    HostLengths,
+    HostLevel,
     LayerCache,
     LogitBias,
     Penalties,
+    QKNorm,
     Sampled,
     SamplingBatch,
 )
 from tok_kernels.merge import merge_states
 from tok_kernels.rope_table import Llama3Scaling, RopeScaling, rope_table
+from tok_kernels.shape import AttentionShape
+from tok_kernels.slots import DecodeRows, SlotColumns
 
 __all__ = [
     "BACKENDS",
     "AttentionBatch",
+    "AttentionShape",
     "Backend",
     "CascadeLevel",
+    "DecodeRows",
     "Filters",
+    "HostLengths",
+    "HostLevel",
     "LayerCache",
     "Llama3Scaling",
     "LogitBias",
     "Penalties",
+    "QKNorm",
     "RopeScaling",
     "Sampled",
     "SamplingBatch",
+    "SlotColumns",
     "choose",
     "merge_states",
     "rope_table",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import AttentionBatch, LayerCache, Sampled, SamplingBatch
+from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.phases import Phase
+from tok_kernels.shape import AttentionShape
+from tok_kernels.slots import DecodeRows, SlotColumns
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "triton", "flashinfer")
 
 
 class Backend(Protocol):
@@ -22,13 +26,44 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def needs_host_lengths(self) -> frozenset[Phase]:
+        """The phases of attention that are planned on the host: a step that has one carries `AttentionBatch.host`."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can record decode steps: nothing in them then depends on the host's values."""
+        ...
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), computed in float32; any leading
         axes."""
         ...
 
-    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`residual' = residual + x`; returns `(rms_norm(residual'), residual')`, both of x's dtype."""
+    def linear(
+        self,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """`x Wᵀ + bias`, of x's dtype; with `norm`, a weight `[K]` and eps, of `rms_norm(x)`. A `residual`, of x's
+        dtype too, gains it in place and is returned."""
+        ...
+
+    def gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up_FK: Tensor,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """`silu(gate) * up` (Shazeer 2020) for `[gate, up] = linear(x, gate_up, bias, norm=norm)`, split along the
+        last axis: `[T, K] -> [T, F / 2]`."""
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,9 +80,10 @@ class Backend(Protocol):
         cos_sin_LD: Tensor,
         cache: LayerCache,
         index_T: Tensor,
+        norm: QKNorm | None = None,
     ) -> Tensor:
-        """`rope`, then `write_kv` of the turned keys and of the values; returns the turned queries, which may
-        be `q_THD` itself, turned in place."""
+        """`rope`, after `rms_norm` of each head where there is a `norm`, then `write_kv` of the turned keys and
+        of the values; returns the turned queries, which may be `q_THD` itself, turned in place."""
         ...
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
@@ -68,21 +104,42 @@ class Backend(Protocol):
         """Draws one token a row. Leaves `logits_RV` (float32 or bfloat16) unchanged."""
         ...
 
+    def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
+        """One row for each of `slot_B` (int32; each slot once but for ended ones): its slot's last token at its
+        length, which grows by one, and an entry in `token_of`. An ended slot computes token 0 at position 0, writes
+        to the scratch row and stays as it is."""
+        ...
 
-def choose(device: torch.device, requested: str = "auto") -> Backend:
-    """The backend for `device`; `requested` is one of `BACKENDS`, "auto" being Triton on a CUDA device.
+    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+        """Makes each row's token (int64) the last one of its slot (int32), and ends the slot if the token does so
+        at the position it is drawn for, the slot's length. Returns int32 `[2, R]` for the host: the tokens, and the
+        bits of their log-probabilities."""
+        ...
 
-    Raises ValueError for any other name, and for Triton where there is none or on another device.
+
+def choose(
+    device: torch.device,
+    requested: str = "auto",
+    shape: AttentionShape | None = None,
+    directory: Path | None = None,
+) -> Backend:
+    """The backend for `device`; `requested` is one of `BACKENDS`.
+
+    "auto" is the reference on a CPU. On a CUDA device it is Triton, and where the model's `shape` is given, for each
+    phase of attention whichever of Triton's and FlashInfer's kernels is fastest: measured the first time, and then
+    known from the files in `directory` (`tok_kernels.calibration.calibrate`).
+
+    Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
     usable = device.type == "cuda" and find_spec("triton") is not None
-    if requested == "triton" and not usable:
+    if requested == "reference" or (requested == "auto" and not usable):
+        from tok_kernels.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if not usable:
         raise ValueError(f"backend is {requested!r}; allowed on {device.type} here: reference")
-    if requested == "triton" or (requested == "auto" and usable):
-        from tok_kernels.triton.backend import TritonBackend
+    from tok_kernels.calibration.compose import compose
 
-        return TritonBackend()
-    from tok_kernels.reference import ReferenceBackend
-
-    return ReferenceBackend()
+    return compose(device, requested, shape, directory)

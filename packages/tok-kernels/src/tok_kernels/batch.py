@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`."""
+    """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`.
+
+    Float32, bfloat16, float16 or float8_e4m3fn. What is written to the last is first cut to ±448, its range,
+    and rounded to nearest, ties to even. It has no scale: its spacing is 1/8 to 1/16 of a number of any size
+    from 2⁻⁶ up to the cut, so that a scale would gain nothing where keys and values lie between.
+    """
 
     k: Tensor
     v: Tensor
@@ -27,13 +34,24 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMS norm of every head of queries and keys, ahead of their rotation (Henry et al. 2020, "Query-key
+    normalization"): the weights, `[D]`, and what is added to the mean of squares."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class CascadeLevel:
     """Groups of decode rows whose sequences share pages, each range of pages read once for its whole group.
 
     Group `g` is the rows `[row_start[g], row_start[g] + row_count[g])` of the step's decode rows; they
     attend, without a causal mask, to the positions `[kv_start[g], kv_end[g])` found through the page table of
     `slot[g]`. All int32 `[G]`; positions are multiples of the page size. A row is in at most one group of a
-    level. `max_rows` and `max_kv` are host-side upper bounds of `row_count` and `kv_end - kv_start`.
+    level, and a group may have none (and then no keys). `max_rows` and `max_kv` are host-side upper bounds of
+    `row_count` and `kv_end - kv_start`.
     """
 
     row_start: Tensor
@@ -46,6 +64,31 @@ class CascadeLevel:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLevel:
+    """A cascade level's groups as the host knows them: its tensors of the same names, as int32 arrays `[G]`."""
+
+    row_start: NDArray[np.int32]
+    row_count: NDArray[np.int32]
+    kv_start: NDArray[np.int32]
+    kv_end: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """A step's lengths as the host knows them, for kernels that are planned there: int32 arrays `[B]`.
+
+    `q_len` is the number of query tokens of each sequence; `kv_len` and `kv_start` are the tensors of the same
+    names, `levels` one entry a cascade level. What a phase does not read (`Backend.needs_host_lengths`) may hold
+    anything.
+    """
+
+    q_len: NDArray[np.int32]
+    kv_len: NDArray[np.int32]
+    kv_start: NDArray[np.int32]
+    levels: tuple[HostLevel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What the queries of one step attend to.
 
@@ -55,6 +98,9 @@ class AttentionBatch:
     the parts are merged by log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade
     inference").
 
+    A decode row whose `kv_len` is not above its `kv_start` sees the keys of its levels alone, if any; such rows, with
+    0 for both, and groups without rows fill a captured step up to its size.
+
     page_table  int32 [S, P]   page ids of every slot
     slots       int32 [B]      the slot of each sequence
     q_start     int32 [B + 1]  where each sequence's query tokens begin among the step's T
@@ -62,6 +108,9 @@ class AttentionBatch:
     kv_start    int32 [B]      first position read by the sequence itself; 0 without a group
     levels      cascade levels, over disjoint position ranges
     max_q, max_kv              host-side upper bounds of query tokens and kv_len of any sequence
+    host        the lengths on the host, where the backend asks for them (`needs_host_lengths`)
+
+    A backend may keep what it plans for a batch as long as it is given the very same object: one object a step.
     """
 
     page_table: Tensor
@@ -73,6 +122,7 @@ class AttentionBatch:
     max_q: int
     max_kv: int
     levels: tuple[CascadeLevel, ...] = ()
+    host: HostLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)

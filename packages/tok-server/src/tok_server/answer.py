@@ -31,13 +31,14 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 MOST_WARNED = 1000
+FEW = 32  # choices without log-probabilities that are written down at once
 
 
 class Form(Protocol):
     """The JSON of one endpoint, for one request."""
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole answer. Called in a thread."""
+        """The whole answer. Called in a thread, unless it is a short one."""
 
     def events(self, prompt: int, delta: Delta) -> bytes:
         """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing.
@@ -66,7 +67,8 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
         context.metrics.first_token.observe(min(first) - request[STARTED])
-    body = await context.work(lambda: form.whole(outputs))
+    short = job.params.logprobs is None and len(outputs) * job.params.n <= FEW
+    body = await context.work(lambda: form.whole(outputs), short=short)
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
@@ -111,14 +113,14 @@ async def _write(
     streams: list[RequestStream],
 ) -> None:
     tokens = 0
-    async with aclosing(merged(streams)) as deltas:
-        async for prompt, delta in deltas:
-            if delta.finish_reason == "abort":
+    async with aclosing(merged(streams)) as batches:
+        async for prompt, batch in batches:
+            if any(delta.finish_reason == "abort" for delta in batch):
                 raise EngineDead("the request was aborted: the engine is stopping")
-            if not tokens and delta.token_ids:
+            if not tokens and any(delta.token_ids for delta in batch):
                 context.metrics.first_token.observe(time.monotonic() - request[STARTED])
-            tokens += len(delta.token_ids)
-            if data := form.events(prompt, delta):
+            tokens += sum(len(delta.token_ids) for delta in batch)
+            if data := b"".join([form.events(prompt, delta) for delta in batch]):
                 await response.write(data)
     if job.include_usage:
         await response.write(form.closing(usage(streams, tokens)))

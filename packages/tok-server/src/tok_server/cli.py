@@ -11,6 +11,8 @@ from typing import cast
 
 from tok_core import InvalidField, TokError
 from tok_server.flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
+from tok_server.kernel_flags import EXAMPLES as KERNELS_EXAMPLES
+from tok_server.kernel_flags import add_kernels
 
 PASS_AT_K = "pass-at-k"
 BENCH = "bench"
@@ -78,6 +80,13 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=MODELS_EXAMPLES,
     )
     models.add_argument("model", nargs="?", metavar="MODEL", help="a model directory to look into")
+    kernels = commands.add_parser(
+        "kernels",
+        help="show which kernels compute a model's attention here, and their times",
+        description="Show which kernels compute a model's attention on this machine, and the times that decided it.",
+        epilog=KERNELS_EXAMPLES,
+    )
+    add_kernels(kernels)
     measure = commands.add_parser(
         PASS_AT_K, help="sample many answers a problem and show how many problems are solved (pass@k)"
     )
@@ -89,6 +98,7 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     serve.set_defaults(module="tok_server.commands.serve")
     chat.set_defaults(module="tok_server.commands.chat")
     models.set_defaults(module="tok_server.commands.models")
+    kernels.set_defaults(module="tok_server.commands.kernels")
     measure.set_defaults(module="tok_server.passatk.command")
     bench.set_defaults(module="tok_server.commands.bench")
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 
@@ -33,6 +34,8 @@ from tok_server.wire import encode
 
 MAX_TOKENS = 16  # OpenAI's default; fewer where the model's length leaves no room
 MAX_CHOICES = 65_536
+SHORT = 8192  # bytes: some thousand token ids
+TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -40,7 +43,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.admit()
     body = await read_body(request, context.settings.body_timeout)
-    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name))
+    # Text needs the tokenizer, which takes its time and leaves the interpreter to others meanwhile.
+    short = len(body) <= SHORT and TOKEN_IDS.search(body) is not None
+    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name), short=short)
     return await answer(request, context, job, CompletionForm(job, TokenTexts(context.engine.tokenizer)))
 
 

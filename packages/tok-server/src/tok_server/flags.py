@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+import msgspec
+
 from tok_core import EngineConfig
-from tok_core.config import BackendName, Device, DType, LoadFormat
+from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
 from tok_server.default_model import model_and_name
 from tok_server.settings import Settings
 
@@ -39,6 +41,7 @@ ENGINE_FLAGS = (
     "dtype",
     "backend",
     "load_format",
+    "kv_cache_dtype",
     "page_size",
     "kv_cache_tokens",
     "gpu_memory_fraction",
@@ -48,7 +51,17 @@ ENGINE_FLAGS = (
     "dp",
     "tp",
     "pp",
+    "prefix_groups",
+    "cuda_graphs",
+    "run_ahead",
+    "seed",
+    "step_timeout",
+    "max_restarts",
+    "restart_window",
 )
+
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+"""What the engine does without the flag."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -68,35 +81,30 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--data-dir", metavar="DIR", help="where fetched models are kept (default: the hub library's own cache)"
     )
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
-    engine = parser.add_argument_group("engine")
-    _add_device(engine)
-    engine.add_argument(
-        "--backend",
-        choices=get_args(BackendName),
-        default="auto",
-        help="who computes; auto: Triton kernels on a GPU, plain torch (reference) on a CPU",
-    )
-    engine.add_argument(
-        "--load-format",
-        choices=get_args(LoadFormat),
-        default="auto",
-        help="dummy: random weights, to measure speed without a checkpoint (default: %(default)s)",
-    )
-    _number(engine, "page-size", "tokens in a page of the KV cache, a power of two", 16)
-    _number(engine, "kv-cache-tokens", "tokens the KV cache holds (default: what the memory allows)")
-    engine.add_argument(
-        "--gpu-memory-fraction",
-        type=float,
-        default=0.9,
-        metavar="F",
-        help="share of the GPU's memory to use (default: %(default)s)",
-    )
-    _number(engine, "max-running", "most samples that run at once (default: 8192 on a GPU, 256 on a CPU)")
-    _number(engine, "max-step-tokens", "most tokens of a forward pass (default: 8192 on a GPU, 1024 on a CPU)")
-    _number(engine, "max-model-len", "most tokens of prompt and answer together (default: the model's)")
-    _number(engine, "dp", "data-parallel replicas; this version allows only 1", 1)
-    _number(engine, "tp", "tensor-parallel ranks; this version allows only 1", 1)
-    _number(engine, "pp", "pipeline stages; this version allows only 1", 1)
+    _add_engine(parser.add_argument_group("engine"))
+
+
+def _add_engine(group: argparse._ActionsContainer) -> None:
+    _add_device(group)
+    _choice(group, "backend", BackendName, "who computes; auto: the fastest on a GPU, plain torch (reference) on a CPU")
+    _choice(group, "load_format", LoadFormat, "dummy: random weights, to measure speed without a checkpoint")
+    _choice(group, "kv_cache_dtype", KVCacheDType, "of the KV cache; auto: as --dtype, fp8: half as large, less exact")
+    _number(group, "page_size", "tokens in a page of the KV cache, a power of two")
+    _number(group, "kv_cache_tokens", "tokens the KV cache holds", unset="what the memory allows")
+    _number(group, "gpu_memory_fraction", "share of the GPU's memory to use", kind=float, metavar="F")
+    _number(group, "max_running", "most samples that run at once", unset="8192 on a GPU, 256 on a CPU")
+    _number(group, "max_step_tokens", "most tokens of a forward pass", unset="8192 on a GPU, 1024 on a CPU")
+    _number(group, "max_model_len", "most tokens of prompt and answer together", unset="the model's")
+    _number(group, "dp", "data-parallel replicas; this version allows only 1")
+    _number(group, "tp", "tensor-parallel ranks; this version allows only 1")
+    _number(group, "pp", "pipeline stages; this version allows only 1")
+    _off(group, "prefix_groups", "let every sequence read its shared prefix by itself")
+    _off(group, "cuda_graphs", "launch every kernel of every step instead of replaying decode steps")
+    _number(group, "run_ahead", "steps queued at the worker at most", unset="as many as keep it busy")
+    _number(group, "seed", "of the random weights, with --load-format dummy")
+    _number(group, "step_timeout", "seconds after which a step means a stuck worker", kind=float, metavar="S")
+    _number(group, "max_restarts", "times that an engine that died is started anew within --restart-window")
+    _number(group, "restart_window", "seconds in which --max-restarts are allowed", kind=float, metavar="S")
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +130,35 @@ def _add_model(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--device", choices=get_args(Device), default="auto", help="auto: the GPU where there is one")
-    group.add_argument(
-        "--dtype", choices=get_args(DType), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU"
-    )
+    _choice(group, "device", Device, "auto: the GPU where there is one")
+    _choice(group, "dtype", DType, "auto: bfloat16 on a GPU, float32 on a CPU")
 
 
-def _number(group: argparse._ActionsContainer, name: str, text: str, default: int | None = None) -> None:
-    shown = text if default is None else f"{text} (default: {default})"
-    group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
+def _choice(group: argparse._ActionsContainer, field: str, allowed: object, text: str) -> None:
+    group.add_argument(_flag(field), choices=get_args(allowed), default=DEFAULTS[field], help=text)
+
+
+def _number(
+    group: argparse._ActionsContainer,
+    field: str,
+    text: str,
+    *,
+    kind: type[int] | type[float] = int,
+    metavar: str = "N",
+    unset: str | None = None,
+) -> None:
+    """`unset`: what happens without the flag, where that is no number."""
+    default = DEFAULTS[field]
+    shown = f"{text} (default: {unset or f'{default:g}'})"
+    group.add_argument(_flag(field), type=kind, default=default, metavar=metavar, help=shown)
+
+
+def _off(group: argparse._ActionsContainer, field: str, text: str) -> None:
+    group.add_argument(f"--no-{field.replace('_', '-')}", dest=field, action="store_false", help=text)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -19,11 +19,17 @@ COUNTERS = {
     "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
     "preemptions": "Samples interrupted for lack of memory.",
     "steps": "Forward passes.",
+    "group_rows": "Tokens computed for an output as one of a group, which reads a shared prefix once.",
+    "schedule_seconds": "Time taken to make steps.",
+    "launch_seconds": "Time taken to launch them.",
+    "device_seconds": "Time the device took for them, from the first operation of each to its last.",
+    "output_seconds": "Time taken to take in what came of them.",
     "restarts": "Times a replica was started anew.",
 }
 GAUGES = {
     "requests_running": "Requests of which at least one sample runs.",
     "requests_waiting": "Requests waiting to run.",
+    "sequences_running": "Samples that run.",
     "pages_total": "Pages of the KV cache.",
     "pages_used": "Pages of the KV cache that hold something needed.",
     "steps_in_flight": "Forward passes queued at the worker.",

@@ -31,24 +31,24 @@ async def submitted(engine: AsyncEngine, job: Job) -> AsyncIterator[list[Request
 def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> RequestStream:
     try:
         params = job.params_of(prompt, engine.info.max_model_len)
-        return engine.generate(prompt, params, request_id=f"{job.id}-{index}")
+        return engine.generate(prompt, params, request_id=f"{job.id}-{index}", stream=job.stream)
     except InvalidField as error:
         raise job.refused(error, index) from error
 
 
-async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Delta]]:
-    """Deltas of all streams as they come, each with its stream's number. The first error of any ends it."""
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
+    """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
     if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
+        async for batch in streams[0].batches():
+            yield 0, batch
         return
-    async with aclosing(_interleaved(streams)) as deltas:
-        async for found in deltas:
+    async with aclosing(_interleaved(streams)) as batches:
+        async for found in batches:
             yield found
 
 
-async def _interleaved(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Delta]]:
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+async def _interleaved(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
+    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
@@ -66,10 +66,12 @@ async def _interleaved(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(stream: RequestStream, index: int, queue: asyncio.Queue[tuple[int, Delta | Exception | None]]) -> None:
+async def _pump(
+    stream: RequestStream, index: int, queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]]
+) -> None:
     try:
-        async for delta in stream:
-            queue.put_nowait((index, delta))
+        async for batch in stream.batches():
+            queue.put_nowait((index, batch))
         queue.put_nowait((index, None))
     except Exception as error:
         queue.put_nowait((index, error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from msgspec import field
 
 from tok_client.types.base import UNSET, Maybe, Wire
@@ -26,7 +28,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
             return
-        kinds = {list if isinstance(item, list | tuple) else type(item) for item in self.prompt}
+        kinds = {list if kind is tuple else kind for kind in set(map(type, self.prompt))}
         if len(kinds) > 1:
             named = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(f"prompt mixes {named}; allowed: only strings, only integers, or only lists")
@@ -37,8 +39,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         """The prompts one by one: each a text, or the ids of its tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+        # Of one kind, which the first tells: thousands of ids are not to be looked at one by one.
+        prompts = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+        return cast("list[str | list[int]]", prompts)
 
 
 class CompletionLogprobs(Wire, frozen=True, kw_only=True):

@@ -39,6 +39,9 @@ def admissible(
     more than `capacity` pages; 0 where the running ones alone do. Found by bisection: a sequence never needs less
     than 0 pages (shared ≤ its pages), so one candidate more lowers the use at no time and hence not the peak.
     """
+    most = _sum_of_peaks(length, remaining, shared, page_size)
+    if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
+        return len(cand_length)
     moments = np.unique(np.concatenate((remaining, cand_remaining)))
     running = _usage(length, remaining, shared, page_size, moments)
     low, high = -1, len(cand_length) + 1  # `low` fit or are none at all, `high` do not or are too many
@@ -53,6 +56,11 @@ def admissible(
             low = k
         k = (low + high) // 2
     return max(low, 0)
+
+
+def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
+    """Pages that are enough whenever the sequences end: each has its most at the end. Quicker found than the peak."""
+    return int((-(-(length + remaining) // page_size) - shared).sum())
 
 
 def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:

@@ -45,16 +45,17 @@ def find_groups(
     here, in groups as deep or deeper, and a member of a group accounts for half of the group's depth or more.
     Only nodes that are held, and those above them, are visited; rows are handled by array operations alone.
     """
-    own, row = np.unique(node_ids, return_inverse=True)
-    node_ids = np.array([_shared(tree.node(node_id)) for node_id in own.tolist()], np.int32)[row]
-    held, counts = np.unique(node_ids, return_counts=True)
-    groups = _choose(tree, dict(zip(held.tolist(), counts.tolist(), strict=True)), min_saving)
+    node_ids = _shared(tree, node_ids)
+    counts = np.bincount(node_ids)
+    held = counts.nonzero()[0]
+    groups = _choose(tree, dict(zip(held.tolist(), counts[held].tolist(), strict=True)), min_saving)
     if not groups:
         return Groups(np.arange(len(node_ids)), EMPTY, EMPTY, EMPTY, EMPTY)
-    group_of_held = np.full(len(held), len(groups), np.int32)
+    # 16 bits where they do: those are sorted by radix.
+    group_of_node = np.full(len(counts), len(groups), np.uint16 if len(groups) < 1 << 16 else np.int64)
     for group, (_, members) in enumerate(groups):
-        group_of_held[np.searchsorted(held, members)] = group
-    group_of_row = group_of_held[np.searchsorted(held, node_ids)]
+        group_of_node[members] = group
+    group_of_row = group_of_node[node_ids]
     order = np.argsort(group_of_row, kind="stable")
     count = np.bincount(group_of_row, minlength=len(groups) + 1)[:-1].astype(np.int32)
     start = (np.cumsum(count) - count).astype(np.int32)
@@ -63,11 +64,15 @@ def find_groups(
     return Groups(order, start, count, slots[order[start]].astype(np.int32), kv_end)
 
 
-def _shared(node: Node) -> int:
-    """The node or the nearest one above it that somebody else holds too; no group is made below."""
-    while node.locks == 1 and node.parent is not None:
-        node = node.parent
-    return node.id
+def _shared(tree: PrefixTree, node_ids: Int32) -> Int32:
+    """Each node, or the nearest one above it that somebody else holds too; no group is made below."""
+    alone, node_ids = tree.alone[node_ids].nonzero()[0], node_ids.copy()
+    while len(alone):
+        above = tree.parent[node_ids[alone]]
+        alone = alone[above != node_ids[alone]]  # the root has nothing above it
+        node_ids[alone] = tree.parent[node_ids[alone]]
+        alone = alone[tree.alone[node_ids[alone]]]
+    return node_ids
 
 
 def _choose(tree: PrefixTree, counts: dict[int, int], min_saving: int) -> list[tuple[int, list[int]]]:

@@ -21,6 +21,7 @@ HALF_LIFE = 2048  # finished samples after which one counts half
 PRIOR_WEIGHT = 16.0  # longer-lived finished samples at which they and the prior weigh the same
 LONGEST = 1 << 31
 GROWTH = 1.08
+SHORT = 1 << 16  # lengths up to here have their piece of the curve looked up
 
 
 class _Curve(NamedTuple):
@@ -49,6 +50,7 @@ class LengthModel:
     def __init__(self) -> None:
         self._edges = _edges()
         self._knots = self._edges.astype(np.float64) - 1
+        self._pieces = self._search(np.arange(SHORT))
         self._ended = np.zeros(len(self._edges) - 1)
         self._cut = np.zeros(len(self._edges) - 1)
         self._curve: _Curve | None = None
@@ -77,6 +79,10 @@ class LengthModel:
         bounded: Int64 = np.minimum(np.maximum(expected, 1), left)
         return bounded
 
+    def _search(self, length: Int64) -> Int64:
+        """The piece of the curve that each length is on."""
+        return np.searchsorted(self._knots, np.minimum(length, LONGEST - 1), side="right") - 1
+
     def _fit(self) -> _Curve:
         at_risk = np.cumsum((self._ended + self._cut)[::-1])[::-1]
         hazard = np.divide(self._ended, at_risk, out=np.zeros_like(at_risk), where=at_risk > 0)
@@ -89,7 +95,7 @@ class LengthModel:
         if self._curve is None:
             self._curve = self._fit()
         survival, at_risk, area = self._curve
-        piece = np.searchsorted(self._knots, np.minimum(length, LONGEST - 1), side="right") - 1
+        piece = self._pieces[length] if length.max(initial=0) < SHORT else self._search(length)
         past = length - self._knots[piece]
         share = past / (self._knots[piece + 1] - self._knots[piece])
         here = survival[piece]

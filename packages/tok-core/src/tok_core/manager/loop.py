@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
+import msgspec
 import numpy as np
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
-from tok_core.manager.admission import Admission
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.returns import Reported, Returns
+from tok_core.manager.run_ahead import RunAhead
 from tok_core.manager.scheduler import Scheduler
-from tok_core.manager.sequences import Request, SequenceTable, State
+from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.manager.stops import StopSets
 from tok_core.messages import (
     Cancel,
@@ -54,7 +55,7 @@ class Ports(Protocol):
 
 
 class Manager:
-    """Schedules ahead of the worker: up to `run_ahead` steps are queued there whose tokens are not back yet."""
+    """Schedules ahead of the worker: as many steps as `RunAhead` says are queued there whose tokens are not back."""
 
     def __init__(
         self,
@@ -73,13 +74,14 @@ class Manager:
         self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size)
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
-        admission = Admission(self.table, self.paging, self.lengths)
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
-        self.scheduler = Scheduler(info, self.table, self.paging, admission, self.stops, groups=config.prefix_groups)
+        self.scheduler = Scheduler(info, self.table, self.paging, self.lengths, self.stops, groups=config.prefix_groups)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
+        self.run_ahead = RunAhead(config.run_ahead)
         self._cancelled: set[int] = set()  # requests that may still wait in the queue
         self._arrivals = 0
         self._prompt_tokens = 0
+        self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._stats: Stats | None = None
 
     def run(self) -> None:
@@ -98,11 +100,8 @@ class Manager:
             self.scheduler.waiting.remove(self._cancelled)
             self._cancelled = set()
         for output in outputs:
-            self._report(self.returns.take(output))
-        step = self._next_step()
-        if step is not None:
-            self.returns.expect(step)
-            self.ports.send(step)
+            self._take_output(output)
+        step = self._send_step()
         self._watch_worker(came_back=bool(outputs))
         return bool(messages or outputs or step is not None)
 
@@ -114,10 +113,24 @@ class Manager:
         elif now - self._heard > self.config.step_timeout:
             raise EngineError(f"no step has come back for {self.config.step_timeout:g} s: the worker is stuck")
 
-    def _next_step(self) -> StepInput | None:
-        if len(self.returns.in_flight) >= self.config.run_ahead:
+    def _take_output(self, output: StepOutput) -> None:
+        began = time.perf_counter()
+        self._report(self.returns.take(output))
+        self.run_ahead.observe(output.device_seconds)
+        self._seconds["launch_seconds"] += output.launch_seconds
+        self._seconds["device_seconds"] += output.device_seconds
+        self._seconds["output_seconds"] += time.perf_counter() - began
+
+    def _send_step(self) -> StepInput | None:
+        if len(self.returns.in_flight) >= self.run_ahead.steps:
             return None
-        return self.scheduler.next_step()
+        began = time.perf_counter()
+        step = self.scheduler.next_step()
+        if step is not None:
+            self.returns.expect(step)
+            self.ports.send(step)
+            self._seconds["schedule_seconds"] += time.perf_counter() - began
+        return step
 
     def _take(self, message: ToManager) -> None:
         match message:
@@ -140,8 +153,7 @@ class Manager:
         request = self.requests.pop(rid, None)
         if request is None:
             return
-        for slot in list(request.slots.values()):
-            self.scheduler.release(slot)
+        self.scheduler.cancel(request)
         self._cancelled.add(rid)
         if request.stop_set is not None:
             self.stops.release(request.stop_set)
@@ -150,25 +162,27 @@ class Manager:
         for rid in {end.rid for end in reported.finished}:
             if self.requests[rid].left == 0:
                 del self.requests[rid]
-        cached, self.scheduler.newly_cached = self.scheduler.newly_cached, []
+        starts = self.scheduler.starts
+        cached, starts.newly_cached = starts.newly_cached, []
         self._stats = self.stats()
         self.ports.report(Progress(*reported, cached, self._stats))
 
     def _report_if_changed(self) -> None:
-        if self.stats() != self._stats:
+        """Once what was counted has changed; time that has passed is no news."""
+        stats = self.stats()
+        if self._stats is None or stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._report(NOTHING)
 
     def stats(self) -> Stats:
         """Counters since the start, and gauges."""
-        rids = self.table.rid[self.table.state != State.FREE]
-        requests_running = len(np.unique(rids))
+        requests_running = self.table.requests_running
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self.requests) - requests_running,
-            sequences_running=len(rids),
+            sequences_running=self.table.slots - self.table.free_slots,
             requests_finished=self.returns.requests_finished,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self.scheduler.cached_tokens,
+            cached_tokens=self.scheduler.starts.cached_tokens,
             computed_tokens=self.scheduler.computed_tokens,
             output_tokens=self.returns.output_tokens,
             discarded_tokens=self.returns.discarded_tokens,
@@ -179,8 +193,10 @@ class Manager:
             steps=self.scheduler.steps,
             steps_in_flight=len(self.returns.in_flight),
             group_rows=self.scheduler.group_rows,
+            **self._seconds,
         )
 
 
+SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")
 _I32, _F32 = np.empty(0, np.int32), np.empty(0, np.float32)
 NOTHING = Reported(np.empty(0, np.int64), _I32, _I32, _F32, _I32.reshape(0, 0), _F32.reshape(0, 0), [])

@@ -18,6 +18,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.free = num_pages
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # its first `free` entries count
+        self.times_released = np.zeros(num_pages, np.int64)  # tells a page's present use from earlier ones
         self._in_use = np.zeros(num_pages, np.bool_)
         self._position = np.zeros(num_pages, np.int32)  # scratch of `_assert_in_use`
 
@@ -34,6 +35,7 @@ class PageAllocator:
         """Takes back `pages`, int32 [n]. A page that is not in use, or twice among them, is an AssertionError."""
         self._assert_in_use(pages)
         self._in_use[pages] = False
+        self.times_released[pages] += 1
         self._stack[self.free : self.free + len(pages)] = pages
         self.free += len(pages)
 

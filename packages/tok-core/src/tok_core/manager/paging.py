@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from tok_core.manager.copies import Copies
 from tok_core.manager.pages import PageAllocator
-from tok_core.manager.prefix_tree import PrefixTree
+from tok_core.manager.prefix_tree import Insertion, PrefixTree
 from tok_core.manager.sequences import SequenceTable
-from tok_core.messages import Int32
+from tok_core.messages import EMPTY, Int32, Int64
 
 
 class Paging:
-    """Pages of the sequences in `table`. A page is free, the tree's, or one slot's own.
+    """Pages of the sequences in `table`. A page is free, the tree's, one slot's own, or the tail of a stem.
 
     A page may be given away in the very step after its last use was scheduled: the worker carries steps out in order.
     """
@@ -21,8 +22,9 @@ class Paging:
         self.page_size = table.page_size
         self.num_pages = num_pages
         self.allocator = PageAllocator(num_pages)
+        self.copies = Copies(self.allocator)
         self.tree = PrefixTree(table.page_size)
-        self._changes: list[tuple[Int32, Int32, Int32]] = []
+        self._changes: list[tuple[Int64, Int64]] = []  # slots and indices
 
     @property
     def locked(self) -> int:
@@ -30,9 +32,14 @@ class Paging:
         return self.tree.pages - self.tree.evictable
 
     @property
+    def available(self) -> int:
+        """Pages that are free or merely cached."""
+        return self.allocator.free + self.tree.evictable
+
+    @property
     def used(self) -> int:
         """Pages that are neither free nor merely cached."""
-        return self.num_pages - self.allocator.free - self.tree.evictable
+        return self.num_pages - self.available
 
     def room_for(self, count: int) -> bool:
         """Whether `count` pages are free, once the least recently used cached ones have been given up for them."""
@@ -41,12 +48,12 @@ class Paging:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.free >= count
 
-    def grow(self, slots: np.ndarray) -> None:
-        """One more page for each of `slots`; there must be room."""
-        index = self.table.num_pages[slots]
-        pages = self.allocator.allocate(len(slots))
-        self._set(slots, index, pages)
+    def grow(self, slots: Int64, pages: Int32) -> None:
+        """One more page for each of `slots`."""
+        index = self.table.num_pages[slots].astype(np.int64)
+        self.table.pages[slots, index] = pages
         self.table.num_pages[slots] = index + 1
+        self._changes.append((slots, index))
 
     def missing(self, slot: int, tokens: int) -> int:
         """How many pages `slot` lacks to hold `tokens`."""
@@ -57,13 +64,19 @@ class Paging:
         count = self.missing(slot, tokens)
         if count:
             first = int(self.table.num_pages[slot])
-            self._set_range(slot, first, self.allocator.allocate(count))
+            self._set(np.array([slot]), first, self.allocator.allocate(count))
             self.table.num_pages[slot] = first + count
+
+    def share(self, slots: Int64, node_id: int, pages: Int32) -> None:
+        """New slots begin with the tree's `pages` down to a node."""
+        self.tree.lock(self.tree.node(node_id), len(slots))
+        self.table.node[slots] = node_id
+        self._set(slots, 0, pages)
+        self.table.num_pages[slots] = self.table.num_shared[slots] = len(pages)
 
     def start(self, slot: int) -> None:
         """A slot begins at the root of the tree."""
-        self.table.node[slot] = self.tree.root.id
-        self.tree.lock(self.tree.root)
+        self.share(np.array([slot]), self.tree.root.id, EMPTY)
 
     def adopt(self, slot: int) -> None:
         """Takes over whatever more of the slot's prompt the tree holds by now; its last token is always computed."""
@@ -79,7 +92,7 @@ class Paging:
         held = int(table.num_pages[slot])
         self._hold(slot, match.node.id)
         self.allocator.release(table.pages[slot, shared : min(depth, held)].copy())
-        self._set_range(slot, shared, match.pages[shared:depth])
+        self._set(np.array([slot]), shared, match.pages[shared:depth])
         table.num_pages[slot] = max(depth, held)
         table.num_shared[slot] = depth
         table.length[slot] = max(int(table.length[slot]), match.length)
@@ -95,58 +108,58 @@ class Paging:
             return
         if self.tree.match(table.tokens[slot, : depth * page_size]).length > shared * page_size:
             return
-        self._hold(slot, self._extend(slot, shared, depth))
+        added = self._extend(slot, shared, depth)
+        self.allocator.release(added.duplicates)
+        self._hold(slot, added.node.id)
         table.num_shared[slot] = depth
 
-    def surrender(self, slot: int) -> None:
-        """The slot gives up all pages; full pages of known tokens stay cached."""
-        table = self.table
-        shared, held = int(table.num_shared[slot]), int(table.num_pages[slot])
-        depth = min(int(table.length[slot]), int(table.known[slot])) // self.page_size
-        if depth > shared:
-            self._extend(slot, shared, depth)
-        self.allocator.release(table.pages[slot, max(depth, shared) : held].copy())
-        self.tree.unlock(self.tree.node(int(table.node[slot])))
-        table.num_pages[slot] = table.num_shared[slot] = 0
+    def surrender(self, slots: Int64) -> None:
+        """The slots give up all pages; full pages of known tokens stay cached."""
+        table, tree = self.table, self.tree
+        shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]
+        depth = np.maximum(np.minimum(table.length[slots], table.known[slots]) // self.page_size, shared)
+        back = []
+        columns = (slots, node, shared, depth, held)
+        for slot, node_id, first, end, last in zip(*(column.tolist() for column in columns), strict=True):
+            if end > first:
+                back.append(self._extend(slot, first, end).duplicates)
+            back.append(table.pages[slot, end:last])
+            tree.unlock(tree.node(node_id))
+        if back:
+            self.allocator.release(np.concatenate(back))
+        table.num_pages[slots] = table.num_shared[slots] = 0
 
     def fork_cost(self, leader: int) -> int:
         """Pages that each fork of `leader` needs at once."""
         return int(self.table.num_pages[leader] - self.table.num_shared[leader])
 
-    def fork(self, leader: int, slot: int) -> tuple[Int32, Int32]:
-        """`slot` shares the leader's tree pages and gets its own for the rest; returns what to copy, from and to."""
+    def fork(self, leader: int, slots: Int64) -> None:
+        """New slots share the leader's tree pages; they get copies of the others, as this step leaves them."""
         table = self.table
         shared, held = int(table.num_shared[leader]), int(table.num_pages[leader])
-        node = self.tree.node(int(table.node[leader]))
-        self.tree.lock(node)
-        table.node[slot] = node.id
-        own = self.allocator.allocate(held - shared)
-        source = table.pages[leader, shared:held].copy()
-        self._set_range(slot, 0, np.concatenate((table.pages[leader, :shared], own)))
-        table.num_pages[slot], table.num_shared[slot] = held, shared
-        return source, own
+        self.share(slots, int(table.node[leader]), table.pages[leader, :shared].copy())
+        if held > shared:
+            own = self.allocator.allocate((held - shared) * len(slots))
+            self._set(slots, shared, own.reshape(len(slots), -1))
+            self.copies.add_later(np.tile(table.pages[leader, shared:held], len(slots)), own)
+        table.num_pages[slots] = held
 
     def take_changes(self) -> tuple[Int32, Int32, Int32]:
-        """Page table entries set since the last call, each once: slots, indices, page ids."""
-        if not self._changes:
-            return _NONE
-        slot, index, page = (np.concatenate(part) for part in zip(*self._changes, strict=True))
-        self._changes = []
-        key = slot.astype(np.int64) * self.table.pages.shape[1] + index
-        _, last = np.unique(key[::-1], return_index=True)
-        if len(last) < len(key):  # a slot that changed hands within the step: the last entry counts
-            keep = np.sort(len(key) - 1 - last)
-            slot, index, page = slot[keep], index[keep], page[keep]
-        return slot, index, page
+        """Page table entries set since the last call: slots, indices, page ids.
 
-    def _extend(self, slot: int, shared: int, depth: int) -> int:
-        """Gives the slot's pages `[shared, depth)` to the tree; returns the node below which they now stand."""
+        One that was set several times comes as often, each time with the page that is there now.
+        """
+        if not self._changes:
+            return EMPTY, EMPTY, EMPTY
+        slot, index = (np.concatenate(part) for part in zip(*self._changes, strict=True))
+        self._changes = []
+        return slot.astype(np.int32), index.astype(np.int32), self.table.pages[slot, index]
+
+    def _extend(self, slot: int, shared: int, depth: int) -> Insertion:
+        """Gives the slot's pages `[shared, depth)` to the tree."""
         table, size = self.table, self.page_size
         node = self.tree.node(int(table.node[slot]))
-        tokens = table.tokens[slot, shared * size : depth * size].copy()
-        added = self.tree.extend(node, tokens, table.pages[slot, shared:depth].copy())
-        self.allocator.release(added.duplicates)
-        return added.node.id
+        return self.tree.extend(node, table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth])
 
     def _hold(self, slot: int, node_id: int) -> None:
         old = int(self.table.node[slot])
@@ -155,14 +168,9 @@ class Paging:
             self.tree.unlock(self.tree.node(old))
             self.table.node[slot] = node_id
 
-    def _set_range(self, slot: int, first: int, pages: Int32) -> None:
-        index = np.arange(first, first + len(pages), dtype=np.int32)
-        self._set(np.full(len(pages), slot, np.int32), index, pages)
-
-    def _set(self, slots: np.ndarray, index: Int32, pages: Int32) -> None:
-        self.table.pages[slots, index] = pages
-        self._changes.append((slots.astype(np.int32), index, pages))
-
-
-_EMPTY = np.empty(0, np.int32)
-_NONE = (_EMPTY, _EMPTY, _EMPTY)
+    def _set(self, slots: Int64, first: int, pages: Int32) -> None:
+        """Page table entries from `first` on: the same for all of `slots`, or with a row for each."""
+        count = pages.shape[-1]
+        if count:
+            self.table.pages[slots, first : first + count] = pages
+            self._changes.append((np.repeat(slots, count), np.tile(np.arange(first, first + count), len(slots))))

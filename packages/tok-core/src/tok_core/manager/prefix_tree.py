@@ -69,6 +69,9 @@ class PrefixTree:
 
     pages      pages held
     evictable  pages of nodes without locks: all of them can be evicted
+    version    changes whenever a node gains or loses a lock, is split or extended
+    alone      bool by node id: one lock only is on it or below
+    parent     int32 by node id: the parent's id, the root's being its own
     """
 
     def __init__(self, page_size: int) -> None:
@@ -76,6 +79,9 @@ class PrefixTree:
         self.root = Node(0, None, EMPTY, EMPTY)
         self.pages = 0
         self.evictable = 0
+        self.version = 0
+        self.alone = np.zeros(64, np.bool_)
+        self.parent: Int32 = np.zeros(64, np.int32)
         self._nodes: list[Node | None] = [self.root]
         self._free_ids: list[int] = []
         self._clock = 0
@@ -110,22 +116,27 @@ class PrefixTree:
             node = child
         return at // size
 
-    def lock(self, node: Node) -> None:
-        """Keeps `node` and all above it until `unlock`; locks are counted."""
+    def lock(self, node: Node, count: int = 1) -> None:
+        """Keeps `node` and all above it until as many times `unlock`."""
+        self.version += 1
         at: Node | None = node
         while at is not None:
             if not at.locks:
                 self.evictable -= len(at.pages)
-            at.locks += 1
+            at.locks += count
+            self.alone[at.id] = at.locks == 1
             at = at.parent
 
     def unlock(self, node: Node) -> None:
         """Takes back one `lock` of `node`. Its holder had use of it until now."""
+        self.version += 1
         self._touch(node)
         at: Node | None = node
         while at is not None:
             assert at.locks > 0, f"node {at.id} is unlocked more often than locked"
             at.locks -= 1
+            if at.locks < 2:
+                self.alone[at.id] = at.locks == 1
             if not at.locks:
                 self.evictable += len(at.pages)
             at = at.parent
@@ -150,6 +161,7 @@ class PrefixTree:
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
         node.depth += len(pages)
         self.pages += len(pages)
+        self.version += 1
         return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
 
     def evict(self, count: int) -> Int32:
@@ -185,21 +197,23 @@ class PrefixTree:
             node = child if common == len(child.pages) else self._split(child, common)
             pages.append(node.pages)
             at += common * size
-        return node, np.concatenate(pages)
+        return node, np.concatenate(pages) if len(pages) > 1 else EMPTY
 
     def _insert_below(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         tokens = np.asarray(tokens, np.int32)
         node, kept = self._descend(node, tokens)
-        known = len(kept)
-        duplicates = pages[:known][pages[:known] != kept]
-        if known < len(pages):
-            node = self._add(node, tokens[known * self.page_size :].copy(), pages[known:].copy())
-            self.pages += len(node.pages)
-            self.evictable += len(node.pages)
+        known, duplicates = len(kept), EMPTY
+        if known:
+            duplicates = pages[:known][pages[:known] != kept]
+            tokens, pages = tokens[known * self.page_size :], pages[known:]
+        if len(pages):
+            node = self._add(node, tokens.copy(), pages.copy())
+            self.pages += len(pages)
+            self.evictable += len(pages)
         self._touch(node)
         self._queue_if_evictable(node)
-        return Insertion(node, np.concatenate((kept, pages[known:])), duplicates)
+        return Insertion(node, np.concatenate((kept, pages)), duplicates)
 
     def _add(self, parent: Node, tokens: Int32, pages: Int32) -> Node:
         """A new node below `parent`."""
@@ -208,6 +222,11 @@ class PrefixTree:
             self._nodes.append(None)
         node = Node(self._free_ids.pop(), parent, tokens, pages)
         self._nodes[node.id] = node
+        if node.id == len(self.parent):
+            self.alone = np.concatenate((self.alone, self.alone))
+            self.parent = np.concatenate((self.parent, self.parent))
+        self.alone[node.id] = False
+        self.parent[node.id] = parent.id
         parent.children[self._key(node)] = node
         return node
 
@@ -217,6 +236,9 @@ class PrefixTree:
         cut = count * self.page_size
         upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy())
         upper.locks, upper.used = lower.locks, lower.used
+        self.version += 1
+        self.alone[upper.id] = upper.locks == 1
+        self.parent[lower.id] = upper.id
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
         upper.children[self._key(lower)] = lower
@@ -276,6 +298,8 @@ class PrefixTree:
         assert self._nodes[node.id] is node
         assert len(node.tokens) == len(node.pages) * self.page_size
         assert node.locks >= sum(child.locks for child in node.children.values())
+        assert self.alone[node.id] == (node.locks == 1)
+        assert self.parent[node.id] == (node.parent or node).id
         if node.parent is None:
             assert node is self.root
             assert node.depth == len(node.pages) == 0

@@ -72,51 +72,61 @@ class Returns:
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """Ends the sequences among `slots` that their new token ends."""
         table = self.table
+        known = table.known[slots]
         kind = self.stops.classify(table.stop_set[slots], token)
-        kind = np.where(table.known[slots] > table.min_total[slots], kind, 0)
-        ended = (kind & (END | STOP_ID)) != 0
-        at_limit = table.known[slots] >= table.limit[slots]
-        finished = []
-        for i in np.flatnonzero(ended | at_limit | ((kind & MAYBE_STRING) != 0)):
-            slot = int(slots[i])
-            # A stop string that ends with an end token still has to be cut from the text.
-            hit = self._find_string(slot) if kind[i] & MAYBE_STRING else None
-            if hit is not None:
-                finished.append(self._end(slot, "stop", hit.stop, hit.cut))
-            elif ended[i]:
-                finished.append(self._end(slot, "stop", None if kind[i] & END else int(token[i])))
-            elif at_limit[i]:
-                finished.append(self._end(slot, "length"))
-        self._observe(finished)
-        return finished
+        kind = np.where(known > table.min_total[slots], kind, 0)
+        rows = ((kind != 0) | (known >= table.limit[slots])).nonzero()[0]
+        finished = [self._finished(int(slots[i]), int(token[i]), int(kind[i])) for i in rows]
+        over = np.array([one is not None for one in finished], np.bool_)
+        ended = [one for one in finished if one is not None]
+        if ended:
+            self._end(slots[rows[over]])
+            lengths = np.array([one.tokens for one in ended], np.int64)
+            self.lengths.observe(lengths, np.array([one.reason == "length" for one in ended]))
+        return ended
+
+    def _finished(self, slot: int, token: int, kind: int) -> Finished | None:
+        """How the slot's new token ends its sequence, if it does."""
+        table = self.table
+        end: _End | None = None
+        # A stop string that ends with an end token still has to be cut from the text.
+        if kind & MAYBE_STRING and (hit := self._find_string(slot)) is not None:
+            end = ("stop", hit.stop, hit.cut)
+        elif kind & (END | STOP_ID):
+            end = ("stop", None if kind & END else token, None)
+        elif table.known[slot] >= table.limit[slot]:
+            end = ("length", None, None)
+        if end is None:
+            return None
+        tokens = int(table.known[slot] - table.prompt_len[slot])
+        return Finished(int(table.rid[slot]), int(table.sample[slot]), end[0], tokens, *end[1:])
 
     def _find_string(self, slot: int) -> StopHit | None:
         table = self.table
         generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
         return self.stops.find(int(table.stop_set[slot]), generated)
 
-    def _end(self, slot: int, reason: FinishReason, stop: int | str | None = None, cut: int | None = None) -> Finished:
+    def _end(self, slots: Int64) -> None:
+        """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
         table = self.table
-        request = table.requests[slot]
-        assert request is not None
-        tokens = int(table.known[slot] - table.prompt_len[slot])
-        finished = Finished(request.rid, int(table.sample[slot]), reason, tokens, stop, cut)
-        self.scheduler.release(slot)
-        request.left -= 1
-        if request.left == 0:
-            assert request.stop_set is not None
-            self.stops.release(request.stop_set)
-            self.requests_finished += 1
-        return finished
-
-    def _observe(self, finished: list[Finished]) -> None:
-        if finished:
-            lengths = np.array([end.tokens for end in finished], np.int64)
-            self.lengths.observe(lengths, np.array([end.reason == "length" for end in finished]))
+        # The worker computes nothing for a sequence after its end: what the last token would add is not in the cache.
+        table.length[slots] = np.minimum(table.length[slots], table.known[slots] - 1)
+        for slot in slots.tolist():
+            request = table.requests[slot]
+            assert request is not None
+            request.left -= 1
+            if request.left == 0:
+                assert request.stop_set is not None
+                self.stops.release(request.stop_set)
+                self.requests_finished += 1
+        self.scheduler.release(slots)
 
     def _requeue(self, slots: Int64) -> None:
         """Preempted sequences whose last scheduled token is back wait for a slot again."""
         table = self.table
-        back = slots[(table.state[slots] == State.PREEMPTED) & (table.known[slots] > table.length[slots])]
-        for slot in back:
-            self.scheduler.requeue(int(slot))
+        back = slots[table.state[slots] == State.PREEMPTED]
+        for slot in back[table.known[back] > table.length[back]].tolist():
+            self.scheduler.starts.requeue(slot)
+
+
+_End = tuple[FinishReason, int | str | None, int | None]

@@ -8,10 +8,11 @@ import numpy as np
 
 from tok_core.manager.admission import Admission
 from tok_core.manager.grouping import Groups, find_groups
+from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
-from tok_core.manager.queue import WaitingQueue
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
-from tok_core.manager.step import StepBuilder
+from tok_core.manager.starts import Starts
+from tok_core.manager.step import Changes, StepBuilder
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EMPTY, EngineInfo, Int64, StepInput
 
@@ -21,8 +22,9 @@ NO_GROUPS = Groups(np.empty(0, np.int64), EMPTY, EMPTY, EMPTY, EMPTY)
 class Scheduler:
     """Decode rows first, then chunks of prompts in order of arrival, then as many new samples as memory will bear.
 
-    When pages run out, what is only cached goes first, then the youngest sequences are preempted: they keep their
-    tokens, wait at their old place in the queue, and prefill again what is not cached any more.
+    When pages run out, what is only cached goes first, then prompts kept for samples that have not started, then the
+    youngest sequences are preempted: they keep their tokens, wait at their old place in the queue, and prefill again
+    what is not cached any more.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class Scheduler:
         info: EngineInfo,
         table: SequenceTable,
         paging: Paging,
-        admission: Admission,
+        lengths: LengthModel,
         stops: StopSets,
         *,
         groups: bool,
@@ -38,17 +40,17 @@ class Scheduler:
         self.info = info
         self.table = table
         self.paging = paging
-        self.admission = admission
-        self.stops = stops
+        self.starts = Starts(table, paging, stops)
+        self.stems = self.starts.stems
+        self.waiting = self.starts.waiting
+        self.followers = self.starts.followers
+        self.admission = Admission(table, paging, lengths, self.stems)
         self.groups = groups
-        self.waiting = WaitingQueue()
-        self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
-        self.newly_cached: list[tuple[int, int]] = []  # request, prompt tokens found in the cache
         self.preemptions = 0
-        self.cached_tokens = 0
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
+        self._grouped: tuple[int, Int64, Groups] = (-1, np.empty(0, np.int64), NO_GROUPS)
 
     def submit(self, request: Request) -> None:
         """A new request joins the queue."""
@@ -58,8 +60,7 @@ class Scheduler:
         """The next step, or None where nothing can be computed now. Lengths and states move on at once."""
         builder = StepBuilder(self.table, self.info.eos_token_ids)
         preempted = self.preemptions
-        self._grow_decoders()
-        decode = self._decoders()
+        decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
         budget = self.info.max_step_tokens - len(decode)
         for slot in self._by_age(State.PREFILL):
@@ -68,67 +69,72 @@ class Scheduler:
         if preempted == self.preemptions:
             self._admit(builder, budget)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
+        decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
-            return None
+            # Where nobody runs who could end, what is kept for others is in the way of those that wait.
+            idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
+            return self.next_step() if idle and self.stems.drop_youngest() else None
         groups = self._find_groups(decode)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
-        return builder.build(self.steps, decode, groups, self.paging.take_changes())
+        changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
+        return builder.build(self.steps, decode, groups, changes)
 
     def preempt(self, slot: int) -> None:
         """The sequence gives up its pages. It waits again at once, or when its last scheduled token is back."""
         self.preemptions += 1
         complete = self.table.state[slot] == State.PREFILL or self.table.known[slot] > self.table.length[slot]
-        self.paging.surrender(slot)
+        self.paging.surrender(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
         if complete:
-            self.requeue(slot)
+            self.starts.requeue(slot)
 
-    def requeue(self, slot: int) -> None:
-        """A preempted sequence, all of whose tokens are known, goes back to its place in the queue."""
-        request = self.table.requests[slot]
-        assert request is not None
-        samples = deque([int(self.table.sample[slot])])
-        samples += self.followers.pop(slot, deque())
-        tokens = self.table.tokens[slot, : self.table.known[slot]].copy()
-        self.table.free(slot)
-        self.waiting.put_back(Pending(request, samples, tokens))
+    def release(self, slots: Int64) -> None:
+        """The sequences have ended, or are not wanted any more."""
+        self.paging.surrender(slots[self.table.state[slots] != State.PREEMPTED])
+        for slot in slots.tolist() if self.followers else ():
+            self.followers.pop(slot, None)
+        self.table.free(slots)
 
-    def release(self, slot: int) -> None:
-        """The sequence has ended, or is not wanted any more."""
-        if self.table.state[slot] != State.PREEMPTED:
-            self.paging.surrender(slot)
-        self.followers.pop(slot, None)
-        self.table.free(slot)
+    def cancel(self, request: Request) -> None:
+        """Gives up all that the request holds; samples of it that wait stay in the queue."""
+        self.release(np.array(list(request.slots.values()), np.int64))
+        self.stems.drop(request.rid)
 
-    def _decoders(self) -> Int64:
-        """Decoding slots whose next token has a place in the cache."""
-        slots, table = self.table.in_state(State.DECODE), self.table
-        return slots[table.length[slots] < table.num_pages[slots] * table.page_size]
+    def _by_age(self, *states: int) -> Int64:
+        slots = np.concatenate([self.table.in_state(state) for state in states])
+        by_age: Int64 = slots[np.argsort(self.table.order[slots])]
+        return by_age
 
-    def _by_age(self, *states: State) -> Int64:
-        slots = np.flatnonzero(np.isin(self.table.state, states))
-        return slots[np.argsort(self.table.order[slots])]
+    def _grow_decoders(self) -> Int64:
+        """Gives a page to each decoder that has filled its last one; makes room by preempting the youngest.
 
-    def _grow_decoders(self) -> None:
-        """Gives a page to each decoder that has filled its last one; makes room by preempting the youngest."""
+        Returns the decoding slots whose next token has a place in the cache.
+        """
         table = self.table
         while True:
             slots = table.in_state(State.DECODE)
-            full = slots[table.length[slots] == table.num_pages[slots] * table.page_size]
-            if self.paging.room_for(len(full)):
-                self.paging.grow(full)
-                return
+            full = table.length[slots] == table.num_pages[slots] * table.page_size
+            count = int(np.count_nonzero(full))
+            if not count:
+                return slots
+            if self.paging.room_for(count):
+                self.paging.grow(slots[full], self.paging.allocator.allocate(count))
+                return slots
+            if self.stems.drop_youngest():
+                continue
             running = self._by_age(State.PREFILL, State.DECODE)
             if len(running) == 1:  # sequences about to end still hold pages: their tokens are on the way
-                return
+                return np.compress(~full, slots)
             self.preempt(int(running[-1]))
 
     def _make_room(self, count: int, slot: int) -> bool:
         """Room for `count` pages of `slot`, preempting sequences younger than it where that is needed."""
         while not self.paging.room_for(count):
+            if self.stems.drop_youngest():
+                continue
             youngest = int(self._by_age(State.PREFILL, State.DECODE)[-1])
             if youngest == slot:
                 return False
@@ -149,83 +155,54 @@ class Scheduler:
         table.length[slot] = start + count
         self.paging.publish(slot)
         if start + count == table.target[slot]:
-            self._finish_prefill(builder, slot)
+            forks = self.starts.finish_prefill(slot, self.steps + 1)
+            builder.draw(slot, forks)
+            table.state[slot] = State.DECODE
+            table.state[forks] = State.DECODE
+            self._drain(np.append(forks, slot))
         return count
-
-    def _finish_prefill(self, builder: StepBuilder, slot: int) -> None:
-        """The leader draws its first token, and the other samples theirs from the same logits."""
-        builder.draw(slot)
-        self._after_draw(slot)
-        samples = self.followers.pop(slot, deque())
-        request, cost = self.table.requests[slot], self.paging.fork_cost(slot)
-        assert request is not None
-        while samples and self.table.free_slots and self.paging.room_for(cost):
-            fork = self.table.claim(request, samples.popleft(), request.prompt)
-            builder.copies.append(self.paging.fork(slot, fork))
-            self.table.length[fork] = self.table.length[slot]
-            builder.draw(fork)
-            self._after_draw(fork)
-        if samples:
-            self.waiting.put_back(Pending(request, samples, request.prompt))
-
-    def _after_draw(self, slots: int | Int64) -> None:
-        table = self.table
-        more = table.length[slots] + 1 < table.limit[slots]
-        table.state[slots] = np.where(more, State.DECODE, State.DRAIN)
 
     def _admit(self, builder: StepBuilder, budget: int) -> None:
         """Starts waiting samples in their order while budget, slots and the forecast allow."""
-        if budget <= 0:
+        if budget <= 0 or not self.waiting:
             return
         allowed = self.admission.count(self.waiting, {s: len(f) for s, f in self.followers.items()})
-        while allowed and budget and self.waiting:
-            slot = self._start(self.waiting.pop(), allowed)
-            allowed -= 1 + len(self.followers.get(slot, ()))
-            # A sample that returns may be older than others of this step: it must not preempt them now.
-            count = self._prefill(builder, slot, budget, preempting=False)
-            if not count:
-                return
-            budget -= count
-
-    def _start(self, pending: Pending, allowed: int) -> int:
-        """Gives a slot to the first sample of `pending`; up to `allowed − 1` others are reserved to fork from it."""
-        samples, request = pending.samples, pending.request
-        if request.stop_set is None:
-            request.stop_set = self.stops.acquire(request.params)
-        slot = self.table.claim(request, samples.popleft(), pending.tokens)
-        self.paging.start(slot)
-        self.paging.adopt(slot)
-        self._report_cached(request, int(self.table.length[slot]))
-        if len(samples) < allowed:
-            later, samples = samples, deque[int]()
-        else:
-            later = deque(samples.popleft() for _ in range(allowed - 1))
-        if later:
-            self.followers[slot] = later
-        if samples:
-            self.waiting.put_back(Pending(request, samples, request.prompt))
-        return slot
-
-    def _report_cached(self, request: Request, cached: int) -> None:
-        if not request.reported:
-            request.reported = True
-            self.cached_tokens += cached
-            self.newly_cached.append((request.rid, cached))
+        while allowed > 0 and budget > 0 and self.waiting:
+            pending = self.waiting.pop()
+            stem = self.stems.find(pending.request) if pending.fresh else None
+            if stem is not None:
+                slots = self.starts.start_late(stem, pending, min(allowed, budget), self.steps + 1)
+                if not len(slots):
+                    return
+                builder.start(slots)
+                allowed, budget = allowed - len(slots), budget - len(slots)
+            elif pending.fresh and pending.request.leader is not None:
+                allowed -= self.starts.follow(pending, allowed)
+            else:
+                slot, forks = self.starts.lead(pending, allowed)
+                # A sample that returns may be older than others of this step: it must not preempt them now.
+                count = self._prefill(builder, slot, budget, preempting=False)
+                if not count:
+                    return
+                allowed, budget = allowed - 1 - forks, budget - count
 
     def _find_groups(self, decode: Int64) -> Groups:
+        """Found anew only where the rows or the locks of the tree have changed."""
         if not self.groups or len(decode) < 2:
             return NO_GROUPS
-        table = self.table
-        groups = find_groups(
-            self.paging.tree,
-            table.node[decode],
-            decode.astype(np.int32),
-            table.length[decode],
-        )
+        table, tree = self.table, self.paging.tree
+        version, rows, groups = self._grouped
+        if version != tree.version or not np.array_equal(rows, decode):
+            groups = find_groups(tree, table.node[decode], decode.astype(np.int32), table.length[decode])
+            self._grouped = (tree.version, decode, groups)
         self.group_rows += int(groups.row_count.sum())
         return groups
 
     def _advance(self, decode: Int64) -> None:
         """Each decoder's last token will be in the cache, and the next one drawn."""
         self.table.length[decode] += 1
-        self._after_draw(decode)
+        self._drain(decode)
+
+    def _drain(self, slots: Int64) -> None:
+        """Those that have just drawn the last token they may have wait for it."""
+        self.table.state[slots[self.table.length[slots] + 1 >= self.table.limit[slots]]] = State.DRAIN

@@ -2,58 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from tok_core.manager.grouping import Groups
-from tok_core.manager.sequences import SequenceTable
-from tok_core.messages import EMPTY, Int32, NewSlots, StepInput, array
+from tok_core.manager.sequences import NEVER, SequenceTable
+from tok_core.messages import EMPTY, Int32, Int64, NewSlots, StepInput, array
 from tok_core.sampling import SamplingParams
 
 
+class Changes(NamedTuple):
+    """Page table entries that the step sets, and pages that it copies first; all int32 [n]."""
+
+    page_slot: Int32
+    page_index: Int32
+    page_id: Int32
+    copy_src: Int32
+    copy_dst: Int32
+
+
 class StepBuilder:
-    """Collects prefill chunks, forks and new slots while a step is being scheduled."""
+    """Collects what a step computes while it is being scheduled."""
 
     def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...]) -> None:
         self.table = table
         self.eos_ids = eos_ids
         self.fresh: list[int] = []  # slots that the worker has not seen with their present owner
+        self.fresh_length: list[int] = []  # positions they have in the cache before the step
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
-        self.draws: list[tuple[int, int]] = []  # chunk, slot
-        self.copies: list[tuple[Int32, Int32]] = []
+        self.draw_slot: list[int] = []  # slots that draw from a chunk's logits
+        self.draw_chunk: list[int] = []
+        self.starts: list[Int64] = []  # slots that begin with a decode row
 
     def chunk(self, slot: int, start: int, count: int) -> None:
         """`slot` prefills `count` tokens from `start` on."""
-        self._announce(slot)
+        if not self.table.announced[slot]:
+            self._announce([slot], start)
         self.chunks.append((slot, start, count))
 
-    def draw(self, slot: int) -> None:
-        """`slot` draws its next token from the logits that end the last chunk."""
-        self._announce(slot)
-        self.draws.append((len(self.chunks) - 1, slot))
+    def draw(self, slot: int, forks: Int64) -> None:
+        """`slot` and its new `forks` draw their next tokens from the logits that end the last chunk."""
+        if len(forks):
+            self._announce(forks.tolist(), int(self.table.length[slot]))
+        self.draw_slot += [slot, *forks.tolist()]
+        self.draw_chunk += [len(self.chunks) - 1] * (1 + len(forks))
 
-    def _announce(self, slot: int) -> None:
-        if not self.table.announced[slot]:
-            self.table.announced[slot] = True
-            self.fresh.append(slot)
+    def start(self, slots: Int64) -> None:
+        """New `slots` of one request begin with a decode row."""
+        self._announce(slots.tolist(), int(self.table.length[slots[0]]))
+        self.starts.append(slots)
 
-    def build(self, step: int, decode: np.ndarray, groups: Groups, changes: tuple[Int32, Int32, Int32]) -> StepInput:
+    def _announce(self, slots: list[int], length: int) -> None:
+        self.table.announced[slots] = True
+        self.fresh += slots
+        self.fresh_length += [length] * len(slots)
+
+    def build(self, step: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """The StepInput, with the table's lengths as they will be after the step."""
-        table, rows = self.table, len(decode)
-        drawn = array([slot for _, slot in self.draws])
-        sample_slot = np.concatenate((decode.astype(np.int32), drawn))
-        sample_row = np.concatenate((np.arange(rows, dtype=np.int32), array([rows + chunk for chunk, _ in self.draws])))
+        table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
+        sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
         chunk_slot, start, count = array(self.chunks).reshape(-1, 3).T
+        computed = decode
+        if self.chunks:
+            sample_slot = np.concatenate((decode_slot, array(self.draw_slot)))
+            sample_row = np.concatenate((sample_row, array(self.draw_chunk) + np.int32(rows)))
+            computed = np.concatenate((decode, chunk_slot))
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
-        computed = np.concatenate((decode, chunk_slot))
         return StepInput(
             step=step,
             new=self._new_slots() if self.fresh else None,
-            page_slot=changes[0],
-            page_index=changes[1],
-            page_id=changes[2],
-            decode_slot=decode.astype(np.int32),
+            page_slot=changes.page_slot,
+            page_index=changes.page_index,
+            page_id=changes.page_id,
+            decode_slot=decode_slot,
             group_start=groups.row_start,
             group_count=groups.row_count,
             group_slot=groups.slot,
@@ -62,8 +86,8 @@ class StepBuilder:
             prefill_start=start,
             prefill_count=count,
             prefill_token=np.concatenate(tokens) if tokens else EMPTY,
-            copy_src=np.concatenate([src for src, _ in self.copies]) if self.copies else EMPTY,
-            copy_dst=np.concatenate([dst for _, dst in self.copies]) if self.copies else EMPTY,
+            copy_src=changes.copy_src,
+            copy_dst=changes.copy_dst,
             sample_row=sample_row,
             sample_slot=sample_slot,
             filter_row=_rows(table.filters[sample_slot]),
@@ -75,33 +99,46 @@ class StepBuilder:
         )
 
     def _new_slots(self) -> NewSlots:
-        table, slots = self.table, self.fresh
-        params = [_params(table, slot) for slot in slots]
-        biases = [self._biases(slot, one) for slot, one in zip(slots, params, strict=True)]
-        columns = list(zip(*chain.from_iterable(biases), strict=True)) or [(), (), (), ()]
-        started = {slot: start for slot, start, _ in self.chunks}
+        """Parameters are read once a request, however many of its samples are new."""
+        table, slots = self.table, array(self.fresh)
+        _, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
+        params = [_params(table, self.fresh[i]) for i in first]
+
+        def column(values: Iterable[float | None], dtype: type = np.float32) -> np.ndarray:
+            return array(list(values), dtype)[owner]
+
         return NewSlots(
-            slot=array(slots),
-            length=array([started.get(slot, int(table.length[slot])) for slot in slots]),
+            slot=slots,
+            length=array(self.fresh_length),
+            last_token=table.tokens[slots, table.prompt_len[slots] - 1],
+            ends_from=table.ends_from[slots],
             prompt_len=table.prompt_len[slots],
-            seed=array([one.seed for one in params], np.int64),
+            seed=column((one.seed for one in params), np.int64),
             sample=table.sample[slots],
-            temperature=array([one.temperature for one in params], np.float32),
-            top_k=array([max(0, min(one.top_k, 2**31 - 1)) for one in params]),
-            top_p=array([one.top_p for one in params], np.float32),
-            min_p=array([one.min_p for one in params], np.float32),
-            presence=array([one.presence_penalty for one in params], np.float32),
-            frequency=array([one.frequency_penalty for one in params], np.float32),
-            repetition=array([one.repetition_penalty for one in params], np.float32),
-            bias_slot=array(columns[0]),
-            bias_token=array(columns[1]),
-            bias_value=array(columns[2], np.float32),
-            bias_until=array(columns[3]),
+            temperature=column(one.temperature for one in params),
+            top_k=column((max(0, min(one.top_k, NEVER)) for one in params), np.int32),
+            top_p=column(one.top_p for one in params),
+            min_p=column(one.min_p for one in params),
+            presence=column(one.presence_penalty for one in params),
+            frequency=column(one.frequency_penalty for one in params),
+            repetition=column(one.repetition_penalty for one in params),
+            **self._bias_columns(params, owner),
         )
+
+    def _bias_columns(self, params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
+        biased = np.array([bool(one.logit_bias or one.min_tokens) for one in params])
+        entries = [self._biases(self.fresh[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
+        slot, token, value, until = list(zip(*chain.from_iterable(entries), strict=True)) or [(), (), (), ()]
+        return {
+            "bias_slot": array(slot),
+            "bias_token": array(token),
+            "bias_value": array(value, np.float32),
+            "bias_until": array(until),
+        }
 
     def _biases(self, slot: int, params: SamplingParams) -> list[tuple[int, int, float, int]]:
         """Entries of the bias table: logit_bias for ever, and what would end the sample until min_tokens."""
-        entries = [(slot, token, value, 2**31 - 1) for token, value in (params.logit_bias or {}).items()]
+        entries = [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
             until = int(self.table.min_total[slot])
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
@@ -116,4 +153,4 @@ def _params(table: SequenceTable, slot: int) -> SamplingParams:
 
 
 def _rows(mask: np.ndarray) -> Int32:
-    return np.flatnonzero(mask).astype(np.int32)
+    return mask.nonzero()[0].astype(np.int32)

@@ -17,7 +17,7 @@ from tok_kernels import AttentionBatch, LayerCache, rope_table
 
 
 class DecoderLayer(nn.Module, ABC):
-    """Attention and MLP, each on a normed copy of the residual stream. A model says how both are made."""
+    """Attention and MLP, each added to the residual stream it reads, normed. A model says how both are made."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -34,15 +34,11 @@ class DecoderLayer(nn.Module, ABC):
         """The model's MLP; without biases unless it says otherwise."""
         return MLP(config, place, bias=False)
 
-    def forward(self, x_TN: Tensor, residual_TN: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
-        """Takes and returns the last block's output and the residual stream it is not yet added to."""
-        if residual_TN is None:
-            x_TN, residual_TN = self.input_layernorm(x_TN), x_TN
-        else:
-            x_TN, residual_TN = self.input_layernorm.after_add(x_TN, residual_TN)
-        x_TN = self.self_attn(x_TN, cache, step)
-        x_TN, residual_TN = self.post_attention_layernorm.after_add(x_TN, residual_TN)
-        return self.mlp(x_TN), residual_TN
+    def forward(self, x_TN: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """The residual stream, which this layer changes in place."""
+        x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm)
+        return out_TN
 
 
 class Decoder(nn.Module):
@@ -54,16 +50,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layer(config, place) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
 
-    def forward(self, token_T: Tensor, caches: Sequence[LayerCache], step: Step, row_R: Tensor | None) -> Tensor:
-        """Hidden states `[R, N]` of the rows named, `[T, N]` if None."""
+    def forward(self, token_T: Tensor, caches: Sequence[LayerCache], step: Step) -> Tensor:
+        """The residual stream `[T, N]`; `norm` is left to what makes logits of it."""
         x_TN: Tensor = self.embed_tokens(token_T)
-        residual_TN: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x_TN, residual_TN = layer(x_TN, residual_TN, cache, step)
-        assert residual_TN is not None
-        if row_R is not None:
-            x_TN, residual_TN = x_TN[row_R], residual_TN[row_R]
-        return self.norm.after_add(x_TN, residual_TN)[0]
+            x_TN = layer(x_TN, cache, step)
+        return x_TN
 
 
 class CausalLM(nn.Module):
@@ -94,14 +86,17 @@ class CausalLM(nn.Module):
         batch: AttentionBatch,
         logit_row_R: Tensor | None,
     ) -> Tensor:
-        """Logits `[R, V]`, in the model's dtype, after the tokens at the rows named (None: at all T).
+        """Hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
 
         `token_T`, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches`
         holds one entry a layer and receives this step's keys and values.
         """
-        step = Step(position_T, kv_index_T, batch, self.cos_sin_LD)
-        x_RN: Tensor = self.model(token_T, caches, step, logit_row_R)
+        x_TN: Tensor = self.model(token_T, caches, Step(position_T, kv_index_T, batch, self.cos_sin_LD))
+        return x_TN if logit_row_R is None else x_TN[logit_row_R]
+
+    def logits(self, x_RN: Tensor) -> Tensor:
+        """`[R, N] -> [R, V]`, in the model's dtype: the final norm and the LM head."""
         if self.lm_head is None:
-            return self.model.embed_tokens.logits(x_RN)
-        logits_RV: Tensor = self.lm_head(x_RN)
+            return self.model.embed_tokens.logits(x_RN, self.model.norm)
+        logits_RV: Tensor = self.lm_head(x_RN, norm=self.model.norm)
         return logits_RV

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from tok_core.manager.run_ahead import FEWEST
 from tok_core.messages import Progress, StepInput, StepOutput, ToManager
 
 if TYPE_CHECKING:
@@ -18,12 +19,13 @@ class LocalPorts:
     """Ports of a manager that calls its worker. Outputs come back as late as from a worker process.
 
     A step's tokens are handed over only when `run_ahead` steps are queued or nothing is left to schedule, so that
-    scheduling ahead of returned values is the same here as between processes.
+    scheduling ahead of returned values is the same here as between processes. None is always two: what is scheduled
+    does not depend on how long steps take.
     """
 
-    def __init__(self, runner: Runner, run_ahead: int, report: Callable[[Progress], None]) -> None:
+    def __init__(self, runner: Runner, run_ahead: int | None, report: Callable[[Progress], None]) -> None:
         self._runner = runner
-        self._run_ahead = run_ahead
+        self._run_ahead = FEWEST if run_ahead is None else run_ahead
         self._report = report
         self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
         self._arrived: list[ToManager] = []

@@ -38,15 +38,23 @@ class Detokeniser:
 
     def push(self, ids: Sequence[int]) -> str:
         """What can be shown now that `ids` follow; cost does not depend on what was pushed before."""
-        visible = self._tokenizer.pieces_of(ids, skip_special_tokens=True)
+        return "".join([self.push_one(token) for token in ids])
+
+    def push_one(self, token: int) -> str:
+        """The same for one token."""
+        piece, shown = self._tokenizer.piece_and_shown(token)
         if not self._watches:
-            return self._utf8.decode(b"".join(visible))
-        for piece, shown in zip(self._tokenizer.pieces_of(ids), visible, strict=True):
-            self._seen += len(piece)
-            self._tail.append((piece, shown))
-            for watch in self._watches:
-                watch.feed(piece)
-        return self._utf8.decode(self._release(self._seen - max(watch.held for watch in self._watches)))
+            return self._utf8.decode(shown)
+        self._seen += len(piece)
+        held = 0
+        for watch in self._watches:
+            watch.feed(piece)
+            held = max(held, watch.held)
+        if not held and not self._tail:
+            self._released = self._seen
+            return self._utf8.decode(shown)
+        self._tail.append((piece, shown))
+        return self._utf8.decode(self._release(self._seen - held))
 
     def finish(self, keep_bytes: int | None = None) -> str:
         """The rest. `keep_bytes`: position where the stop string that ended the sample starts, None without.
@@ -78,22 +86,26 @@ class Detokeniser:
 class _Watch:
     """How many of the last bytes may belong to one stop string (Knuth, Morris and Pratt 1977)."""
 
-    __slots__ = ("_borders", "_state", "_stop", "held")
+    __slots__ = ("_borders", "_first", "_state", "_stop", "held")
 
     def __init__(self, stop: bytes) -> None:
         self._stop = stop
+        self._first = stop[:1]
         self._borders = _borders(stop)
         self._state = 0
         self.held = 0
 
     def feed(self, piece: bytes) -> None:
         """Then `held` is the longest suffix that begins the stop string or begins with one ended here."""
+        if not self._state and self._first not in piece:
+            self.held = 0
+            return
         stop, borders, state = self._stop, self._borders, self._state
         held = 0
         at = 0
         while at < len(piece):
             if state == 0:
-                at = piece.find(stop[:1], at)
+                at = piece.find(self._first, at)
                 if at < 0:
                     break
             while state and stop[state] != piece[at]:

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from tok_core.errors import InvalidField, ModelError
 from tok_core.text.files import CONFIG, read_json, special_tokens
 from tok_core.text.pieces import PieceDecoder, piece_decoder
+
+Int32 = npt.NDArray[np.int32]
 
 
 class _Layout(msgspec.Struct):
@@ -40,6 +44,9 @@ class Tokenizer:
         self.pieces = _pieces(encoder.get_vocab(with_added_tokens=True), decoder, self.special_ids)
         self.vocab_size = len(self.pieces)
         self._visible = [b"" if i in self.special_ids else piece for i, piece in enumerate(self.pieces)]
+        # As arrays, with one entry more for all ids outside of the vocabulary.
+        self._shown = np.array([*self._visible, b""], np.object_)
+        self._lengths = np.array([*map(len, self.pieces), 0], np.int64)
         self.bos_id = _role_id(encoder, roles, "bos_token")
         eos_id = _role_id(encoder, roles, "eos_token")
         self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
@@ -71,9 +78,31 @@ class Tokenizer:
         """The text of `ids` as a text of its own; bytes that are no UTF-8 become U+FFFD."""
         return self._decoder.join(self.pieces_of(ids, skip_special_tokens)).decode(errors="replace")
 
+    def continuation(self, ids: Int32, keep_bytes: int | None = None) -> str:
+        """The text by which generated `ids` continue their prompt: all that a Detokeniser shows of them.
+
+        keep_bytes  so many bytes of their pieces count, those of special ones included; None: all
+        Errors: ValueError if they have not so many.
+        """
+        known = np.minimum(ids, self.vocab_size)
+        if keep_bytes is None:
+            return b"".join(self._shown[known].tolist()).decode(errors="replace")
+        ends = np.concatenate([[0], np.cumsum(self._lengths[known])])
+        if not 0 <= keep_bytes <= ends[-1]:
+            raise ValueError(f"keep_bytes is {keep_bytes}; the pieces have {ends[-1]}")
+        whole = int(np.searchsorted(ends, keep_bytes, side="right")) - 1  # tokens before the one that is cut
+        shown = self._shown[known[: whole + 1]].tolist()
+        shown[whole:] = [piece[: keep_bytes - ends[whole]] for piece in shown[whole:]]
+        return b"".join(shown).decode(errors="replace")
+
     def piece(self, token: int) -> bytes:
         """Bytes that `token` contributes; b"" for an id outside of the vocabulary."""
         return self.pieces[token] if 0 <= token < self.vocab_size else b""
+
+    def piece_and_shown(self, token: int) -> tuple[bytes, bytes]:
+        """Bytes that `token` contributes, and those of them that are shown: all, or for special tokens none."""
+        known = 0 <= token < self.vocab_size
+        return (self.pieces[token], self._visible[token]) if known else (b"", b"")
 
     def pieces_of(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[bytes]:
         """Bytes that each of `ids` contributes; with `skip_special_tokens`, b"" for special ones."""

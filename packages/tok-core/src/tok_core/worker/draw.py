@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,17 +14,26 @@ from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, Samplin
 
 CHUNK = 256  # rows drawn at once where any asks for filters or penalties, which take whole rows of scratch memory
 
+_ASKING = ("filter_row", "penalty_row", "bias_row")
 
-def draw(backend: Backend, state: WorkerState, step: StepInput, logits_RV: Tensor, slot_R: Tensor) -> Sampled:
-    """The tokens of the step's R rows."""
-    rows = len(step.sample_slot)
-    if rows <= CHUNK or not (len(step.filter_row) or len(step.penalty_row)):
-        return backend.sample(logits_RV, _sampling_batch(state, step, slot_R, logits_RV.shape[1]))
-    parts = []
-    for first in range(0, rows, CHUNK):
-        logits, slots = logits_RV[first : first + CHUNK], slot_R[first : first + CHUNK]
-        chunk = _rows_of(step, first, first + CHUNK)
-        parts.append(backend.sample(logits, _sampling_batch(state, chunk, slots, logits.shape[1])))
+
+def extras(step: StepInput) -> dict[str, np.ndarray]:
+    """The host arrays that `draw` needs, by name."""
+    arrays = {"sample_slot": step.sample_slot}
+    return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
+
+
+def draw(
+    backend: Backend, state: WorkerState, step: StepInput, put: Mapping[str, Tensor], logits_RV: Tensor
+) -> Sampled:
+    """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device."""
+    slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
+    size = CHUNK if len(step.filter_row) or len(step.penalty_row) else max(rows, 1)
+    parts = [
+        _draw(backend, state, step, put, logits_RV, slot_R, slice(i, i + size)) for i in range(0, max(rows, 1), size)
+    ]
+    if len(parts) == 1:
+        return parts[0]
     return Sampled(
         token=torch.cat([part.token for part in parts]),
         logprob=torch.cat([part.logprob for part in parts]),
@@ -32,66 +42,68 @@ def draw(backend: Backend, state: WorkerState, step: StepInput, logits_RV: Tenso
     )
 
 
-def _rows_of(step: StepInput, first: int, last: int) -> StepInput:
-    """The step as if only the rows from `first` to before `last` were drawn."""
-
-    def within(rows: np.ndarray) -> np.ndarray:
-        return rows[(rows >= first) & (rows < last)] - first
-
-    return msgspec.structs.replace(
-        step,
-        filter_row=within(step.filter_row),
-        penalty_row=within(step.penalty_row),
-        bias_row=within(step.bias_row),
-    )
-
-
-def _sampling_batch(state: WorkerState, step: StepInput, slot_R: Tensor, vocab_size: int) -> SamplingBatch:
-    """Extras only for the rows that ask for them."""
-    return SamplingBatch(
-        temperature=state.temperature[slot_R],
-        seed=state.seed[slot_R],
-        sample=state.sample[slot_R],
-        position=state.length[slot_R],
-        penalties=_penalties(state, step, slot_R, vocab_size),
-        bias=_bias(state, step, slot_R),
-        filters=_filters(state, step, slot_R),
+def _draw(
+    backend: Backend,
+    state: WorkerState,
+    step: StepInput,
+    put: Mapping[str, Tensor],
+    logits_RV: Tensor,
+    slot_R: Tensor,
+    chunk: slice,
+) -> Sampled:
+    """The tokens of one portion; extras only for the rows of it that ask for them."""
+    logits, slots = logits_RV[chunk], slot_R[chunk]
+    asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
+    batch = SamplingBatch(
+        temperature=state.temperature[slots],
+        seed=state.seed[slots],
+        sample=state.sample[slots],
+        position=state.columns.length[slots],
+        penalties=_penalties(state, step, asking.get("penalty_row"), slots, logits.shape[1]),
+        bias=_bias(state, asking.get("bias_row"), slots),
+        filters=_filters(state, asking.get("filter_row"), slots),
         top_logprobs=step.top_logprobs,
         all_greedy=step.all_greedy,
     )
+    return backend.sample(logits, batch)
 
 
-def _filters(state: WorkerState, step: StepInput, slot_R: Tensor) -> Filters | None:
-    if not len(step.filter_row):
+def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
+    """Those of the ascending rows that lie in the portion, counted from its start, int64; None where none does."""
+    first, last = np.searchsorted(rows, (chunk.start, chunk.stop))
+    return put[first:last].long() - chunk.start if first < last else None
+
+
+def _filters(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> Filters | None:
+    if rows is None:
         return None
-    rows = state.put(step.filter_row, torch.int64)
     slots = slot_R[rows]
     return Filters(rows, state.top_k[slots], state.top_p[slots], state.min_p[slots])
 
 
-def _bias(state: WorkerState, step: StepInput, slot_R: Tensor) -> LogitBias | None:
+def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
     """Every entry of the asking rows; one that does not count adds 0 to token 0."""
-    if not len(step.bias_row):
+    if rows is None:
         return None
-    rows = state.put(step.bias_row, torch.int64)
     slots = slot_R[rows]
-    active = state.bias_until[slots] > state.length[slots].unsqueeze(1)
+    active = state.bias_until[slots] > state.columns.length[slots].unsqueeze(1)
     token = torch.where(active, state.bias_token[slots], 0)
     value = torch.where(active, state.bias_value[slots], 0.0)
     return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
 
 
-def _penalties(state: WorkerState, step: StepInput, slot_R: Tensor, vocab_size: int) -> Penalties | None:
+def _penalties(
+    state: WorkerState, step: StepInput, rows: Tensor | None, slot_R: Tensor, vocab_size: int
+) -> Penalties | None:
     """Counts the tokens of the asking rows, read from the pages that hold them."""
-    if not len(step.penalty_row):
+    if rows is None:
         return None
-    rows = state.put(step.penalty_row, torch.int64)
-    slots = slot_R[rows]
+    slots, columns = slot_R[rows], state.columns
     position = torch.arange(step.max_kv, device=state.device)
-    page = state.page_table[slots][:, position // state.page_size].long()
-    token = state.token_of[page * state.page_size + position % state.page_size]
+    page = columns.page_table[slots][:, position // state.page_size].long()
+    token = columns.token_of[page * state.page_size + position % state.page_size]
     generated = position >= state.prompt_len[slots].unsqueeze(1)
-    present = position < state.length[slots].unsqueeze(1)
+    present = position < columns.length[slots].unsqueeze(1)
     zeros = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=state.device)
     in_output = zeros.scatter_add(1, token, (generated & present).int())
     in_prompt = zeros.scatter_add(1, token, (~generated & present).int()) > 0

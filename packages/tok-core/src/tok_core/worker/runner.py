@@ -4,151 +4,155 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tok_core.config import MOST_AHEAD
 from tok_core.messages import StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
-from tok_core.worker.draw import draw
-from tok_core.worker.state import WorkerState
-from tok_kernels import AttentionBatch, Backend, CascadeLevel, Sampled
+from tok_core.worker import rows
+from tok_core.worker.draw import draw, extras
+from tok_core.worker.graphs import DecodeGraphs
+from tok_core.worker.staging import Outbox, Staging
+from tok_core.worker.state import WorkerState, changes
+from tok_kernels import Backend
+
+if TYPE_CHECKING:
+    from tok_core.worker.trace import Tracer
 
 
-@dataclass(slots=True)
+class Mark:
+    """A moment on the device, or where there is none beside the host, on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.event.record()
+        self.time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Blocks until the device has come here."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Time between two marks that the device has passed."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """A step on its way: `output` waits until its tokens are on the host."""
 
     step: int
-    began: float
-    done: torch.cuda.Event | None
-    token: Tensor
-    logprob: Tensor
+    launch_seconds: float
+    began: Mark
+    done: Mark
+    draws: Tensor
+    rows: int
     top_token: Tensor
     top_logprob: Tensor
 
     def output(self) -> StepOutput:
         """The step's tokens; blocks until the device has computed them."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.done.wait()
+        token, logprob = self.draws[:, : self.rows].clone()
         return StepOutput(
             step=self.step,
-            token=self.token.numpy(),
-            logprob=self.logprob.numpy(),
+            token=token.numpy(),
+            logprob=logprob.view(torch.float32).numpy(),
             top_token=self.top_token.numpy(),
             top_logprob=self.top_logprob.numpy(),
-            seconds=time.perf_counter() - self.began,
+            launch_seconds=self.launch_seconds,
+            device_seconds=self.done.seconds_since(self.began),
         )
 
 
-@dataclass(slots=True)
-class Rows:
-    """What a step computes, on the device. Legend: B sequences, T tokens, R rows that sample."""
-
-    slot_B: Tensor
-    kv_len_B: Tensor
-    token_T: Tensor
-    position_T: Tensor
-    kv_index_T: Tensor
-    logit_row_R: Tensor
-    batch: AttentionBatch
-
-
 class Runner:
-    """Launches steps in order. Each finds the tokens of the one before in `state.last_token`."""
+    """Launches steps in order. Each finds the tokens of the one before on the device.
 
-    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState) -> None:
+    Decode steps replay a CUDA graph where one of their size was captured; all others are launched kernel by kernel.
+    At most MOST_AHEAD may be on their way. A `tracer` hears of every step.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState, tracer: Tracer | None = None) -> None:
         self.model = model
         self.backend = backend
         self.state = state
+        self.staging = Staging(state.device, MOST_AHEAD)
+        self.outbox = Outbox(state.device, MOST_AHEAD, state.slots + 1)
+        self.mirror = rows.Mirror(state.slots + 1) if backend.needs_host_lengths else None
+        self.graphs = DecodeGraphs(model, backend, state, self.staging)
+        self._tracer = tracer
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Enqueues the whole step on the device."""
-        began = time.perf_counter()
-        state = self.state
-        state.apply(step)
-        rows = self._rows(step)
-        state.token_of[rows.kv_index_T] = rows.token_T
-        state.length[rows.slot_B] = rows.kv_len_B
-        logits = self.model(rows.token_T, rows.position_T, rows.kv_index_T, state.caches, rows.batch, rows.logit_row_R)
-        state.copy_pages(step)
-        slot_R = state.put(step.sample_slot, torch.int64)
-        sampled = draw(self.backend, state, step, logits, slot_R)
-        state.last_token[slot_R] = sampled.token
-        return self._to_host(step.step, began, sampled)
+        if self._tracer is not None:
+            self._tracer.before(step.step)
+        time_began, began = time.perf_counter(), Mark(self.state.device)
+        graph = self.graphs.find(step)
+        arrays = rows.arrays(step) if graph is None else graph.arrays(step)
+        put = self.staging.put({**arrays, **changes(step), **extras(step)})
+        self.state.apply(step, put)
+        kv_len = None if self.mirror is None else self.mirror.follow(step)
+        if graph is not None and not graph.draws(step):
+            graph.forward.replay()
+            draws, top = self._draw(step, put, graph.hidden[: len(step.decode_slot)])
+        elif graph is not None:
+            graph.forward.replay()
+            graph.draw.replay()
+            draws, top = graph.drawn, NO_TOP
+        else:
+            made = rows.rows(self.backend, self.state, step, put, kv_len)
+            hidden = self.model(
+                *(made.token_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, made.logit_row_R)
+            )
+            draws, top = self._draw(step, put, hidden)
+        return self._send(step, time_began, began, draws, top)
 
-    def _rows(self, step: StepInput) -> Rows:
-        state, device = self.state, self.state.device
-        decode = state.put(step.decode_slot, torch.int64)
-        count = np.concatenate((np.ones(len(step.decode_slot), np.int64), step.prefill_count))
-        q_start = np.concatenate(([0], np.cumsum(count)))
-        slot_B = torch.cat((decode, state.put(step.prefill_slot, torch.int64)))
-        chunk_end = state.put(step.prefill_start + step.prefill_count, torch.int64)
-        kv_len_B = torch.cat((state.length[decode] + 1, chunk_end))
-        token_T = torch.cat((state.last_token[decode], state.put(step.prefill_token, torch.int64)))
-        position_T = torch.cat((state.length[decode], state.put(_chunk_positions(step), torch.int64)))
-        slot_T = torch.cat((decode, state.put(np.repeat(step.prefill_slot, step.prefill_count), torch.int64)))
-        page_T = state.page_table[slot_T, position_T // state.page_size].long()
-        levels, kv_start = self._levels(step, len(count))
-        batch = AttentionBatch(
-            page_table=state.page_table,
-            slots=slot_B.int(),
-            q_start=state.put(q_start, torch.int32),
-            kv_len=kv_len_B.int(),
-            kv_start=kv_start,
-            num_decode=len(step.decode_slot),
-            max_q=int(count.max()),
-            max_kv=step.max_kv,
-            levels=levels,
-        )
-        return Rows(
-            slot_B=slot_B,
-            kv_len_B=kv_len_B,
-            token_T=token_T,
-            position_T=position_T,
-            kv_index_T=page_T * state.page_size + position_T % state.page_size,
-            logit_row_R=state.put(q_start[1:][step.sample_row] - 1, torch.int64).to(device),
-            batch=batch,
-        )
+    def forget(self) -> None:
+        """Forgets all sequences, as if no step had been carried out."""
+        self.state.reset()
+        if self.mirror is not None:
+            self.mirror.reset()
 
-    def _levels(self, step: StepInput, sequences: int) -> tuple[tuple[CascadeLevel, ...], Tensor]:
-        """The step's prefix groups, and where each sequence's own part of the cache begins."""
-        state = self.state
-        kv_start = np.zeros(sequences, np.int32)
-        if not len(step.group_start):
-            return (), state.put(kv_start, torch.int32)
-        member = np.arange(step.group_count.sum()) - np.repeat(
-            np.cumsum(step.group_count) - step.group_count, step.group_count
-        )
-        kv_start[np.repeat(step.group_start, step.group_count) + member] = np.repeat(
-            step.group_kv_end, step.group_count
-        )
-        level = CascadeLevel(
-            row_start=state.put(step.group_start, torch.int32),
-            row_count=state.put(step.group_count, torch.int32),
-            slot=state.put(step.group_slot, torch.int32),
-            kv_start=state.put(np.zeros_like(step.group_kv_end), torch.int32),
-            kv_end=state.put(step.group_kv_end, torch.int32),
-            max_rows=int(step.group_count.max()),
-            max_kv=int(step.group_kv_end.max()),
-        )
-        return (level,), state.put(kv_start, torch.int32)
+    def _draw(self, step: StepInput, put: dict[str, Tensor], hidden_RN: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        sampled = draw(self.backend, self.state, step, put, self.model.logits(hidden_RN))
+        draws = self.backend.record_draws(put["sample_slot"], sampled.token, sampled.logprob, self.state.columns)
+        return draws, (sampled.top_token.int(), sampled.top_logprob)
 
-    def _to_host(self, step: int, began: float, sampled: Sampled) -> Launched:
-        columns = (sampled.token.int(), sampled.logprob, sampled.top_token.int(), sampled.top_logprob)
-        if self.state.device.type != "cuda":
-            return Launched(step, began, None, *columns)
-        host = [torch.empty(c.shape, dtype=c.dtype, pin_memory=True) for c in columns]
-        for target, source in zip(host, columns, strict=True):
-            target.copy_(source, non_blocking=True)
-        done = torch.cuda.current_stream().record_event()
-        return Launched(step, began, done, *host)
+    def _send(
+        self, step: StepInput, time_began: float, began: Mark, draws: Tensor, top: tuple[Tensor, Tensor]
+    ) -> Launched:
+        host = self.outbox.send(draws)
+        if step.top_logprobs:
+            top_token, top_logprob = (_page_locked(x) for x in top)
+        else:
+            top_token, top_logprob = (x.new_empty((len(step.sample_slot), 0), device="cpu") for x in NO_TOP)
+        done = Mark(self.state.device)
+        return Launched(
+            step=step.step,
+            launch_seconds=time.perf_counter() - time_began,
+            began=began,
+            done=done,
+            draws=host,
+            rows=len(step.sample_slot),
+            top_token=top_token,
+            top_logprob=top_logprob,
+        )
 
 
-def _chunk_positions(step: StepInput) -> np.ndarray:
-    """Positions of the prefill tokens: each chunk counts up from its start."""
-    count = step.prefill_count.astype(np.int64)
-    first = np.repeat(step.prefill_start - (np.cumsum(count) - count), count)
-    return first + np.arange(count.sum())
+NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32))
+
+
+def _page_locked(x: Tensor) -> Tensor:
+    """The tensor on its way to the host."""
+    if x.device.type != "cuda":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import psutil
 import torch
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
-from tok_core.messages import EMPTY, EngineInfo, StepInput
+from tok_core.messages import EngineInfo
 from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
 from tok_core.model.registry import build
 from tok_core.model.weights import dummy, load
-from tok_core.worker.draw import CHUNK
+from tok_core.worker.backend import (
+    attention_shape,
+    choose_backend,
+    choose_cache_dtype,
+    choose_device,
+    choose_dtype,
+)
+from tok_core.worker.memory import CHUNK_TOKENS, Measured, cache_tokens, measure
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, kv_bytes_per_token
-from tok_kernels import Backend, choose
+from tok_core.worker.warmup import warm_up
+from tok_kernels import Backend
 
-CPU_MEMORY_SHARE = 0.25  # of the free memory, for the cache, where nothing else is said
-CPU_CACHE_TOKENS = 1 << 18  # and no more than this many positions
+if TYPE_CHECKING:
+    from tok_core.worker.trace import Tracer
 
 
 def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
@@ -33,17 +40,25 @@ def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
     model_config = read_config(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    backend = _choose_backend(config.backend, device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
+    shape = attention_shape(model_config, config.page_size, dtype, cache_dtype)
+    backend = choose_backend(config.backend, device, shape)
     model = _load_model(config, path, model_config, backend, device, dtype)
     most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
     max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
-    tokens = _cache_tokens(config, model, backend, device, dtype, max_step_tokens)
+    measured = None
+    if device.type == "cuda":
+        measured = _measure(config, model, backend, device, cache_dtype, max_running, max_step_tokens)
+    tokens = cache_tokens(config, kv_bytes_per_token(model_config, cache_dtype), device, measured)
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, model_config, device, dtype, max_running, num_pages, max_model_len)
+    state = _state(config, model_config, device, cache_dtype, max_running, num_pages, max_model_len)
+    runner = Runner(model, backend, state, _tracer(config, device))
+    if measured is not None:
+        warm_up(runner, measured, max_step_tokens)
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -56,31 +71,7 @@ def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
         dtype=str(dtype).removeprefix("torch."),
         backend=backend.name,
     )
-    return Runner(model, backend, state), info
-
-
-def choose_device(requested: str) -> torch.device:
-    """The device asked for; `auto` is the GPU where there is one. Raises InvalidField where there is none."""
-    if requested == "cuda" and not torch.cuda.is_available():
-        raise InvalidField("device", requested, "cpu (no CUDA device is available here)")
-    if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(requested, 0) if requested == "cuda" else torch.device(requested)
-
-
-def _choose_backend(requested: str, device: torch.device) -> Backend:
-    try:
-        return choose(device, requested)
-    except ValueError:
-        raise InvalidField("backend", requested, f"auto or reference (Triton does not run on {device})") from None
-
-
-def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
-    """The data type asked for; `auto` is bfloat16 on a GPU and float32 on a CPU."""
-    if requested == "auto":
-        requested = "bfloat16" if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, requested)
-    return dtype
+    return runner, info
 
 
 def _load_model(
@@ -107,101 +98,45 @@ def _load_model(
     return model
 
 
-def _cache_tokens(
+def _measure(
     config: EngineConfig,
     model: CausalLM,
     backend: Backend,
     device: torch.device,
-    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    max_running: int,
     max_step_tokens: int,
-) -> int:
-    """Positions of the KV cache: as configured, else what the memory leaves beside weights and the largest step."""
-    per_token = kv_bytes_per_token(model.config, dtype)
-    if config.kv_cache_tokens is not None:
-        # A CPU's memory is promised before it is there; what takes more than is free is killed later.
-        free = psutil.virtual_memory().available if device.type == "cpu" else None
-        if free is not None and config.kv_cache_tokens * per_token > free:
-            raise InvalidField(
-                "kv_cache_tokens", config.kv_cache_tokens, f"at most {free // per_token}, by free memory"
-            )
-        return config.kv_cache_tokens
-    if device.type != "cuda":
-        room = int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
-        return max(config.page_size, min(room // per_token, CPU_CACHE_TOKENS))
-    peak = _largest_step_bytes(config, model, backend, device, dtype, max_step_tokens)
-    free, total = torch.cuda.mem_get_info(device)
-    used_by_others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * config.gpu_memory_fraction) - used_by_others - peak
-    if room < per_token * config.page_size:
-        raise EngineError(
-            f"no memory is left for the KV cache: weights and one step of {max_step_tokens} tokens take "
-            f"{peak / 2**30:.1f} GiB of the {total * config.gpu_memory_fraction / 2**30:.1f} GiB allowed; "
-            "raise gpu_memory_fraction or lower max_step_tokens"
-        )
-    return room // per_token
-
-
-def _largest_step_bytes(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-) -> int:
-    """Peak of allocated bytes while a step of `tokens` prefill tokens, all drawing, is run."""
-    length = min(model.config.max_positions, 512)
-    slots = -(-tokens // length)
-    pages = -(-length // config.page_size)
+) -> Measured:
+    """What steps take, seen on a state whose sequences all stand on one page."""
+    length = min(model.config.max_positions, CHUNK_TOKENS)
     state = WorkerState(
         model.config,
         device,
-        dtype,
-        slots=slots,
-        num_pages=slots * pages,
+        cache_dtype,
+        slots=max_running,
+        num_pages=1,
         page_size=config.page_size,
-        pages_per_slot=pages,
+        pages_per_slot=-(-length // config.page_size),
     )
-    cache = state.kv.nbytes
-    torch.cuda.reset_peak_memory_stats(device)
-    Runner(model, backend, state).launch(_widest_step(slots, length, pages, tokens)).output()
-    peak = torch.cuda.max_memory_allocated(device) - cache
-    del state
-    torch.cuda.empty_cache()
-    return int(peak)
+    graphs = config.cuda_graphs and backend.capturable
+    try:
+        return measure(Runner(model, backend, state), max_step_tokens, graphs=graphs)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"a step of {max_step_tokens} tokens and {max_running} draws does not fit beside the weights: lower "
+            f"max_step_tokens or max_running ({error})"
+        ) from None
+    finally:
+        del state
+        torch.cuda.empty_cache()
 
 
-def _widest_step(slots: int, length: int, pages: int, tokens: int) -> StepInput:
-    """Prefills `tokens` in `slots` chunks; as many rows draw as a decode step of that size would."""
-    slot = np.arange(slots, dtype=np.int32)
-    count = np.full(slots, length, np.int32)
-    count[-1] = tokens - length * (slots - 1)
-    return StepInput(
-        step=0,
-        new=None,
-        page_slot=np.repeat(slot, pages),
-        page_index=np.tile(np.arange(pages, dtype=np.int32), slots),
-        page_id=np.arange(slots * pages, dtype=np.int32),
-        decode_slot=EMPTY,
-        group_start=EMPTY,
-        group_count=EMPTY,
-        group_slot=EMPTY,
-        group_kv_end=EMPTY,
-        prefill_slot=slot,
-        prefill_start=np.zeros(slots, np.int32),
-        prefill_count=count,
-        prefill_token=np.zeros(tokens, np.int32),
-        copy_src=EMPTY,
-        copy_dst=EMPTY,
-        sample_row=np.arange(tokens, dtype=np.int32) % slots,
-        sample_slot=np.arange(tokens, dtype=np.int32) % slots,
-        filter_row=np.arange(min(tokens, CHUNK), dtype=np.int32),
-        penalty_row=np.arange(min(tokens, CHUNK), dtype=np.int32),
-        bias_row=EMPTY,
-        top_logprobs=0,
-        all_greedy=False,
-        max_kv=length,
-    )
+def _tracer(config: EngineConfig, device: torch.device) -> Tracer | None:
+    if config.trace is None:
+        return None
+    from tok_core.worker.trace import Tracer  # takes seconds, for what few ask for
+
+    return Tracer.of(config, device)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:

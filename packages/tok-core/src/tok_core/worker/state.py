@@ -1,9 +1,11 @@
 """WorkerState: what the device remembers between steps — per slot, per page — and the KV cache.
 
-Legend: S slots, P pages a slot may hold, L layers, K key/value heads, D head size, E bias entries a slot.
+Legend: S slots, P pages a slot may hold, E bias entries a slot.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,20 +13,19 @@ from torch import Tensor
 
 from tok_core.messages import NewSlots, StepInput
 from tok_core.model.config import ModelConfig
-from tok_kernels import LayerCache
+from tok_kernels import LayerCache, SlotColumns
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position takes in the cache of all layers, its token id included."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize + 4
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize + 8
 
 
 class WorkerState:
     """Tensors on the device, changed by each step's deltas and by the forward itself, never rebuilt.
 
-    token_of   int64 [num_pages × page_size]  the token whose key and value stand at each cache row
-    last_token int64 [S]                      what a decode row feeds next; written by the sampler
-    length     int64 [S]                      positions in the cache
+    `slots` are `columns`' S − 1; the last of the S never holds a sequence and stands for rows that only pad a step. The
+    last page of the cache is likewise nobody's: what has to be written somewhere is written there.
     """
 
     def __init__(
@@ -39,75 +40,90 @@ class WorkerState:
         pages_per_slot: int,
     ) -> None:
         self.device = device
+        self.slots = slots
+        self.num_pages = num_pages
         self.page_size = page_size
-        shape = (model.num_layers, 2, num_pages, page_size, model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, 2, num_pages + 1, page_size, model.num_kv_heads, model.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.caches = [LayerCache(layer[0], layer[1]) for layer in self.kv]
-        self.token_of = torch.zeros(num_pages * page_size, dtype=torch.int64, device=device)
-        self.page_table = torch.zeros((slots, pages_per_slot), dtype=torch.int32, device=device)
-        self.last_token = self._column(slots, torch.int64)
-        self.length = self._column(slots, torch.int64)
-        self.prompt_len = self._column(slots, torch.int64)
-        self.seed = self._column(slots, torch.int64)
-        self.sample = self._column(slots, torch.int64)
-        self.temperature = self._column(slots, torch.float32)
-        self.top_k = self._column(slots, torch.int32)
-        self.top_p = self._column(slots, torch.float32)
-        self.min_p = self._column(slots, torch.float32)
-        self.presence = self._column(slots, torch.float32)
-        self.frequency = self._column(slots, torch.float32)
-        self.repetition = self._column(slots, torch.float32)
+        self.columns = SlotColumns(
+            last_token=self._column(torch.int64),
+            length=self._column(torch.int64),
+            ended=self._column(torch.int32),
+            ends_from=self._column(torch.int64),
+            page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
+            token_of=torch.zeros((num_pages + 1) * page_size, dtype=torch.int64, device=device),
+            end_ids=torch.tensor(model.eos_token_ids, dtype=torch.int64, device=device),
+            page_size=page_size,
+            scratch=num_pages * page_size,
+        )
+        self.columns.ended[slots] = 1
+        self.prompt_len = self._column(torch.int64)
+        self.seed = self._column(torch.int64)
+        self.sample = self._column(torch.int64)
+        self.temperature = self._column(torch.float32)
+        self.top_k = self._column(torch.int32)
+        self.top_p = self._column(torch.float32)
+        self.min_p = self._column(torch.float32)
+        self.presence = self._column(torch.float32)
+        self.frequency = self._column(torch.float32)
+        self.repetition = self._column(torch.float32)
         # The bias table appears, and widens, with the first requests that need it.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
         self.bias_until = torch.zeros((slots, 0), dtype=torch.int64, device=device)
 
-    def _column(self, slots: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(slots, dtype=dtype, device=self.device)
+    @property
+    def max_len(self) -> int:
+        """Positions that the page table of a slot has room for."""
+        return self.columns.page_table.shape[1] * self.page_size
 
-    def put(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """Host values on the device, without waiting for it."""
-        host = torch.from_numpy(np.array(values)).to(dtype)
-        if self.device.type == "cuda":
-            return host.pin_memory().to(self.device, non_blocking=True)
-        return host
+    def _column(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)
 
-    def apply(self, step: StepInput) -> None:
-        """Takes over what the step changes: new slots, page table entries."""
+    def apply(self, step: StepInput, put: Mapping[str, Tensor]) -> None:
+        """Takes over what the step changes; `put` holds the arrays of `changes(step)` on the device."""
         if step.new is not None:
-            self._set_slots(step.new)
+            self._set_slots(step.new, put)
         if len(step.page_slot):
-            slot, index = self.put(step.page_slot, torch.int64), self.put(step.page_index, torch.int64)
-            self.page_table[slot, index] = self.put(step.page_id, torch.int32)
+            slot, index = put["page_slot"].long(), put["page_index"].long()
+            self.columns.page_table[slot, index] = put["page_id"]
+        if len(step.copy_src):
+            self._copy_pages(put["copy_src"].long(), put["copy_dst"].long())
 
-    def copy_pages(self, step: StepInput) -> None:
-        """Copies the last, partly filled page of a prompt to the samples that fork from it."""
-        if not len(step.copy_src):
-            return
-        source, target = self.put(step.copy_src, torch.int64), self.put(step.copy_dst, torch.int64)
+    def reset(self) -> None:
+        """Forgets all sequences, as if no step had been carried out; what the cache holds is nobody's."""
+        for column in (self.columns.last_token, self.columns.length, self.columns.ended, self.columns.page_table):
+            column.zero_()
+        self.columns.ended[self.slots] = 1
+
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """The last, partly filled page of a prompt, to the samples that fork from it."""
         for layer in self.kv:  # by layer: the gathered pages are a temporary
             layer[:, target] = layer[:, source]
-        tokens = self.token_of.view(-1, self.page_size)
+        tokens = self.columns.token_of.view(-1, self.page_size)
         tokens[target] = tokens[source]
 
-    def _set_slots(self, new: NewSlots) -> None:
-        slot = self.put(new.slot, torch.int64)
+    def _set_slots(self, new: NewSlots, put: Mapping[str, Tensor]) -> None:
+        slot = put["new_slot"].long()
         for name in _COLUMNS:
-            column: Tensor = getattr(self, name)
-            column[slot] = self.put(getattr(new, name), column.dtype)
+            column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
+            column[slot] = put[f"new_{name}"].to(column.dtype)
+        self.columns.ended[slot] = 0
         if len(new.bias_slot) or self.bias_token.shape[1]:
-            self._set_biases(slot, new)
+            self._set_biases(slot, new, put)
 
-    def _set_biases(self, slot: Tensor, new: NewSlots) -> None:
+    def _set_biases(self, slot: Tensor, new: NewSlots, put: Mapping[str, Tensor]) -> None:
         """Entries of a slot fill its row from the left; `until` 0 marks the rest as unused."""
-        _, first, owner, counts = np.unique(new.bias_slot, return_index=True, return_inverse=True, return_counts=True)
-        self._widen_biases(int(counts.max(initial=0)))
+        place = _places(new.bias_slot)
+        self._widen_biases(int(place.max(initial=-1)) + 1)
         self.bias_until[slot] = 0
-        place = np.arange(len(new.bias_slot)) - first[owner]  # a slot's entries stand together
-        row, column = self.put(new.bias_slot, torch.int64), self.put(place, torch.int64)
-        self.bias_token[row, column] = self.put(new.bias_token, torch.int64)
-        self.bias_value[row, column] = self.put(new.bias_value, torch.float32)
-        self.bias_until[row, column] = self.put(new.bias_until, torch.int64)
+        if not len(place):
+            return
+        row, column = put["new_bias_slot"].long(), put["new_bias_place"].long()
+        self.bias_token[row, column] = put["new_bias_token"].long()
+        self.bias_value[row, column] = put["new_bias_value"]
+        self.bias_until[row, column] = put["new_bias_until"].long()
 
     def _widen_biases(self, width: int) -> None:
         more = width - self.bias_token.shape[1]
@@ -119,6 +135,8 @@ class WorkerState:
 
 _COLUMNS = (
     "length",
+    "last_token",
+    "ends_from",
     "prompt_len",
     "seed",
     "sample",
@@ -130,3 +148,19 @@ _COLUMNS = (
     "frequency",
     "repetition",
 )
+
+
+def changes(step: StepInput) -> dict[str, np.ndarray]:
+    """The arrays that `apply` needs, by name; only those with entries."""
+    arrays = {name: getattr(step, name) for name in ("page_slot", "page_index", "page_id", "copy_src", "copy_dst")}
+    if step.new is not None:
+        bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
+        arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
+        arrays["new_bias_place"] = _places(step.new.bias_slot)
+    return {name: array for name, array in arrays.items() if len(array)}
+
+
+def _places(bias_slot: np.ndarray) -> np.ndarray:
+    """Each entry's place among its slot's, which stand together."""
+    _, first, owner = np.unique(bias_slot, return_index=True, return_inverse=True)
+    return (np.arange(len(bias_slot)) - first[owner]).astype(np.int32)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tok_kernels.batch import AttentionBatch, LayerCache, Sampled, SamplingBatch
+from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.phases import Phase
 from tok_kernels.reference.activation import silu_and_mul
 from tok_kernels.reference.attention import attention, attention_with_lse
 from tok_kernels.reference.kv import write_kv
-from tok_kernels.reference.norm import add_rms_norm, rms_norm
+from tok_kernels.reference.linear import gated_linear, linear
+from tok_kernels.reference.norm import rms_norm
 from tok_kernels.reference.philox import philox4x32, uniform
 from tok_kernels.reference.rope import rope
 from tok_kernels.reference.sampling import invert_cdf, sample
+from tok_kernels.reference.slots import decode_rows, record_draws
+from tok_kernels.slots import DecodeRows, SlotColumns
 
 __all__ = [
     "ReferenceBackend",
-    "add_rms_norm",
     "attention",
     "attention_with_lse",
+    "gated_linear",
     "invert_cdf",
+    "linear",
     "philox4x32",
     "rms_norm",
     "rope",
@@ -33,12 +38,32 @@ class ReferenceBackend:
     """`tok_kernels.Backend` in plain torch; each method is the function of the same name in this package."""
 
     name = "reference"
+    needs_host_lengths: frozenset[Phase] = frozenset()
+    capturable = False
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TN, weight_N, eps)
 
-    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x_TN, residual_TN, weight_N, eps)
+    def linear(
+        self,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
+
+    def gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up_FK: Tensor,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        return gated_linear(x_TK, gate_up_FK, bias_F, norm=norm)
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
         return rope(q_THD, k_TKD, position_T, cos_sin_LD)
@@ -52,7 +77,10 @@ class ReferenceBackend:
         cos_sin_LD: Tensor,
         cache: LayerCache,
         index_T: Tensor,
+        norm: QKNorm | None = None,
     ) -> Tensor:
+        if norm is not None:
+            q_THD, k_TKD = rms_norm(q_THD, norm.q_D, norm.eps), rms_norm(k_TKD, norm.k_D, norm.eps)
         q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
         write_kv(k_TKD, v_TKD, cache, index_T)
         return q_THD
@@ -68,3 +96,9 @@ class ReferenceBackend:
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         return sample(logits_RV, batch)
+
+    def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
+        return decode_rows(slot_B, slots)
+
+    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+        return record_draws(slot_R, token_R, logprob_R, slots)

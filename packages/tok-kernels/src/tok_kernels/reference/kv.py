@@ -1,4 +1,7 @@
-"""The paged cache seen as rows: one row a cached position, page × page_size + offset."""
+"""The paged cache seen as rows: one row a cached position, page × page_size + offset.
+
+Rows of float8 are moved as bytes: torch's copies by index know no float8.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,22 @@ from tok_kernels.batch import LayerCache
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
     """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
 
-    The indices must differ from each other. The cache's pages must lie evenly in memory (RuntimeError
-    otherwise).
+    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. The indices must
+    differ from each other. The cache's pages must lie evenly in memory (RuntimeError otherwise).
     """
-    _rows(cache.k).index_copy_(0, index_T, k_TKD.to(cache.k.dtype))
-    _rows(cache.v).index_copy_(0, index_T, v_TKD.to(cache.v.dtype))
+    _store(cache.k, index_T, k_TKD)
+    _store(cache.v, index_T, v_TKD)
+
+
+def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor) -> None:
+    # view, not reshape: a silent copy would swallow the write.
+    rows = pages.view(-1, *pages.shape[2:])
+    if pages.dtype != torch.float8_e4m3fn:
+        rows.index_copy_(0, index_T, x_TKD.to(pages.dtype))
+        return
+    largest = torch.finfo(pages.dtype).max
+    narrow = x_TKD.float().clamp(-largest, largest).to(pages.dtype)
+    rows.view(torch.uint8).index_copy_(0, index_T, narrow.view(torch.uint8))
 
 
 def gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
@@ -26,9 +40,7 @@ def gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
     """
     heads, size = pages.shape[2:]
     row_NKL = row_NL.unsqueeze(1) * heads + torch.arange(heads, device=row_NL.device).unsqueeze(-1)
-    return pages.view(-1, size).index_select(0, row_NKL.flatten()).view(*row_NKL.shape, size)
-
-
-def _rows(pages: Tensor) -> Tensor:
-    # view, not reshape: a silent copy would swallow the write.
-    return pages.view(-1, *pages.shape[2:])
+    rows = pages.view(-1, size)
+    if pages.dtype == torch.float8_e4m3fn:
+        rows = rows.view(torch.uint8)
+    return rows.index_select(0, row_NKL.flatten()).view(pages.dtype).view(*row_NKL.shape, size)

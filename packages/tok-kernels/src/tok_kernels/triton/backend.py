@@ -4,25 +4,49 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tok_kernels.batch import AttentionBatch, LayerCache, Sampled, SamplingBatch
+from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.phases import Phase
+from tok_kernels.slots import DecodeRows, SlotColumns
 from tok_kernels.triton.activation import silu_and_mul
 from tok_kernels.triton.attention import attention
 from tok_kernels.triton.kv import write_kv
-from tok_kernels.triton.norm import add_rms_norm, rms_norm
+from tok_kernels.triton.linear import gated_linear, linear
+from tok_kernels.triton.norm import rms_norm
 from tok_kernels.triton.rope import rope, rope_and_write_kv
 from tok_kernels.triton.sampling import sample
+from tok_kernels.triton.slots import decode_rows, record_draws
 
 
 class TritonBackend:
     """`tok_kernels.Backend` in Triton; each method is the function of the same name in this package."""
 
-    name = "triton"
+    name: str = "triton"
+    needs_host_lengths: frozenset[Phase] = frozenset()
+    capturable: bool = True
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TN, weight_N, eps)
 
-    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x_TN, residual_TN, weight_N, eps)
+    def linear(
+        self,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
+
+    def gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up_FK: Tensor,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        return gated_linear(x_TK, gate_up_FK, bias_F, norm=norm)
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
         return rope(q_THD, k_TKD, position_T, cos_sin_LD)
@@ -36,8 +60,9 @@ class TritonBackend:
         cos_sin_LD: Tensor,
         cache: LayerCache,
         index_T: Tensor,
+        norm: QKNorm | None = None,
     ) -> Tensor:
-        rope_and_write_kv(q_THD, k_TKD, v_TKD, position_T, cos_sin_LD, cache, index_T)
+        rope_and_write_kv(q_THD, k_TKD, v_TKD, position_T, cos_sin_LD, cache, index_T, norm)
         return q_THD
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
@@ -51,3 +76,9 @@ class TritonBackend:
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         return sample(logits_RV, batch)
+
+    def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
+        return decode_rows(slot_B, slots)
+
+    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+        return record_draws(slot_R, token_R, logprob_R, slots)

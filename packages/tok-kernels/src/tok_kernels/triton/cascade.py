@@ -2,8 +2,8 @@
 
 Where there is work enough for the whole GPU the parts are chained: every kernel joins what the one before it left
 in part 0 with its own keys, and the last writes the result, so that no pass of its own joins them. Where ranges of
-keys are split among programs, each writes a part, and one pass joins all (Juravsky et al. 2024, "Hydragen"; Ye et
-al. 2024, "Cascade inference").
+keys are split among programs, each writes a part or a chunk, and one pass joins all (Juravsky et al. 2024,
+"Hydragen"; Ye et al. 2024, "Cascade inference").
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ from __future__ import annotations
 from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, CascadeLevel
-from tok_kernels.triton.decode import decode, decode_splits
+from tok_kernels.triton.chunks import Chunks, one_chunk_each
+from tok_kernels.triton.decode import decode, decode_by_chunks, decode_chunks
 from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.parts import merge, new_parts, no_parts
-from tok_kernels.triton.tiles import Items, attend_tiles, tile_splits
+from tok_kernels.triton.tiles import Items, attend_tiles, splits_pay, tile_splits
 
 
 def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
-    """Writes the outputs of the first `num_decode` rows."""
+    """Writes the outputs of the first `num_decode` rows.
+
+    Rows without a key, such as those that fill a captured step up, get zeros and cost an empty program or two; so do
+    groups without a row. A row in a group that has itself ended (`kv_len` not above `kv_start`) sees the shared
+    keys alone.
+    """
     levels = [_items(level, batch.num_decode) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
-    level_splits = [tile_splits(operands, items) for items in levels]
-    own_splits = decode_splits(operands, batch)
-    if own_splits == 1 and all(splits == 1 for splits in level_splits):
+    chunks = decode_chunks(operands, batch)
+    if chunks is None and any(splits_pay(operands, items) for items in levels):
+        chunks = one_chunk_each(batch.num_decode)
+    if chunks is None:
         _chain(operands, batch, levels, out_THD)
     else:
-        _join(operands, batch, list(zip(levels, level_splits, strict=True)), own_splits, out_THD)
+        _join(operands, batch, levels, chunks, out_THD)
 
 
 def _items(level: CascadeLevel, rows: int) -> Items:
@@ -43,21 +50,20 @@ def _items(level: CascadeLevel, rows: int) -> Items:
 def _chain(operands: Operands, batch: AttentionBatch, levels: list[Items], out_THD: Tensor) -> None:
     rows = operands.q[: batch.num_decode]
     # One level writes all rows that it covers; of several, the first may leave a row to those after it.
-    parts = new_parts(1, rows, filled=len(levels) > 1) if levels else no_parts(rows.device)
+    parts = new_parts(rows, 1, filled=len(levels) > 1) if levels else no_parts(rows.device)
     for i, items in enumerate(levels):
         attend_tiles(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
-    decode(operands, batch, out_THD, parts, splits=1, prior=bool(levels), part=-1)
+    decode(operands, batch, out_THD, parts, prior=bool(levels))
 
 
-def _join(
-    operands: Operands, batch: AttentionBatch, levels: list[tuple[Items, int]], own_splits: int, out_THD: Tensor
-) -> None:
+def _join(operands: Operands, batch: AttentionBatch, levels: list[Items], chunks: Chunks, out_THD: Tensor) -> None:
     rows = operands.q[: batch.num_decode]
-    part = sum(splits for _, splits in levels)
+    level_splits = [tile_splits(operands, items) for items in levels]
     # A row in no group of a level is written by none of its programs.
-    parts = new_parts(part + own_splits, rows, filled=part > 0)
-    decode(operands, batch, out_THD, parts, splits=own_splits, prior=False, part=part)
-    for items, splits in levels:
-        part -= splits
+    parts = new_parts(rows, sum(level_splits), chunks=chunks.number, filled=True)
+    decode_by_chunks(operands, batch, chunks, parts)
+    part = 0
+    for items, splits in zip(levels, level_splits, strict=True):
         attend_tiles(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
+        part += splits
     merge(parts, out_THD[: batch.num_decode], operands.padded_head)

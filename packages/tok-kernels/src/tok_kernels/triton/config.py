@@ -1,9 +1,14 @@
-"""How the attention kernels are launched: a table by head size and element size, measured on an H200."""
+"""How the attention kernels are launched: a table by head size and element size, measured on an H200.
+
+On other devices, calibration measures a few alternatives, and puts what it finds in the table's place (`use`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -12,6 +17,7 @@ DECODE_SPLIT_KEYS = 64
 TILE_SPLIT_KEYS = 256
 # More parts than this cost more to join than they save.
 MOST_SPLITS = 128
+EIGHT_BIT_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,16 @@ class Launch:
     registers: int | None = None
 
 
+class Kernel(NamedTuple):
+    """What has a launch of its own: "decode" or "tile", for a padded head size and bytes of a query's element."""
+
+    name: Literal["decode", "tile"]
+    padded_head: int
+    itemsize: int
+
+
+MEASURED_ON = "H200"
+
 # (largest padded head size, launch), smallest first.
 _DECODE_16_BIT = ((128, Launch(16, 32, 1, 2, 16)), (256, Launch(16, 32, 2, 2, 4)))
 _DECODE_32_BIT = ((64, Launch(16, 32, 2, 2, 8)), (256, Launch(16, 16, 4, 2, 4)))
@@ -37,16 +53,47 @@ _TILE_16_BIT = (
 )
 _TILE_32_BIT = ((64, Launch(32, 32, 4, 2, 2)), (256, Launch(16, 32, 4, 1, 2)))
 
+_found: dict[Kernel, Launch] = {}
 
-def decode_launch(padded_head: int, group: int, dtype: torch.dtype) -> Launch:
+
+def use(launches: Mapping[Kernel, Launch]) -> None:
+    """From now on these kernels are launched so, in this process, whatever the table says."""
+    _found.update(launches)
+
+
+def forget(kernel: Kernel) -> None:
+    """From now on the kernel is launched as the table says."""
+    _found.pop(kernel, None)
+
+
+def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Launch:
     """For one program a sequence and key/value head; `rows` holds the whole group of query heads."""
-    launch = _find(_DECODE_32_BIT if dtype == torch.float32 else _DECODE_16_BIT, padded_head)
+    launch = _launch(Kernel("decode", padded_head, dtype.itemsize))
+    if cache_dtype.itemsize == 1 and launch.warps == 1:
+        # Left alone the compiler takes so many for the conversion that fewer programs fit on a multiprocessor.
+        launch = replace(launch, registers=EIGHT_BIT_REGISTERS)
     return replace(launch, rows=max(launch.rows, power_of_two(group)))
 
 
 def tile_launch(padded_head: int, dtype: torch.dtype) -> Launch:
     """For one program a tile of query rows and key/value head."""
-    return _find(_TILE_32_BIT if dtype == torch.float32 else _TILE_16_BIT, padded_head)
+    return _launch(Kernel("tile", padded_head, dtype.itemsize))
+
+
+def alternatives(kernel: Kernel) -> list[Launch]:
+    """The table's launch first, then others that may be faster on another device; few, as each is compiled."""
+    first = _of_table(kernel)
+    if kernel.name == "decode":
+        others = [
+            replace(first, keys=keys, warps=warps, stages=stages)
+            for keys, warps, stages in ((32, 1, 3), (64, 2, 2), (32, 2, 3), (32, 4, 2), (16, 1, 2))
+        ]
+    else:
+        others = [
+            replace(first, rows=rows, keys=keys, warps=warps, stages=stages, registers=None)
+            for rows, keys, warps, stages in ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+        ]
+    return [first, *(other for other in others if other != first)]
 
 
 def power_of_two(size: int) -> int:
@@ -71,6 +118,20 @@ def multiprocessors(device: torch.device) -> int:
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends ("programmatic dependent launch", from Hopper on)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch(kernel: Kernel) -> Launch:
+    return _found.get(kernel) or _of_table(kernel)
+
+
+def _of_table(kernel: Kernel) -> Launch:
+    tables = {
+        ("decode", False): _DECODE_16_BIT,
+        ("decode", True): _DECODE_32_BIT,
+        ("tile", False): _TILE_16_BIT,
+        ("tile", True): _TILE_32_BIT,
+    }
+    return _find(tables[kernel.name, kernel.itemsize > 2], kernel.padded_head)
 
 
 def _find(table: tuple[tuple[int, Launch], ...], padded_head: int) -> Launch:

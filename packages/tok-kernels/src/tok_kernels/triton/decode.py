@@ -1,4 +1,4 @@
-"""One query token a sequence: a program for each sequence, key/value head and split of the sequence's own keys."""
+"""One query token a sequence: a program for each key/value head and each sequence, or chunk of its own keys."""
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from triton.language.extra.cuda import gdc_wait
 
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.triton import config
-from tok_kernels.triton.online import attend, finish, join, resume, unseen
+from tok_kernels.triton.chunks import Chunks, blocks, chunks_of, find_chunk, plan_chunks
+from tok_kernels.triton.online import attend, computed, finish, join, resume, unseen
 from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.parts import Parts
 
 
 @triton.jit(
     # Values that change from step to step must not compile the kernel anew.
-    do_not_specialize=["table_row", "rows", "splits", "part"],
+    do_not_specialize=["table_row", "rows", "base", "wanted", "least", "most"],
     do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
 )
 def _decode(
@@ -25,12 +26,15 @@ def _decode(
     out_ptr,
     part_out_ptr,
     part_lse_ptr,
+    chunks_ptr,
     slots_ptr,
     start_ptr,
     len_ptr,
     rows,
-    splits,
-    part,
+    base,
+    wanted,
+    least,
+    most,
     q_token,
     q_head,
     k_ptr,
@@ -47,22 +51,37 @@ def _decode(
     PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    FP16: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRIOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """PRIOR: join with part 0. EARLY: the kernel that writes it lets this one start before it ends. `part`: the
-    part written by split 0, or −1: the result is final."""
+    """CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the parts; otherwise it has all of a row's keys,
+    and its result is final. PRIOR: join with part 0. EARLY: the kernel that writes it lets this one start before it
+    ends."""
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
-    split = program // KV_HEADS % splits
-    row = (program // KV_HEADS // splits).to(tl.int64)
+    row = program // KV_HEADS
+    if CHUNKED:
+        chunk = row
+        row, skipped, blocks_each = find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS)
+        if row >= rows:
+            return
+    row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     start = tl.load(start_ptr + row)
     end = tl.load(len_ptr + row)
-    share = tl.cdiv(tl.cdiv(end - start, KEYS), splits) * KEYS
-    begin = start + split * share
-    end = tl.minimum(end, begin + share)
+    begin = start
+    if CHUNKED:
+        row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS)
+        number = chunks_of(row_blocks, blocks_each, most)
+        share = tl.cdiv(row_blocks, number) * KEYS
+        begin = start + (chunk - skipped) * share
+        end = tl.minimum(end, begin + share)
+        if (chunk == skipped) & (kv_head == 0):
+            tl.store(chunks_ptr + 2 * row, skipped)
+            tl.store(chunks_ptr + 2 * row + 1, number)
 
     g = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, PADDED)
@@ -71,6 +90,7 @@ def _decode(
     d_present = d < HEAD
     both = present[:, None] & d_present[None, :]
     q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
+    q = computed(q, FP16)
     line = row * (KV_HEADS * GROUP) + head
     out_offset = line[:, None] * HEAD + d[None, :]
     top, total, acc = unseen(GROUP_PADDED, PADDED)
@@ -91,32 +111,49 @@ def _decode(
         )
         top, total, acc = join(top, total, acc, prefix_top, prefix_total, prefix_acc)
     out, lse = finish(top, total, acc)
-    if part < 0:
-        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
+    if CHUNKED:
+        line = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(part_lse_ptr + line, lse, mask=present)
+        tl.store(part_out_ptr + line[:, None] * HEAD + d[None, :], out, mask=both)
     else:
-        skipped = (part + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
-        tl.store(part_lse_ptr + skipped + line, lse, mask=present)
-        tl.store(part_out_ptr + skipped * HEAD + out_offset, out, mask=both)
+        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def decode_splits(operands: Operands, batch: AttentionBatch) -> int:
-    """Programs that share one sequence's keys, from host bounds."""
-    programs, device = batch.num_decode * operands.kv_heads, operands.q.device
-    return config.splits(programs, _launch(operands), batch.max_kv, config.DECODE_SPLIT_KEYS, device)
+def decode_chunks(operands: Operands, batch: AttentionBatch) -> Chunks | None:
+    """How the rows' own keys are cut, from host bounds; None: not at all."""
+    return plan_chunks(batch.num_decode, _programs(operands), batch.max_kv)
 
 
-def decode(
-    operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Parts, splits: int, prior: bool, part: int
-) -> None:
-    """Attends from the first `num_decode` rows to their own keys; `prior` and `part` as in the kernel.
+def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Parts, *, prior: bool) -> None:
+    """Attends from the first `num_decode` rows to their own keys and writes their results; `prior` as in the kernel.
 
     With `prior` nothing may be launched between the tiles that write part 0 and this.
     """
     early = prior and config.starts_early(operands.q.device)
+    programs = batch.num_decode * operands.kv_heads
+    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, EARLY=early)
+
+
+def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: Chunks, parts: Parts) -> None:
+    """Attends from the first `num_decode` rows to their own keys; writes the chunks of `parts` and their table."""
+    cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
+    programs = chunks.number * operands.kv_heads
+    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, EARLY=False)
+
+
+def _run(
+    operands: Operands,
+    batch: AttentionBatch,
+    out: Tensor,
+    parts: Parts,
+    programs: int,
+    cut: tuple[int, int, int, int],
+    **constants: bool,
+) -> None:
     launch = _launch(operands)
-    _decode[(batch.num_decode * splits * operands.kv_heads,)](
-        *(operands.q, out_THD, parts.out, parts.lse, batch.slots, batch.kv_start, batch.kv_len),
-        *(batch.num_decode, splits, part),
+    _decode[(programs,)](
+        *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
+        *(batch.num_decode, *cut),
         *operands.runtime(),
         KEYS=launch.keys,
         GROUP_PADDED=launch.rows,
@@ -124,11 +161,16 @@ def decode(
         num_warps=launch.warps,
         num_stages=launch.stages,
         maxnreg=launch.registers,
-        PRIOR=prior,
-        EARLY=early,
-        **({"launch_pdl": True} if early else {}),
+        **constants,
+        **({"launch_pdl": True} if constants["EARLY"] else {}),
     )
 
 
+def _programs(operands: Operands) -> int:
+    """How many programs a key/value head has when the GPU is busy."""
+    launch = _launch(operands)
+    return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
+
+
 def _launch(operands: Operands) -> config.Launch:
-    return config.decode_launch(operands.padded_head, operands.group, operands.q.dtype)
+    return config.decode_launch(operands.padded_head, operands.group, operands.q.dtype, operands.cache.k.dtype)

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from tok_kernels.batch import LayerCache
 
+_FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn
+
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
     """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
 
-    The indices must differ from each other. The cache's pages must lie evenly in memory (RuntimeError
-    otherwise). Keys and values may be views of a larger product, their last axis dense.
+    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. The indices must
+    differ from each other. The cache's pages must lie evenly in memory (RuntimeError otherwise). Keys and values
+    may be views of a larger product, their last axis dense.
     """
     tokens, heads, size = k_TKD.shape
     if not tokens:
@@ -82,8 +85,17 @@ def copy_heads(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copies the `[heads, size]` of one token, with conversion to the target's dtype."""
+    """Copies the `[heads, size]` of one token, converted as `narrow` does."""
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
     value = tl.load(source + head * source_head + entry, mask=inside)
-    tl.store(target + head * target_head + entry, value.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + head * target_head + entry, narrow(value, target), mask=inside)
+
+
+@triton.jit
+def narrow(value: tl.tensor, target: tl.tensor) -> tl.tensor:
+    """The value in the dtype that `target` points to; what float8_e4m3fn cannot hold is cut to its largest."""
+    if target.dtype.element_ty == tl.float8e4nv:
+        value = value.to(tl.float32)
+        value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays
+    return value.to(target.dtype.element_ty)

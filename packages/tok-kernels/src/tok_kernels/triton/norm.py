@@ -1,4 +1,4 @@
-"""Root-mean-square norm, alone or after a residual addition: one program a row, the row held in registers."""
+"""Root-mean-square norm: one program a row, the row held in registers."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -17,23 +17,8 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
     x = _rows(x_TN, weight_N)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _rms_norm[(x.shape[0],)](x, x.stride(0), x, 0, x, weight_N.contiguous(), normed, eps, **_launch(x), ADD=False)
+        _rms_norm[(x.shape[0],)](x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x))
     return normed.view(x_TN.shape)
-
-
-def add_rms_norm(x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(residual'), residual')` with `residual' = residual + x`, both of x's dtype."""
-    x, residual = _rows(x_TN, weight_N), _rows(residual_TN, weight_N)
-    if x.shape != residual.shape:
-        raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: that of x, {tuple(x_TN.shape)}")
-    normed, summed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    if x.numel():
-        _rms_norm[(x.shape[0],)](
-            *(x, x.stride(0), residual, residual.stride(0), summed, weight_N.contiguous(), normed, eps),
-            **_launch(x),
-            ADD=True,
-        )
-    return normed.view(x_TN.shape), summed.view(x_TN.shape)
 
 
 def _rows(x_TN: Tensor, weight_N: Tensor) -> Tensor:
@@ -53,25 +38,16 @@ def _launch(x: Tensor) -> dict[str, int]:
 def _rms_norm(
     x: tl.tensor,
     x_stride: tl.tensor,
-    residual: tl.tensor,
-    residual_stride: tl.tensor,
-    summed: tl.tensor,
     weight: tl.tensor,
     normed: tl.tensor,
     eps: tl.tensor,
     size: tl.tensor,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(summed.dtype.element_ty)
-        tl.store(summed + row * size + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value) / size + eps)
     scaled = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row * size + column, scaled.to(normed.dtype.element_ty), mask=inside)

@@ -71,6 +71,14 @@ def attend(
 
 
 @triton.jit
+def computed(q, FP16: tl.constexpr):
+    """The queries in the dtype that scores are computed from; with FP16 cut to that type's range."""
+    if FP16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
 def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr):
     """The state before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)

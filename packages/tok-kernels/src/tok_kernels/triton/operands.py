@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tok_kernels.batch import LayerCache
 from tok_kernels.triton.config import power_of_two
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CACHED = (*_DTYPES, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class Operands:
     def padded_head(self) -> int:
         return max(16, power_of_two(self.q.shape[2]))
 
+    @property
+    def fp16(self) -> bool:
+        """Whether bfloat16 queries meet float8 keys in float16: it holds every float8, from which a GPU converts in
+        one instruction where bfloat16 takes three, and its softmax weights are rounded eight times as finely."""
+        return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
+
     def runtime(self) -> tuple[int | float | Tensor, ...]:
         """The kernels' arguments from `q_token` to `scale`."""
         k, v = self.cache.k, self.cache.v
@@ -54,6 +62,7 @@ class Operands:
             "PADDED": self.padded_head,
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
+            "FP16": self.fp16,
         }
 
     def check(self) -> None:
@@ -62,8 +71,12 @@ class Operands:
         page_size, kv_heads = self.cache.k.shape[1:3]
         _require(self.q.dtype in _DTYPES, "q's dtype", self.q.dtype, f"one of {_DTYPES}")
         for name, cached in (("k", self.cache.k), ("v", self.cache.v)):
-            _require(cached.dtype in _DTYPES, f"the cache's dtype of {name}", cached.dtype, f"one of {_DTYPES}")
+            _require(cached.dtype in _CACHED, f"the cache's dtype of {name}", cached.dtype, f"one of {_CACHED}")
             _require(cached.shape[3] == size, f"the cache's head size of {name}", cached.shape[3], f"q's, {size}")
+            _require(
+                cached.dtype != torch.float8_e4m3fn or has_fp8(cached.device),
+                *(f"the cache's dtype of {name}", cached.dtype, "float8 from compute capability 8.9 on"),
+            )
         strides = self.cache.k.stride()
         _require(strides[3] == 1, "the cache's last stride of k", strides[3], "1")
         _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
@@ -72,6 +85,12 @@ class Operands:
         _require(size <= 256, "head_dim", size, "at most 256")
         _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
         _require(self.scale > 0, "scale", self.scale, "positive")
+
+
+@lru_cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels on the device convert float8_e4m3fn: from compute capability 8.9 on, and interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

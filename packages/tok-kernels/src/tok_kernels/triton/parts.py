@@ -19,40 +19,62 @@ _FEW, _MANY = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`out` float32 `[parts, rows, H, D]` and `lse` float32 `[parts, rows, H]`."""
+    """`each` parts of every row, part after part, and after them chunks, of which a row has any number.
+
+    out     float32 [each × rows + chunks, H, D]
+    lse     float32 [each × rows + chunks, H]
+    chunks  int32   [rows, 2]  a row's first chunk and how many it has; what is not written is never read
+    """
 
     out: Tensor
     lse: Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.lse.shape[1]
+    chunks: Tensor
+    rows: int
+    each: int
+    chunked: bool
 
 
 def no_parts(device: torch.device) -> Parts:
     """Stands where a kernel neither reads nor writes any."""
-    nothing = torch.empty((1, 1, 1, 1), dtype=torch.float32, device=device)
-    return Parts(nothing, nothing[0])
+    nothing = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
+    return Parts(nothing, nothing, nothing, rows=1, each=0, chunked=False)
 
 
-def new_parts(count: int, q_RHD: Tensor, filled: bool) -> Parts:
-    """Room for `count` parts of each row; with `filled` none has seen a key yet, otherwise undefined."""
+def new_parts(q_RHD: Tensor, each: int, *, chunks: int = 0, filled: bool) -> Parts:
+    """Room for `each` parts of each row and for `chunks`; with `filled` no part has seen a key yet, otherwise
+    they are undefined."""
     rows, heads, size = q_RHD.shape
-    out = torch.empty((count, rows, heads, size), dtype=torch.float32, device=q_RHD.device)
-    lse = torch.empty((count, rows, heads), dtype=torch.float32, device=q_RHD.device)
-    return Parts(out, lse.fill_(-torch.inf) if filled else lse)
+    out = torch.empty((each * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
+    lse = torch.empty((each * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
+    if filled and each:
+        lse[: each * rows].fill_(-torch.inf)
+    # The table stands for itself where there are no chunks: a kernel then reads none of it.
+    table = torch.empty((rows, 2), dtype=torch.int32, device=q_RHD.device) if chunks else lse
+    return Parts(out, lse, table, rows, each, chunks > 0)
 
 
 @triton.jit
 def _mean(
-    part_out_ptr, part_lse_ptr, parts, lines, line, d, HEAD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+    part_out_ptr,
+    part_lse_ptr,
+    row,
+    head,
+    rows,
+    each,
+    first,
+    parts,
+    d,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([PADDED], tl.float32)
-    for first in range(0, parts, BLOCK):
-        part = first + tl.arange(0, BLOCK)
-        at = part.to(tl.int64) * lines + line
+    for begin in range(0, parts, BLOCK):
+        part = begin + tl.arange(0, BLOCK)
+        at = tl.where(part < each, part * rows + row, each * rows + first + part - each).to(tl.int64) * HEADS + head
         lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
         out = tl.load(part_out_ptr + at[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
@@ -66,32 +88,44 @@ def _mean(
     return acc / tl.where(total > 0, total, 1.0)
 
 
-@triton.jit(do_not_specialize=["parts", "lines"])
+@triton.jit(do_not_specialize=["rows", "each"])
 def _merge(
     out_ptr,
     part_out_ptr,
     part_lse_ptr,
-    parts,
-    lines,
+    chunks_ptr,
+    rows,
+    each,
+    CHUNKED: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
+    row = (line // HEADS).to(tl.int32)
+    head = line % HEADS
+    first = 0
+    parts = each
+    if CHUNKED:
+        first = tl.load(chunks_ptr + 2 * row)
+        parts = each + tl.load(chunks_ptr + 2 * row + 1)
     d = tl.arange(0, PADDED)
     if parts <= FEW:
-        mean = _mean(part_out_ptr, part_lse_ptr, parts, lines, line, d, HEAD, PADDED, FEW)
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, FEW)
     else:
-        mean = _mean(part_out_ptr, part_lse_ptr, parts, lines, line, d, HEAD, PADDED, MANY)
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, MANY)
     tl.store(out_ptr + line * HEAD + d, mean.to(out_ptr.dtype.element_ty), mask=d < HEAD)
 
 
 def merge(parts: Parts, out_RHD: Tensor, padded_head: int) -> None:
     """Joins all the parts of each row into `out`, which is contiguous; zeros where none has seen a key."""
-    count, rows, heads, size = parts.out.shape
+    rows, heads, size = out_RHD.shape
     _merge[(rows * heads,)](
-        *(out_RHD, parts.out, parts.lse, count, rows * heads),
+        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.each),
+        CHUNKED=parts.chunked,
+        HEADS=heads,
         HEAD=size,
         PADDED=padded_head,
         FEW=_FEW,

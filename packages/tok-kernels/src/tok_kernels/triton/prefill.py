@@ -27,6 +27,6 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
         parts = no_parts(q.device)
         attend_tiles(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
         return
-    parts = new_parts(splits, q[base:], filled=True)
+    parts = new_parts(q[base:], splits, filled=True)
     attend_tiles(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
     merge(parts, out_THD[base:], operands.padded_head)

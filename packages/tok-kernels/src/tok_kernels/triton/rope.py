@@ -1,4 +1,4 @@
-"""Rotary position embedding, out of place or in place with the cache write: one program a token turns all heads."""
+"""Rotary position embedding, alone or between the heads' norm and the cache write: one program a token."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tok_kernels.batch import LayerCache
-from tok_kernels.triton.kv import cache_rows, copy_heads, dense_heads
+from tok_kernels.batch import LayerCache, QKNorm
+from tok_kernels.triton.kv import cache_rows, copy_heads, dense_heads, narrow
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,14 +40,18 @@ def rope_and_write_kv(
     cos_sin_LD: Tensor,
     cache: LayerCache,
     index_T: Tensor,
+    norm: QKNorm | None = None,
 ) -> None:
-    """`rope`, then `write_kv` of the turned keys and of the values, in one launch; `q_THD` is turned in place.
+    """`rms_norm` of each head where there is a `norm`, `rope`, then `write_kv` of the turned keys and of the
+    values, in one launch; `q_THD` is turned in place.
 
     `q_THD`, `k_TKD` and `v_TKD` may be views of one fused product; keys and values stay as they are there.
-    Raises ValueError for queries whose last axis is not dense.
+    Each of the steps rounds to the queries' dtype, as it does alone. Raises ValueError for queries whose last
+    axis is not dense, and for norm weights of another length than that axis.
     """
     if q_THD.stride(-1) != 1:
         raise ValueError(f"q has a stride of {q_THD.stride(-1)} along its last axis; allowed: 1")
+    q_weight, k_weight = _weights(q_THD, norm)
     if not q_THD.shape[0]:
         return
     k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
@@ -57,8 +61,22 @@ def rope_and_write_kv(
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
+        *(q_weight, k_weight, norm.eps if norm else 0.0),
         **_launch(q_THD, k),
+        NORM=norm is not None,
     )
+
+
+def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+    """The norm's weights; where there is none, what the kernel is given in their place and does not read."""
+    if norm is None:
+        return q_THD, q_THD
+    for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
+        if weight.shape != q_THD.shape[-1:]:
+            raise ValueError(
+                f"the norm's weight of {name} has shape {tuple(weight.shape)}; allowed: {(q_THD.shape[-1],)}"
+            )
+    return norm.q_D.contiguous(), norm.k_D.contiguous()
 
 
 def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
@@ -98,8 +116,9 @@ def _rope(
     angle = table + tl.load(position + token).to(tl.int64) * half * 2
     q += token * q_token
     k += token * k_token
-    _turn(q, q_head, turned_q + token * turned_q_token, turned_q_head, q_heads, angle, half, Q_HEADS, HALF)
-    _turn(k, k_head, turned_k + token * turned_k_token, turned_k_head, k_heads, angle, half, K_HEADS, HALF)
+    to_q, to_k = turned_q + token * turned_q_token, turned_k + token * turned_k_token
+    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q, 0.0, Q_HEADS, HALF, False)
+    _turn(k, k_head, to_k, turned_k_head, k_heads, angle, half, k, 0.0, K_HEADS, HALF, False)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
@@ -125,9 +144,13 @@ def _rope_and_write_kv(
     table: tl.tensor,
     index: tl.tensor,
     half: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
@@ -135,8 +158,9 @@ def _rope_and_write_kv(
     q += token * q_token
     k += token * k_token
     v += token * v_token
-    _turn(q, q_head, q, q_head, q_heads, angle, half, Q_HEADS, HALF)
-    _turn(k, k_head, k_rows + row * k_rows_row, k_rows_head, k_heads, angle, half, K_HEADS, HALF)
+    _turn(q, q_head, q, q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
+    to_k = k_rows + row * k_rows_row
+    _turn(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
     copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, K_HEADS, HALF * 2)
 
 
@@ -149,10 +173,14 @@ def _turn(
     heads: tl.tensor,
     angle: tl.tensor,
     half: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ) -> None:
-    """Turns the heads of one token; `angle` points to its cosines, which its sines follow."""
+    """Turns the heads of one token, with NORM after the norm of each; `angle` points to its cosines, which its
+    sines follow."""
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)
     cos = tl.load(angle + pair, mask=pair < half, other=0.0)
@@ -160,9 +188,16 @@ def _turn(
     at = source + head * source_head + pair
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = (1.0 / tl.sqrt_rn(squares / (2 * half) + eps))[:, None]
+        first = first * scale * tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+        first = first.to(source.dtype.element_ty).to(tl.float32)
+        second = second.to(source.dtype.element_ty).to(tl.float32)
     # Rounded to the source's dtype first, as a turned copy would be that is then written to the cache.
     low = (first * cos - second * sin).to(source.dtype.element_ty)
     high = (second * cos + first * sin).to(source.dtype.element_ty)
     to = target + head * target_head + pair
-    tl.store(to, low.to(target.dtype.element_ty), mask=inside)
-    tl.store(to + half, high.to(target.dtype.element_ty), mask=inside)
+    tl.store(to, narrow(low, target), mask=inside)
+    tl.store(to + half, narrow(high, target), mask=inside)

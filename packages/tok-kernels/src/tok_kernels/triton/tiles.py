@@ -2,6 +2,7 @@
 
 The query tokens of an item (a prefill chunk, or a group of decode rows) times the query heads of a key/value
 head are the rows of a dense product; items are cut into tiles of rows on the GPU, from lengths that only it knows.
+Where tiles may be few, the keys of each are shared by as many programs as the launch has for each tile there is.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tok_kernels.triton import config
-from tok_kernels.triton.online import attend, finish, resume
+from tok_kernels.triton.online import attend, computed, finish, resume
 from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.parts import Parts
 
 _ITEMS = 256  # items counted at a time when a program looks for its own
+_LONG = 4096  # keys over which a tile that is not split takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,30 @@ def _count(first_ptr, count_ptr, item, present, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _tiles_of(first_ptr, count_ptr, i, present, GROUP: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    return tl.cdiv(_count(first_ptr, count_ptr, i, present, CAUSAL) * GROUP, ROWS)
+
+
+@triton.jit
+def _total(
+    first_ptr,
+    count_ptr,
+    offset,
+    items,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """The tiles of all items."""
+    total = 0
+    for base in range(0, items, ITEMS):
+        i = base + tl.arange(0, ITEMS)
+        total += tl.sum(_tiles_of(first_ptr, count_ptr, offset + i, i < items, GROUP, ROWS, CAUSAL), 0)
+    return total
+
+
+@triton.jit
 def _find(
     first_ptr,
     count_ptr,
@@ -72,7 +98,7 @@ def _find(
     for base in range(0, items, ITEMS):
         i = base + tl.arange(0, ITEMS)
         present = i < items
-        tiles = tl.cdiv(_count(first_ptr, count_ptr, offset + i, present, CAUSAL) * GROUP, ROWS)
+        tiles = _tiles_of(first_ptr, count_ptr, offset + i, present, GROUP, ROWS, CAUSAL)
         ends = counted + tl.cumsum(tiles, 0)
         done = present & (ends <= tile)
         passed += tl.sum(done.to(tl.int32), 0)
@@ -83,7 +109,19 @@ def _find(
 
 @triton.jit(
     # Values that change from step to step must not compile the kernel anew.
-    do_not_specialize=["table_row", "offset", "items", "each", "base", "rows", "splits", "prior", "part"],
+    do_not_specialize=[
+        "table_row",
+        "offset",
+        "items",
+        "each",
+        "base",
+        "rows",
+        "splits",
+        "wanted",
+        "least",
+        "prior",
+        "part",
+    ],
     do_not_specialize_on_alignment=["first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "table_ptr"],
 )
 def _tiles(
@@ -102,6 +140,8 @@ def _tiles(
     base,
     rows,
     splits,
+    wanted,
+    least,
     prior,
     part,
     q_token,
@@ -119,21 +159,28 @@ def _tiles(
     PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    FP16: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """`each`: tiles that every item is given, or 0 where programs look for theirs. `prior`: start from part 0;
-    `part`: the part written by split 0, or −1: the result is final. Row 0 of a part is token `base`. LEADS:
-    the kernel launched next may start as soon as all programs of this one have."""
+    """`each`: tiles that every item is given, or 0 where programs look for theirs. `splits`: into how many ranges the
+    keys of a tile are cut at most, so that about `wanted` programs have one, of `least` keys or more; a part that
+    has none is left as it is. `prior`: start from part 0; `part`: the part written by split 0, or −1: the result is
+    final. Row 0 of a part is token `base`. LEADS: the kernel launched next may start as soon as all programs of this
+    one have."""
     if LEADS:
         gdc_launch_dependents()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
-    split = program // KV_HEADS % splits
-    tile = program // KV_HEADS // splits
+    used = 1
+    if splits > 1:
+        total = _total(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
+        used = tl.maximum(tl.minimum(wanted // tl.maximum(total, 1), splits), 1)
+    split = program // KV_HEADS % used
+    tile = program // KV_HEADS // used
     if each > 0:
         item = tile // each
         skipped = item * each
@@ -165,15 +212,18 @@ def _tiles(
         limit = tl.full([ROWS], 0, tl.int32) + end
         seen_by_all = end
         end_here = end
-    share = tl.cdiv(tl.cdiv(end - start, KEYS), splits) * KEYS
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), used), tl.cdiv(least, KEYS)) * KEYS
     begin = start + split * share
     end_here = tl.minimum(end_here, begin + share)
+    if (split > 0) & (begin >= end_here):
+        return
     whole = begin + tl.maximum(tl.minimum(end_here, seen_by_all) - begin, 0) // KEYS * KEYS
 
     d = tl.arange(0, PADDED)
     d_present = d < HEAD
     both = present[:, None] & d_present[None, :]
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=both, other=0.0)
+    q = computed(q, FP16)
     line = (token - base) * (KV_HEADS * GROUP) + head
     part_offset = line[:, None] * HEAD + d[None, :]
     top, total, acc = resume(part_lse_ptr + line, part_out_ptr + part_offset, present & (prior != 0), d_present)
@@ -199,19 +249,32 @@ def _tiles(
 
 
 def tile_splits(operands: Operands, items: Items) -> int:
-    """Programs that share one item's keys, from host bounds."""
-    programs = _tile_counts(operands, items)[0] * operands.kv_heads
-    return config.splits(programs, _launch(operands), items.most_keys, config.TILE_SPLIT_KEYS, operands.q.device)
+    """Most programs that share one tile's keys, from host bounds: as if all tokens were one item's."""
+    return _splits(operands, items, _cdiv(items.most_tokens * operands.group, _launch(operands).rows))
+
+
+def splits_pay(operands: Operands, items: Items) -> bool:
+    """Whether tiles are worth a pass that joins their parts: there are few for certain, or perhaps of many keys."""
+    return _splits(operands, items, _tile_counts(operands, items)[0]) > 1 or (
+        items.most_keys >= _LONG and tile_splits(operands, items) > 1
+    )
+
+
+def _splits(operands: Operands, items: Items, tiles: int) -> int:
+    programs, device = tiles * operands.kv_heads, operands.q.device
+    return config.splits(programs, _launch(operands), items.most_keys, config.TILE_SPLIT_KEYS, device)
 
 
 def _tile_counts(operands: Operands, items: Items) -> tuple[int, int]:
     """Tiles to launch, and how many of them are each item's, 0 where programs look for theirs.
 
-    Looking costs a program more than an empty one costs in its place, unless there are many of these.
+    Looking costs a program more than an empty one costs in its place, unless there are many of these. Of items
+    without a token there is no tile, and every other wastes less than one: what a launch of loose bounds has too
+    many, such as 256 groups mostly empty over 8 rows, follows from the rows and not from the groups.
     """
     rows = _launch(operands).rows
-    each = -(-items.most_tokens_each * operands.group // rows)
-    together = -(-items.most_tokens * operands.group // rows) + items.number
+    each = _cdiv(items.most_tokens_each * operands.group, rows)
+    together = _cdiv(items.most_tokens * operands.group, rows) + min(items.number, items.most_tokens)
     return (items.number * each, each) if items.number * each <= 2 * together else (together, 0)
 
 
@@ -226,13 +289,17 @@ def attend_tiles(
     prior: bool,
     part: int,
 ) -> None:
-    """Attends from the items' query tokens to their keys; `base`, `prior` and `part` as in the kernel."""
+    """Attends from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
-    number, each = _tile_counts(operands, items)
-    _tiles[(number * splits * operands.kv_heads,)](
+    tiles, each = _tile_counts(operands, items)
+    wanted = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
+    if splits > 1:
+        tiles, each = max(tiles, wanted), 0
+    _tiles[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
-        *(items.offset, items.number, each, base, parts.rows, splits, int(prior), part),
+        *(items.offset, items.number, each, base, parts.rows),
+        *(splits, wanted, config.TILE_SPLIT_KEYS, int(prior), part),
         *operands.runtime(),
         ROWS=launch.rows,
         KEYS=launch.keys,
@@ -244,6 +311,10 @@ def attend_tiles(
         num_stages=launch.stages,
         maxnreg=launch.registers,
     )
+
+
+def _cdiv(number: int, size: int) -> int:
+    return -(-number // size)
 
 
 def _launch(operands: Operands) -> config.Launch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from tok_server.flags import ENGINE_FLAGS, add_serve
+from tok_server.kernel_flags import add_bench_kernels
 
 EXAMPLES = """examples:
   tok bench offline --workload mine.jsonl --model ./my-model --plot out.png
@@ -30,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Measure any OpenAI-compatible server over HTTP.",
     )
     add_serve_bench(serve)
+    kernels = kinds.add_parser(
+        "kernels",
+        help="each kernel, beside what the machine allows",
+        description="Measure each kernel of a model beside the time that its bytes or its products take here.",
+    )
+    add_bench_kernels(kernels)
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +50,10 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
         help="one engine for all repetitions: later ones find the prompts of the first in its cache",
     )
     parser.add_argument("--text", action="store_true", help="make texts of the tokens, too")
-    _add_output(parser)
+    add = _add_output(parser)
+    add("--trace", type=Path, metavar="FILE.json", help="trace steps in the middle of one more run, in Chrome's format")
+    add("--trace-steps", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
     engine = parser.add_argument_group("engine, as of tok serve")
-    engine.add_argument(
-        "--no-prefix-groups",
-        dest="prefix_groups",
-        action="store_false",
-        help="let every sequence read its shared prefix by itself",
-    )
     engine.add_argument(
         "--eos-probability",
         type=float,
@@ -98,7 +102,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--reps", type=int, default=2, metavar="N", help="repetitions (default: %(default)s)")
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def _add_output(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Returns what adds more of this group."""
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one line of JSON for each repetition instead of a table")
     add("--plot", type=Path, metavar="FILE.png", help="plot throughput and running sequences over time")
+    return add

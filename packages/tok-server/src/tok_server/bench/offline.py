@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
+from tok_core.engine import Prompt
+from tok_core.messages import EngineInfo
 from tok_server.bench.bare import without_tokenizer
-from tok_server.bench.gpu import GpuMemory, first_gpu
+from tok_server.bench.busy import Busy, busy_of_trace
+from tok_server.bench.counted import Counters, with_counted
+from tok_server.bench.gpu import first_gpu
 from tok_server.bench.result import Result, percentile, ratio
 from tok_server.bench.timeline import timeline
-from tok_server.bench.watch import progress_bar, watching
+from tok_server.bench.tracing import run_traced, tracing
+from tok_server.bench.watch import Show, progress_bar, seldom, watching
 from tok_server.bench.workload import Request, Workload, backwards
 
-LOOK_EVERY = 0.05
+LOOK_EVERY = 0.02
+TELL_EVERY = 0.25
 WARM_UP_TOKENS = 16
 SETTLE_SECONDS = 10.0
-
-Counters = dict[str, float]
 
 
 def run_offline(
@@ -35,13 +39,29 @@ def run_offline(
 
     Errors: those of the engine.
     """
-    view: AbstractContextManager[str] = nullcontext(config.model)
-    if not text:
-        view = without_tokenizer(config.model, config.data_dir)
-    with view as model:
-        config = msgspec.structs.replace(config, model=model)
+    with _viewing(config, text) as config:
         for first in range(0, reps, reps if keep_engine else 1):
             yield from _on_one_engine(config, name, workload, range(first, reps if keep_engine else first + 1))
+
+
+def trace_offline(config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool) -> Busy:
+    """Traces `steps` steps in the middle of one more run, which takes about `of`, into `file`; tells what is in it.
+
+    On an engine of its own, so that no result has the cost of tracing in it. What follows the steps is not run.
+    Errors: InvalidField for too many steps; those of the engine.
+    """
+    with _viewing(tracing(config, file, steps, of), text) as config:
+        prompts, params = _requests(workload.requests, workload)
+        run_traced(config, lambda engine: engine.generate(prompts, params))
+    return busy_of_trace(file)
+
+
+@contextmanager
+def _viewing(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
+    """`config` with a model that makes texts of tokens only if asked to."""
+    view = nullcontext(config.model) if text else without_tokenizer(config.model, config.data_dir)
+    with view as model:
+        yield msgspec.structs.replace(config, model=model)
 
 
 def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: range) -> Iterator[Result]:
@@ -57,31 +77,48 @@ def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: ra
 def warm_up(engine: Engine, workload: Workload) -> None:
     """As many sequences as run at once, a few tokens each."""
     requests = backwards(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
-    engine.generate([one.ids for one in requests], _params(requests, workload))
+    engine.generate(*_requests(requests, workload))
+
+
+class _Looks:
+    """What is seen of a run while it lasts: `moments` are the rows of `timeline`, `outputs` what is done."""
+
+    def __init__(self, engine: Engine, show: Show) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.moments: list[tuple[float, float, float, float]] = []
+        self.gpu = first_gpu() if engine.info.device.startswith("cuda") else None
+        self.before = settled(engine)
+        self.began = time.monotonic()
+        self._engine = engine
+        self._show = show
+        self._tell_seldom = seldom(self.tell, TELL_EVERY)
+
+    def look(self) -> None:
+        """Takes little: the run goes on meanwhile, on the same interpreter."""
+        stats = self._engine.stats()
+        tokens, worked = (stats[name] - self.before[name] for name in ("output_tokens", "device_seconds"))
+        self.moments.append((time.monotonic() - self.began, tokens, stats["sequences_running"], worked))
+        self._tell_seldom()
+
+    def tell(self) -> None:
+        """Draws the progress, and looks at the GPU's memory."""
+        _, tokens, running, _ = self.moments[-1]
+        self._show(len(self.outputs), int(tokens), int(running))
+        if self.gpu is not None:
+            self.gpu.sample()
 
 
 def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
     """One repetition on an engine that has nothing else to do. Errors: those of the engine."""
-    before = settled(engine)
-    samples: list[tuple[float, float, float]] = []
-    outputs: list[RequestOutput] = []
-    gpu = first_gpu() if engine.info.device.startswith("cuda") else None
-    prompts, params = [one.ids for one in workload.requests], _params(workload.requests, workload)
+    prompts, params = _requests(workload.requests, workload)
     with progress_bar(f"{workload.name} {rep}", len(prompts)) as show:
-        began = time.monotonic()
-
-        def look() -> None:
-            stats = engine.stats()
-            tokens, running = stats["output_tokens"] - before["output_tokens"], stats["sequences_running"]
-            samples.append((time.monotonic() - began, tokens, running))
-            show(len(outputs), int(tokens), int(running))
-            if gpu is not None:
-                gpu.sample()
-
-        with watching(look, LOOK_EVERY):
-            outputs.extend(output for _, output in engine.stream(prompts, params))
-            seconds = time.monotonic() - began
-    return _result(engine, name, workload, rep, outputs, seconds, samples, since(before, settled(engine)), gpu)
+        looks = _Looks(engine, show)
+        with watching(looks.look, LOOK_EVERY):
+            looks.outputs.extend(output for _, output in engine.stream(prompts, params))
+            seconds = time.monotonic() - looks.began
+        looks.tell()
+    result = _result(engine.info, name, workload, rep, looks, seconds)
+    return with_counted(result, looks.before, settled(engine))
 
 
 def settled(engine: Engine) -> Counters:
@@ -92,13 +129,9 @@ def settled(engine: Engine) -> Counters:
     return engine.stats()
 
 
-def since(before: Counters, after: Counters) -> Callable[[str], int]:
-    """How much a counter has grown."""
-    return lambda name: int(after[name] - before[name])
-
-
-def _params(requests: list[Request], workload: Workload) -> list[SamplingParams]:
-    return [
+def _requests(requests: list[Request], workload: Workload) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Prompts, and how each is sampled."""
+    params = [
         SamplingParams(
             n=one.n,
             max_tokens=one.max_tokens,
@@ -109,25 +142,15 @@ def _params(requests: list[Request], workload: Workload) -> list[SamplingParams]
         )
         for index, one in enumerate(requests)
     ]
+    return [one.ids for one in requests], params
 
 
-def _result(
-    engine: Engine,
-    name: str,
-    workload: Workload,
-    rep: int,
-    outputs: list[RequestOutput],
-    seconds: float,
-    samples: list[tuple[float, float, float]],
-    grown: Callable[[str], int],
-    gpu: GpuMemory | None,
-) -> Result:
+def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _Looks, seconds: float) -> Result:
+    outputs, gpu = looks.outputs, looks.gpu
     completions = [one for output in outputs for one in output.outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(one.token_ids) for one in completions)
     ttft, latency, per_token = _times(outputs)
-    info = engine.info
-    computed = grown("output_tokens") + grown("discarded_tokens")
     return Result(
         engine="tok",
         mode="offline",
@@ -154,16 +177,12 @@ def _result(
         per_token_p50_ms=percentile(per_token, 0.5, 1e3),
         per_token_p99_ms=percentile(per_token, 0.99, 1e3),
         prefix_hit_share=round(ratio(sum(output.cached_tokens for output in outputs), prompt_tokens), 4),
-        group_rows_share=round(ratio(grown("group_rows"), computed), 4),
-        preemptions=grown("preemptions"),
-        discarded_tokens=grown("discarded_tokens"),
-        steps=grown("steps"),
         device=info.device,
         dtype=info.dtype,
         backend=info.backend,
         kv_cache_tokens=info.kv_cache_tokens,
         max_step_tokens=info.max_step_tokens,
-        timeline=timeline(np.array(samples), seconds),
+        timeline=timeline(looks.moments, seconds),
     )
 
 

@@ -8,11 +8,15 @@ import msgspec
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Equal spans of the run, in columns: their middles in seconds, output tokens per second, sequences running."""
+    """Equal spans of the run, in columns: their middles in seconds, output tokens per second, sequences running.
+
+    device_busy  the share of each in which the device worked; None: not known here
+    """
 
     seconds: list[float]
     output_tok_s: list[float]
     sequences_running: list[float]
+    device_busy: list[float] | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +29,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_share   of prompt tokens, those found in the prefix cache
     group_rows_share   of tokens computed for an output, those that read a shared prefix as one of a group
     discarded_tokens   computed past the end of a sample, and thrown away
+    gpu_busy_share     of the run, the share in which the device was between a step's first operation and its last
+    *_ms               of a step, on average: to schedule it, to launch it, on the device, to take in what came of it
     startup_s          from the engine's construction until it was ready
     """
 
@@ -57,6 +63,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int | None = None
     discarded_tokens: int | None = None
     steps: int | None = None
+    gpu_busy_share: float | None = None
+    schedule_ms: float | None = None
+    launch_ms: float | None = None
+    device_ms: float | None = None
+    output_ms: float | None = None
     startup_s: float | None = None
     device: str | None = None
     dtype: str | None = None
@@ -105,6 +116,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("prefix hits", "prefix_hit_share", ".1%"),
     ("rows in prefix groups", "group_rows_share", ".1%"),
     ("steps", "steps", ",d"),
+    ("device busy", "gpu_busy_share", ".1%"),
+    ("schedule a step, ms", "schedule_ms", ",.3f"),
+    ("launch a step, ms", "launch_ms", ",.3f"),
+    ("step on the device, ms", "device_ms", ",.3f"),
+    ("output of a step, ms", "output_ms", ",.3f"),
     ("preemptions", "preemptions", ",d"),
     ("discarded tokens", "discarded_tokens", ",d"),
     ("peak GPU memory, GiB", "peak_gpu_mem_gib", ",.1f"),

@@ -13,9 +13,11 @@ import aiohttp
 
 from tok_core import TokError
 from tok_server.bench.answers import Answer, ask, body
+from tok_server.bench.counted import with_counted
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.offline import WARM_UP_TOKENS
 from tok_server.bench.result import Result, percentile, ratio
+from tok_server.bench.scrape import counters_of
 from tok_server.bench.timeline import timeline_of_requests
 from tok_server.bench.watch import Show, progress_bar, watching
 from tok_server.bench.workload import Request, Workload, backwards
@@ -57,6 +59,12 @@ class Target:
         """The URL that ends in /v1."""
         url = self.url.rstrip("/")
         return url if url.endswith("/v1") else f"{url}/v1"
+
+    @property
+    def host(self) -> str:
+        """The URL's beginning, up to the path."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
 
     @property
     def local(self) -> bool:
@@ -124,8 +132,7 @@ async def _warm_up(session: aiohttp.ClientSession, target: Target, workload: Wor
 async def _reset(session: aiohttp.ClientSession, target: Target) -> None:
     if target.reset_path is None:
         return
-    parts = urlsplit(target.url)
-    url = f"{parts.scheme}://{parts.netloc}/{target.reset_path.lstrip('/')}"
+    url = f"{target.host}/{target.reset_path.lstrip('/')}"
     try:
         async with session.post(url) as response:
             if response.status != 200:
@@ -138,6 +145,7 @@ async def _measure(session: aiohttp.ClientSession, target: Target, workload: Wor
     bodies = _bodies(workload.requests, workload, model, target)
     gpu = first_gpu() if target.local else None
     answers: list[Answer] = []
+    before = await counters_of(session, f"{target.host}/metrics")
     with progress_bar(f"{workload.name} {rep}", len(bodies)) as show:
 
         def look() -> None:
@@ -150,7 +158,11 @@ async def _measure(session: aiohttp.ClientSession, target: Target, workload: Wor
             ordered = await _fire(session, target, bodies, answers)
             seconds = time.monotonic() - began
     known = None if gpu is None else (gpu.name, round(gpu.peak / 2**30, 2))
-    return _result(target, workload, model, rep, ordered, began, seconds, known)
+    result = _result(target, workload, model, rep, ordered, began, seconds, known)
+    after = None if before is None else await counters_of(session, f"{target.host}/metrics")
+    if before is None or after is None or after["steps"] < before["steps"]:  # another server, or one started anew
+        return result
+    return with_counted(result, before, after)
 
 
 def _bodies(requests: list[Request], workload: Workload, model: str, target: Target) -> list[bytes]:

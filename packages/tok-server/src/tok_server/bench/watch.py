@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,19 @@ def watching(look: Callable[[], None], every: float) -> Iterator[None]:
         ended.set()
         thread.join()
         look()
+
+
+def seldom(action: Callable[[], None], every: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
+    """`action`, carried out when called for the first time, and then only if its last time is `every` seconds ago."""
+    due = -math.inf
+
+    def act() -> None:
+        nonlocal due
+        if clock() >= due:
+            due = clock() + every
+            action()
+
+    return act
 
 
 @contextmanager

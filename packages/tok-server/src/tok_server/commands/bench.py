@@ -1,4 +1,4 @@
-"""`tok bench`: from its flags to a table, lines of JSON and a plot."""
+"""`tok bench`: from its flags to a table, lines of JSON, a plot and a trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import dataclasses
 import math
+import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,11 +30,13 @@ def main(options: argparse.Namespace) -> int:
         from tok_server.bench.plot import plot_results
 
         plot_results(results, options.plot)
+    if options.kind == "offline" and options.trace is not None:
+        _trace(options, workload, results[0])
     return 1 if any(one.errors for one in results) else 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    for field in ("limit", "n", "max_tokens", "reps", "concurrency"):
+    for field in ("limit", "n", "max_tokens", "reps", "concurrency", "trace_steps"):
         count: int | None = getattr(options, field, None)
         if count is not None and count < 1:
             raise InvalidField(field, count, "integers from 1")
@@ -44,8 +48,10 @@ def _check(options: argparse.Namespace) -> None:
         parts = urlsplit(options.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidField("url", options.url, "URLs that begin with http:// or https://")
-    if options.plot is not None and not options.plot.parent.is_dir():
-        raise InvalidField("plot", str(options.plot), "a file in a directory that exists")
+    for field in ("plot", "trace"):
+        file: Path | None = getattr(options, field, None)
+        if file is not None and not file.parent.is_dir():
+            raise InvalidField(field, str(file), "a file in a directory that exists")
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -71,8 +77,20 @@ def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
     return results
 
 
+def _trace(options: argparse.Namespace, workload: Workload, measured: Result) -> None:
+    """One more run, traced, and what is in the trace. Errors: InvalidField, TokError."""
+    from tok_server.bench.busy import describe
+    from tok_server.bench.offline import trace_offline
+
+    assert measured.steps is not None
+    config, steps = _config(options, workload), options.trace_steps
+    found = trace_offline(config, workload, options.trace, steps=steps, of=measured.steps, text=options.text)
+    told = f"{steps} steps traced in {options.trace}, {describe(found)}"
+    print(told, file=sys.stderr if options.json else sys.stdout)
+
+
 def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
-    config = msgspec.structs.replace(engine_config(options), prefix_groups=options.prefix_groups)
+    config = engine_config(options)
     if config.max_model_len is None:
         config = msgspec.structs.replace(config, max_model_len=workload.longest)
     if options.eos_probability is None:

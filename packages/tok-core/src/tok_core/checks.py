@@ -1,0 +1,43 @@
+"""What an engine cannot serve is refused before it is sent, by the name of the field."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+
+from tok_core.errors import InvalidField
+from tok_core.messages import EngineInfo, Int32
+from tok_core.sampling import SamplingParams
+
+
+def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
+    """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+    if not ids:
+        raise InvalidField("prompt", ids, "at least one token")
+    room = info.max_model_len - len(ids)
+    if room < 1:
+        most = info.max_model_len - 1
+        raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}, so that one can follow")
+    tokens = _tokens(ids, info.vocab_size)
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise InvalidField("max_tokens", params.max_tokens, f"at most {room} after this prompt")
+    if params.min_tokens > room:
+        raise InvalidField("min_tokens", params.min_tokens, f"at most {room} after this prompt")
+    if params.stop and not has_tokenizer:
+        raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
+    for field, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        for token in named:
+            if token >= info.vocab_size:
+                raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
+    return tokens
+
+
+def _tokens(ids: list[int], vocab_size: int) -> Int32:
+    with suppress(OverflowError):  # greater than 32 bits
+        if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
+            tokens = np.array(ids, np.int32)
+            if tokens.min() >= 0 and tokens.max() < vocab_size:
+                return tokens
+    bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+    raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")

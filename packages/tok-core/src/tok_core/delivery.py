@@ -1,0 +1,54 @@
+"""What a report brings, by request. U requests and N tokens of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.assembly import Told
+from tok_core.ledger import Ledger
+from tok_core.messages import Finished, Int64, Progress
+
+
+class Delivery(NamedTuple):
+    """What a report brings: the rids of samples that begin, tokens for requests told of each, and ends by rid."""
+
+    begun: list[int]
+    told: Told
+    ends: dict[int, dict[int, Finished]]
+
+    def rids(self) -> list[int]:
+        """Requests that are told something."""
+        return [*self.told.bounds, *(rid for rid in self.ends if rid not in self.told.bounds)]
+
+
+def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int]) -> Delivery:
+    """Enters the report in the ledger; `each_token`: requests that are told of each token."""
+    found, which = np.unique(progress.rid, return_inverse=True)
+    rids = found.tolist()
+    begun = ledger.append(rids, which, progress.sample, progress.token)
+    ends: dict[int, dict[int, Finished]] = {}
+    for end in progress.finished:
+        ends.setdefault(end.rid, {})[end.sample] = end
+    return Delivery(begun, _told(progress, rids, which, each_token) if each_token else NOTHING, ends)
+
+
+def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> Told:
+    wanted = np.array([rid in each_token for rid in rids], np.bool_)
+    rows = np.flatnonzero(wanted[which])
+    rows = rows[np.argsort(which[rows], kind="stable")]
+    stops = np.searchsorted(which[rows], np.flatnonzero(wanted), side="right").tolist()
+    told = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
+    return Told(
+        progress.sample[rows].tolist(),
+        progress.token[rows].tolist(),
+        rows.tolist(),
+        dict(zip(told, pairwise([0, *stops]), strict=True)),
+    )
+
+
+NOTHING = Told([], [], [], {})
+NO_ENDS: Mapping[int, Finished] = {}

@@ -1,0 +1,119 @@
+"""Which kernels a model would be computed with on this machine, and how fast they are: for those that may not import
+tok_kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError, InvalidField
+from tok_core.hub import resolve
+from tok_core.model.config import ModelConfig, read_config
+from tok_core.worker.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
+from tok_kernels import AttentionShape, choose
+from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
+from tok_kernels.phases import PHASES, Phase
+
+if TYPE_CHECKING:
+    from tok_kernels.calibration import Measurement  # loads Triton
+
+__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What computes each phase of attention, and what was measured to find out; why kernels were left out, and
+    launches that were searched; `known`: all this is from `directory`, and nothing was measured now."""
+
+    device: str
+    shape: AttentionShape
+    fastest: Mapping[Phase, str]
+    known: bool = True
+    directory: Path | None = None
+    measured: tuple[Measurement, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    launches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsMeasured:
+    """What the machine allows, in TB/s copied and TFLOP/s of matrix products, and each kernel as it is measured."""
+
+    device: str
+    backend: str
+    bandwidth: float
+    rate: float
+    kernels: Iterator[KernelTime]
+
+
+def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
+    """What computes the phases of the attention of `config.model`, from the disk or measured now; `anew`: measured in
+    any case. `sizes` replace the model's, by the names of AttentionShape.
+
+    Errors: InvalidField, ModelError, EngineError where no kernel computes a phase.
+    """
+    device, _, shape = _shapes(config, sizes)
+    if device.type != "cuda" or config.backend == "reference":
+        if config.backend not in ("auto", "reference"):
+            raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
+        return PhaseReport(_name(device), shape, dict.fromkeys(PHASES, "reference"))
+    from tok_kernels.calibration import cache_directory, calibrate, candidates, known
+
+    among, left_out = candidates(shape, device, config.backend)
+    before = None if anew else known(shape, device, among)
+    try:
+        choice = before or calibrate(shape, device, among, anew=True)
+    except ValueError as error:
+        raise EngineError("; ".join([str(error), *left_out.values()])) from None
+    return PhaseReport(
+        device=_name(device),
+        shape=shape,
+        fastest=choice.fastest,
+        known=before is not None,
+        directory=cache_directory(),
+        measured=choice.measured,
+        left_out={**left_out, **choice.left_out},
+        launches=tuple(f"{kernel.name}: {launch}" for kernel, launch in choice.launches.items()),
+    )
+
+
+def measure(config: EngineConfig) -> KernelsMeasured:
+    """Every kernel that `config.model` is computed with, beside its floor. Errors: InvalidField unless on a CUDA
+    device, ModelError."""
+    device, model, shape = _shapes(config, {})
+    if device.type != "cuda":
+        raise InvalidField("device", config.device, "cuda (kernels are measured on a CUDA device)")
+    try:
+        backend = choose(device, config.backend, shape)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+    sizes = ModelShape(shape, model.hidden_size, model.intermediate_size, model.vocab_size)
+    machine, kernels = measure_kernels(backend, sizes, device)
+    return KernelsMeasured(_name(device), backend.name, machine.bandwidth / 1e12, machine.rate / 1e12, kernels)
+
+
+def _shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelConfig, AttentionShape]:
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    model = read_config(resolve(config.model, config.data_dir))
+    shape = attention_shape(model, config.page_size, dtype, choose_cache_dtype(config.kv_cache_dtype, dtype))
+    for name, value in sizes.items():
+        if value < 1:
+            raise InvalidField(name, value, "integers from 1")
+    values = {name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "layers")} | dict(sizes)
+    if values["heads"] % values["kv_heads"]:
+        raise InvalidField("heads", values["heads"], f"multiples of {values['kv_heads']}, the key/value heads")
+    return (
+        device,
+        model,
+        AttentionShape(**values, page_size=shape.page_size, dtype=dtype, cache_dtype=shape.cache_dtype),
+    )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

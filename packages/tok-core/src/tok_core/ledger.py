@@ -1,0 +1,118 @@
+"""Ledger: the tokens of samples that nobody streams, written down a report at a time without Python per token.
+
+A sample is a row, the rows of a request lie side by side. Its tokens fill blocks of `BLOCK`, each of which knows the
+one before it. Axes: R rows, K blocks, U requests and N tokens of a report.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from tok_core.messages import EMPTY, Int32, Int64
+
+BLOCK = 64
+ROWS = 64  # at least so many at a time
+
+
+class Ledger:
+    """Tokens of open samples, in the order in which they were reported. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[int, range] = {}  # by rid
+        self._next_row = 0
+        self._count: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens so far
+        self._block: Int64 = np.full(ROWS, -1, np.int64)  # [R] where the last of them are
+        self._tokens: Int32 = np.empty((0, BLOCK), np.int32)  # [K, BLOCK]
+        self._before: Int64 = np.empty(0, np.int64)  # [K]
+        self._free: list[int] = []
+
+    def open(self, rid: int, samples: int) -> None:
+        """From now on tokens of the request are kept."""
+        with self._lock:
+            if self._next_row + samples > len(self._count):
+                self._make_rows(samples)
+            self._rows[rid] = range(self._next_row, self._next_row + samples)
+            self._next_row += samples
+
+    def append(self, rids: list[int], which: Int64, sample: Int32, token: Int32) -> list[int]:
+        """Adds token `[N]` of sample `[N]` of request `rids[which]`; no sample may occur twice.
+
+        Tokens of requests that are not open are dropped. Returns the rids of samples that begin here.
+        """
+        with self._lock:
+            if not self._rows:
+                return []
+            first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)[which]
+            kept = first >= 0
+            if not kept.all():
+                first, which, sample, token = first[kept], which[kept], sample[kept], token[kept]
+            row = first + sample
+            at = self._count[row]
+            within = at % BLOCK
+            self._add_blocks(row[within == 0])
+            self._tokens[self._block[row], within] = token
+            self._count[row] = at + 1
+            return [rids[i] for i in np.unique(which[at == 0]).tolist()]
+
+    def take(self, rid: int, sample: int) -> Int32:
+        """The tokens of a sample of an open request, in a copy; it has none after that."""
+        with self._lock:
+            row = self._rows[rid][sample]
+            count = int(self._count[row])
+            blocks = self._give_back(row)
+            return self._tokens[blocks].reshape(-1)[:count] if blocks else EMPTY
+
+    def close(self, rid: int) -> None:
+        """Forgets the request, if it is open, and what it still has."""
+        with self._lock:
+            rows = self._rows.pop(rid, None)
+            for row in rows or ():
+                self._give_back(row)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that hold tokens."""
+        return len(self._before) - len(self._free)
+
+    def _give_back(self, row: int) -> list[int]:
+        """Frees the row's blocks; these, from the first to the last."""
+        blocks = []
+        block = int(self._block[row])
+        while block >= 0:
+            blocks.append(block)
+            block = int(self._before[block])
+        self._count[row], self._block[row] = 0, -1
+        self._free += blocks
+        return blocks[::-1]
+
+    def _add_blocks(self, row: Int64) -> None:
+        """A new last block for each of the rows."""
+        missing = len(row) - len(self._free)
+        if missing > 0:
+            self._make_blocks(missing)
+        if len(row):
+            blocks = np.array(self._free[-len(row) :], np.int64)
+            del self._free[-len(row) :]
+            self._before[blocks] = self._block[row]
+            self._block[row] = blocks
+
+    def _make_blocks(self, missing: int) -> None:
+        old = len(self._before)
+        more = max(missing, old)
+        self._tokens = np.concatenate([self._tokens, np.empty((more, BLOCK), np.int32)])
+        self._before = np.concatenate([self._before, np.empty(more, np.int64)])
+        self._free += range(old, old + more)
+
+    def _make_rows(self, samples: int) -> None:
+        """Room for `samples` more rows, and as many again; rows of requests that have been closed go."""
+        old = np.concatenate([np.arange(0), *(np.arange(rows.start, rows.stop) for rows in self._rows.values())])
+        size = max(ROWS, 2 * (len(old) + samples))
+        count, block = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        count[: len(old)], block[: len(old)] = self._count[old], self._block[old]
+        self._count, self._block, self._next_row = count, block, 0
+        for rid, rows in self._rows.items():
+            self._rows[rid] = range(self._next_row, self._next_row + len(rows))
+            self._next_row += len(rows)

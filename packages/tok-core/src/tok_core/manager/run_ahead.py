@@ -1,0 +1,37 @@
+"""RunAhead: how many steps are queued at the worker before their tokens are back."""
+
+from __future__ import annotations
+
+import math
+
+COVERED = 3e-3  # seconds of the worker's time that lie queued while the manager takes in a step and makes the next
+FEWEST, MOST = 2, 8
+WEIGHT = 0.1  # of the newest step in the mean
+
+
+class RunAhead:
+    """A number of steps given, or one that adapts to how long steps take.
+
+    The worker never waits as long as the step it is at and those queued behind it last until the manager has sent
+    another. Each step queued costs: sequences whose end is not back yet take part in it for nothing, and a request that
+    arrives waits for it. So there are as many queued as take about 3 ms together, and the one that is under way: two
+    where a step takes longer than that, eight at the most.
+    """
+
+    def __init__(self, fixed: int | None) -> None:
+        self._fixed = fixed
+        self._mean: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        """A step has taken so long on the device."""
+        self._mean = seconds if self._mean is None else self._mean + WEIGHT * (seconds - self._mean)
+
+    @property
+    def steps(self) -> int:
+        """Steps that may be queued now, the one under way included."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._mean is None:
+            return FEWEST
+        queued = math.ceil(COVERED / max(self._mean, COVERED / MOST))
+        return min(max(1 + queued, FEWEST), MOST)

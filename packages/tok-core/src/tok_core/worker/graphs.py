@@ -1,0 +1,185 @@
+"""DecodeGraphs: decode steps recorded once per size as CUDA graphs, which the host launches as one.
+
+A graph's kernels run over fixed tensors in fixed numbers. A step is computed by the smallest graph that holds it: what
+is left of its rows belongs to the slot that never holds a sequence, what is left of its groups to no row. Lengths are
+found on the device, so that one graph serves them all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tok_core.messages import StepInput
+from tok_core.model.decoder import CausalLM
+from tok_core.worker import rows
+from tok_core.worker.staging import Staging
+from tok_core.worker.state import WorkerState
+from tok_kernels import AttentionBatch, Backend, SamplingBatch
+
+MOST_GROUPS = 256  # a graph has room for; steps with more are launched kernel by kernel
+# Few rows of long contexts are best computed in another way than few of short ones, which a graph must settle.
+FEW_ROWS = 512
+SHORT = 2048  # tokens
+
+
+class Kind(NamedTuple):
+    """What the graphs of one size differ in: whether there are prefix groups, and whether contexts may be long."""
+
+    groups: bool
+    long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """One size: `rows` decode rows in at most `groups` prefix groups.
+
+    forward  from slots to `hidden` `[rows, N]`
+    draw     from `hidden` to `drawn`, int32 `[2, rows]`: tokens and log-probabilities' bits
+    """
+
+    rows: int
+    groups: int
+    padding: int
+    forward: torch.cuda.CUDAGraph
+    hidden: Tensor
+    draw: torch.cuda.CUDAGraph
+    drawn: Tensor
+    inputs: tuple[Tensor, ...]  # held, because the graphs read them
+
+    def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
+        """The step's host arrays at this size; they are to be put first, where the graph will look for them."""
+        return _arrays(step, self.rows, self.groups, self.padding)
+
+    @staticmethod
+    def draws(step: StepInput) -> bool:
+        """Whether `draw` does all that the step's rows ask for."""
+        return not (len(step.filter_row) or len(step.penalty_row) or len(step.bias_row) or step.top_logprobs)
+
+
+class DecodeGraphs:
+    """The graphs of one model, by size and kind; none until `capture`."""
+
+    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging) -> None:
+        self._model = model
+        self._backend = backend
+        self._state = state
+        self._staging = staging
+        self._sizes: list[int] = []
+        self._graphs: dict[tuple[int, Kind], DecodeGraph] = {}
+
+    def __len__(self) -> int:
+        return len({id(graph) for graph in self._graphs.values()})
+
+    def find(self, step: StepInput) -> DecodeGraph | None:
+        """The graph for a step; None for one with prompts, and for one too large."""
+        count, groups = len(step.decode_slot), len(step.group_start)
+        if len(step.prefill_slot) or not self._sizes or count > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        graph = self._graphs[size, Kind(groups > 0, step.max_kv > SHORT)]  # a single row is in no group
+        return graph if groups <= graph.groups else None
+
+    @torch.inference_mode()
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Records the sizes, largest first, so that smaller ones find room in the memory of larger ones."""
+        recorder, longest = _Recorder(self._state.device), self._state.max_len
+        for size in sorted(sizes, reverse=True):
+            differs = size <= FEW_ROWS and longest > SHORT
+            for groups in (False, True) if size > 1 else (False,):
+                long = self._capture(size, groups, longest, recorder)
+                short = self._capture(size, groups, SHORT, recorder) if differs else long
+                self._graphs |= {(size, Kind(groups, True)): long, (size, Kind(groups, False)): short}
+        self._sizes = sorted({size for size, _ in self._graphs})
+
+    def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
+        padding, groups = self._state.slots, min(MOST_GROUPS, size // 2) if grouped else 0
+        put = self._staging.put(_arrays(None, size, groups, padding))
+        q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
+        self._draw(put, self._forward(put, q_start, max_kv))  # compiles, and lets libraries set themselves up
+        torch.cuda.synchronize(self._state.device)
+        with recorder.recording() as forward:
+            hidden = self._forward(put, q_start, max_kv)
+        with recorder.recording() as draw:
+            drawn = self._draw(put, hidden)
+        return DecodeGraph(size, groups, padding, forward, hidden, draw, drawn, (q_start,))
+
+    def _forward(self, put: dict[str, Tensor], q_start: Tensor, max_kv: int) -> Tensor:
+        state, size = self._state, len(put["slots"])
+        made = self._backend.decode_rows(put["slots"], state.columns)
+        batch = AttentionBatch(
+            page_table=state.columns.page_table,
+            slots=put["slots"],
+            q_start=q_start,
+            kv_len=made.kv_len,
+            kv_start=put["kv_start"],
+            num_decode=size,
+            max_q=1,
+            max_kv=max_kv,
+            levels=rows.level(put, size, max_kv),
+        )
+        hidden: Tensor = self._model(made.token, made.position, made.kv_index, state.caches, batch, None)
+        return hidden
+
+    def _draw(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        state, slot = self._state, put["slots"].long()
+        batch = SamplingBatch(
+            temperature=state.temperature[slot],
+            seed=state.seed[slot],
+            sample=state.sample[slot],
+            position=state.columns.length[slot],
+        )
+        sampled = self._backend.sample(self._model.logits(hidden), batch)
+        return self._backend.record_draws(put["slots"], sampled.token, sampled.logprob, state.columns)
+
+
+class _Recorder:
+    """Makes graphs of what is launched; all share one pool of memory, since no two of them run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Unlike torch's own context this one leaves the allocator's other blocks alone."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                graph.capture_end()
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of rows worth a graph each: 1, 2, 4, then multiples of 8, eight to each doubling, and `most` itself.
+
+    >>> sizes(200)
+    [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 200]
+    """
+    found = [size for size in (1, 2, 4) if size < most]
+    size = 8
+    while size < most:
+        found.append(size)
+        size += max(8, (1 << (size.bit_length() - 1)) // 8)
+    return [*found, most]
+
+
+def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:
+    """Slots, own starts and groups of a step, filled up to the size; all padding without a step."""
+    slots, start = np.full(size, padding, np.int32), np.zeros(size, np.int32)
+    found = {} if step is None or not groups else rows.groups(step, groups)
+    if step is not None:
+        count = len(step.decode_slot)
+        slots[:count] = step.decode_slot
+        start[:count] = rows.own_start(step)
+    names = ("group_start", "group_count", "group_slot", "group_kv_end") if groups else ()
+    return {"slots": slots, "kv_start": start} | {name: found.get(name, np.zeros(groups, np.int32)) for name in names}

@@ -1,0 +1,113 @@
+"""Memory: how many positions the KV cache may hold beside the weights, the largest step and the graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError, InvalidField
+from tok_core.messages import StepInput
+from tok_core.worker.draw import CHUNK
+from tok_core.worker.graphs import sizes
+from tok_core.worker.runner import Runner
+from tok_core.worker.trial import trial_step
+
+CPU_MEMORY_SHARE = 0.25  # of the free memory, for the cache, where nothing else is said
+CPU_CACHE_TOKENS = 1 << 18  # and no more than this many positions
+CHUNK_TOKENS = 512  # of the prompts in the largest step
+GRAPHS_BYTES = 512 << 20  # what the driver keeps for the graphs themselves
+SLACK = 1.1  # over the activations measured: what the allocator loses between blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a model's steps were seen to take.
+
+    step_bytes    of the largest step, without weights
+    graph_rows    decode rows up to which a graph is faster to launch than its kernels one by one; 0: none is
+    graph_bytes   of a decode step of that many rows
+    """
+
+    step_bytes: int
+    graph_rows: int
+    graph_bytes: int
+
+    @property
+    def activations(self) -> int:
+        """Bytes to keep free beside weights and cache."""
+        return int((self.step_bytes + self.graph_bytes) * SLACK) + (GRAPHS_BYTES if self.graph_rows else 0)
+
+
+def measure(runner: Runner, max_step_tokens: int, *, graphs: bool) -> Measured:
+    """Runs the largest step, and decode steps of several sizes, on a CUDA device."""
+    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.state.max_len))
+    graph_rows = _graph_rows(runner) if graphs else 0
+    graph_bytes = _peak(runner, trial_step(decode=graph_rows)) if graph_rows else 0
+    return Measured(step_bytes, graph_rows, graph_bytes)
+
+
+def largest_step(slots: int, tokens: int, max_len: int) -> StepInput:
+    """As many prompt tokens as a step may have, and as many draws, as costly as draws can be."""
+    chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
+    draws = min(slots, tokens)
+    return trial_step(
+        chunks=min(chunks, slots), tokens=tokens, draws=draws, filtered=min(draws, CHUNK), penalised=min(draws, CHUNK)
+    )
+
+
+def _peak(runner: Runner, step: StepInput) -> int:
+    """Bytes allocated at most while the step is carried out, beyond what was allocated before."""
+    device = runner.state.device
+    runner.launch(step).output()  # once before: kernels are compiled, and their scratch memory is not the step's
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.launch(step).output()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _graph_rows(runner: Runner) -> int:
+    """The largest size at which the host takes as long to launch a decode step as half of its time on the device."""
+    step = trial_step(decode=1)
+    launch = min(runner.launch(step).output().launch_seconds for _ in range(5))
+    found = sizes(runner.state.slots)
+    low, high = 0, len(found) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        step = trial_step(decode=found[middle])
+        seconds = min(runner.launch(step).output().device_seconds for _ in range(3))
+        low, high = (middle, high) if seconds < 2 * launch else (low, middle - 1)
+    return found[low]
+
+
+def cache_tokens(config: EngineConfig, per_token: int, device: torch.device, measured: Measured | None) -> int:
+    """Positions of the KV cache: as configured, else what the memory leaves.
+
+    `per_token`: bytes of a position; `measured` is needed on a CUDA device. Raises InvalidField, or EngineError where
+    the memory is too small.
+    """
+    if config.kv_cache_tokens is not None:
+        # A CPU's memory is promised before it is there; what takes more than is free is killed later.
+        free = psutil.virtual_memory().available if device.type == "cpu" else None
+        if free is not None and config.kv_cache_tokens * per_token > free:
+            raise InvalidField(
+                "kv_cache_tokens", config.kv_cache_tokens, f"at most {free // per_token}, by free memory"
+            )
+        return config.kv_cache_tokens
+    if measured is None:
+        room = int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
+        return max(config.page_size, min(room // per_token, CPU_CACHE_TOKENS))
+    free, total = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    room = int(total * config.gpu_memory_fraction) - others - weights - measured.activations
+    if room < per_token * 2 * config.page_size:
+        taken = (weights + measured.activations) / 2**30
+        raise EngineError(
+            f"no memory is left for the KV cache: weights and steps take {taken:.1f} GiB of the "
+            f"{total * config.gpu_memory_fraction / 2**30:.1f} GiB allowed; raise gpu_memory_fraction or lower "
+            "max_step_tokens or max_running"
+        )
+    return room // per_token - config.page_size  # a page belongs to nobody

@@ -1,0 +1,62 @@
+"""Trial steps: steps of a wanted shape that belong to no request, to measure the device and to warm it up.
+
+All their sequences stand on the cache's first page, which nobody owns yet; `WorkerState.reset` forgets them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tok_core.messages import EMPTY, StepInput
+
+
+def trial_step(
+    *,
+    decode: int = 0,
+    groups: int = 0,
+    prefix: int = 0,
+    chunks: int = 0,
+    tokens: int = 0,
+    cached: int = 0,
+    draws: int | None = None,
+    filtered: int = 0,
+    penalised: int = 0,
+    top_logprobs: int = 0,
+    greedy: bool = False,
+) -> StepInput:
+    """A step of `decode` rows, evenly in `groups` of a prefix, and `chunks` of `tokens` in all behind `cached` ones.
+
+    draws      rows that sample, spread over the sequences; None: one of each sequence
+    filtered, penalised   how many of them, from the first on, ask for that
+    """
+    slot = np.arange(decode + chunks, dtype=np.int32)
+    count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
+    members = np.diff(np.linspace(0, decode, groups + 1).astype(np.int32)).astype(np.int32)
+    first = (np.cumsum(members) - members).astype(np.int32)
+    rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
+    return StepInput(
+        step=0,
+        new=None,
+        page_slot=EMPTY,
+        page_index=EMPTY,
+        page_id=EMPTY,
+        decode_slot=slot[:decode],
+        group_start=first if groups else EMPTY,
+        group_count=members if groups else EMPTY,
+        group_slot=first if groups else EMPTY,
+        group_kv_end=np.full(groups, prefix, np.int32),
+        prefill_slot=slot[decode:],
+        prefill_start=np.full(chunks, cached, np.int32),
+        prefill_count=count,
+        prefill_token=np.zeros(tokens, np.int32),
+        copy_src=EMPTY,
+        copy_dst=EMPTY,
+        sample_row=rows,
+        sample_slot=rows,
+        filter_row=np.arange(filtered, dtype=np.int32),
+        penalty_row=np.arange(penalised, dtype=np.int32),
+        bias_row=EMPTY,
+        top_logprobs=top_logprobs,
+        all_greedy=greedy,
+        max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
+    )

@@ -1,0 +1,57 @@
+"""Warm-up: all that would otherwise be compiled, captured or allocated during the first requests."""
+
+from __future__ import annotations
+
+import torch
+
+from tok_core.messages import StepInput
+from tok_core.worker.draw import CHUNK
+from tok_core.worker.graphs import sizes
+from tok_core.worker.memory import SLACK, Measured, largest_step
+from tok_core.worker.runner import Runner
+from tok_core.worker.trial import trial_step
+
+
+def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
+    """Captures the decode graphs, and carries out a step of each kind, on a CUDA device."""
+    state = runner.state
+    if measured.graph_rows:
+        runner.graphs.capture(sizes(measured.graph_rows))
+    # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
+    torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
+    for step in _kinds(state.slots, max_step_tokens, state.max_len, state.page_size):
+        runner.forget()
+        runner.launch(step).output()
+    runner.forget()
+    torch.cuda.synchronize(state.device)
+
+
+def _kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInput]:
+    """A step for each way in which kernels are chosen: few rows and many, with prefix groups and without, prompts
+    alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw."""
+    prefix, most = max_len // 2 // page_size * page_size, min(slots, tokens)
+    found = [largest_step(slots, tokens, max_len)]
+    for rows in {1, min(16, most), min(300, most), most}:
+        found.append(trial_step(decode=rows))
+        if rows > 1 and prefix:
+            found += [trial_step(decode=rows, groups=groups, prefix=prefix) for groups in {1, rows // 2}]
+    few = min(8, slots - 1, tokens - 1)
+    if few > 0:
+        long = min(max_len - few, tokens - few)
+        for decode in (0, few):
+            found += [trial_step(decode=decode, chunks=1, tokens=count) for count in {1, long} if count > 0]
+            cached = max(0, max_len - 2 * few)
+            found.append(trial_step(decode=decode, chunks=min(few, slots - decode), tokens=few, cached=cached))
+        if few > 1 and prefix:
+            found.append(trial_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
+    for rows in {1, min(most, CHUNK + 1)}:
+        found += [
+            trial_step(decode=rows, greedy=True),
+            trial_step(decode=rows, top_logprobs=1),
+            trial_step(decode=rows, top_logprobs=20),
+            trial_step(decode=rows, filtered=1),
+            trial_step(decode=rows, filtered=rows),
+            trial_step(decode=rows, penalised=1),
+            trial_step(decode=rows, penalised=rows, filtered=rows),
+        ]
+    return found

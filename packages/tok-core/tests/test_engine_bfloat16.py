@@ -1,0 +1,75 @@
+"""In bfloat16 the engine stays close to transformers in fp32: layers as wide as those of real models, if fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tok_core import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 64
+LENGTHS = (5, 33, 100, 128, 300)
+WIDTHS = {
+    "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True},
+    "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(params=WIDTHS)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Two layers of normal weights that keep the size of what passes through them, and logits of deviation 2."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        **WIDTHS[request.param],
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
+    source = torch.Generator("cuda").manual_seed(0)
+
+    def weight(name: str, shape: torch.Size) -> torch.Tensor:
+        noise = torch.randn(shape, generator=source, device="cuda")
+        drawn = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * 2 / shape[-1] ** 0.5
+        return drawn.bfloat16().cpu()
+
+    weights = {name: weight(name, shape) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    yield tmp_path
+    torch.cuda.empty_cache()
+
+
+def test_most_tokens_are_those_of_fp32_and_log_probabilities_close(path: Path) -> None:
+    source = np.random.default_rng(0)
+    prompts = [source.integers(0, 128_000, length).tolist() for length in LENGTHS]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+    with Engine(EngineConfig(model=str(path), kv_cache_tokens=8192, max_running=16), in_process=True) as engine:
+        assert engine.info.dtype == "bfloat16"
+        samples = [output.outputs[0] for output in engine.generate(prompts, params)]
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).cuda().eval()
+    same, differences = [], []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        tokens = torch.tensor(sample.token_ids, device="cuda")
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + sample.token_ids[:-1]], device="cuda")).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).cpu().numpy()
+        got = np.array([token.logprob for token in sample.logprobs or []])
+        same += (logits.argmax(-1) == tokens).tolist()
+        differences += (np.abs(got - expected) / np.abs(expected)).tolist()
+    print(f"{path.name}: {np.mean(same):.4f} of tokens equal, mean relative difference {np.mean(differences):.5f}")
+    assert np.mean(same) >= 0.95
+    assert np.mean(differences) <= 0.1

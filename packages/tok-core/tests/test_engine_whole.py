@@ -1,0 +1,198 @@
+"""A request that is not streamed gives what the streamed one adds up to, and its owner hears of each sample once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from support.engines import assert_all_given_back, manager_of, random_prompts
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
+from tok_core.messages import Cancel, Progress, Submit, ToEngine
+from tok_core.processes.replica import Death, Report, ThreadReplica
+
+EOS = 321
+PROMPT = random_prompts((24,))[0]
+LONG = SamplingParams(n=3, max_tokens=900, temperature=1.0, seed=3, ignore_eos=True, logit_bias={300: 3.0, EOS: 3.0})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("whole") / "tiny-llama")
+
+
+def config(path: Path) -> EngineConfig:
+    return EngineConfig(model=str(path), device="cpu", kv_cache_tokens=8192, max_running=32, dtype="float32")
+
+
+@pytest.fixture
+async def engine(path: Path) -> AsyncIterator[AsyncEngine]:
+    one = AsyncEngine(config(path), in_process=True)
+    await one.start()
+    yield one
+    assert_all_given_back(manager_of(one))
+    assert one._core._ledger.blocks_used == 0
+    assert not one._core._each_token
+    await one.close()
+
+
+def added_up(deltas: list[Delta], n: int) -> list[Completion]:
+    """The samples, put together from what was streamed."""
+    found = []
+    for index in range(n):
+        mine = [delta for delta in deltas if delta.index == index]
+        logprobs = None if mine[0].logprobs is None else [one for delta in mine for one in delta.logprobs or []]
+        ids = [token for delta in mine for token in delta.token_ids]
+        text = "".join(delta.text for delta in mine)
+        assert mine[-1].finish_reason is not None
+        found.append(Completion(index, ids, text, logprobs, mine[-1].finish_reason, mine[-1].stop_reason))
+    return found
+
+
+ASKED = st.builds(
+    SamplingParams,
+    n=st.integers(1, 4),
+    max_tokens=st.integers(1, 40),
+    temperature=st.just(1.5),
+    seed=st.integers(0, 1000),
+    stop=st.lists(st.text("the é|<日", min_size=1, max_size=2), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 340), max_size=2).map(tuple),
+    # Special tokens, end tokens, and tokens that are pieces of characters come up often.
+    logit_bias=st.dictionaries(st.integers(100, 511), st.floats(0, 4), max_size=12),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 2),
+)
+
+
+class Twins(ThreadReplica):
+    """Takes requests by twos, runs the first, and reports whatever comes of it for the second, too."""
+
+    _first: Submit | None = None
+
+    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
+        super().__init__(config, lambda message: report(_doubled(message)), death)
+
+    def send(self, message: Submit | Cancel) -> None:
+        assert isinstance(message, Submit)
+        if self._first is None:
+            self._first = message
+        else:
+            super().send(self._first)
+            self._first = None
+
+
+def _doubled(message: ToEngine) -> ToEngine:
+    if not isinstance(message, Progress):
+        return message
+    columns = ("sample", "token", "logprob", "top_token", "top_logprob")
+    return replace(
+        message,
+        rid=np.concatenate([message.rid, message.rid + 1]),
+        finished=[*message.finished, *(replace(end, rid=end.rid + 1) for end in message.finished)],
+        cached=[*message.cached, *((rid + 1, count) for rid, count in message.cached)],
+        **{name: np.concatenate([getattr(message, name)] * 2) for name in columns},
+    )
+
+
+def test_streamed_deltas_add_up_to_what_is_not_streamed(path: Path) -> None:
+    async def both(params: SamplingParams) -> None:
+        stream = twins.generate(PROMPT, params)
+        whole = twins.generate(PROMPT, params, stream=False)
+        deltas = [delta async for delta in stream]
+        output = await whole.output()
+        assert output.outputs == added_up(deltas, params.n) == (await stream.output()).outputs
+        assert output.cached_tokens == stream.cached_tokens
+
+    twins = AsyncEngine(config(path), in_process=True)
+    twins._core._kind = Twins
+    with asyncio.Runner() as runner:
+        runner.run(twins.start())
+
+        @settings(max_examples=60, deadline=None)
+        @given(ASKED)
+        def check(params: SamplingParams) -> None:
+            runner.run(asyncio.wait_for(both(params), 20))
+
+        try:
+            check()
+        finally:
+            runner.run(twins.close())
+
+
+async def test_the_owner_hears_of_each_sample_once_when_it_has_ended(engine: AsyncEngine) -> None:
+    params = [SamplingParams(n=2, max_tokens=count, temperature=0, ignore_eos=True) for count in (5, 70)]
+    for one in params:
+        stream = engine.generate(PROMPT, one, stream=False)
+        deltas = [delta async for delta in stream]
+        assert sorted((delta.index, len(delta.token_ids)) for delta in deltas) == [(i, one.max_tokens) for i in (0, 1)]
+        output = await stream.output()
+        assert output.outputs == added_up(deltas, 2)
+        times = output.timings
+        assert times.first_token is not None
+        assert times.finished is not None
+        assert times.submitted <= times.first_token < times.finished
+
+
+async def test_a_batch_is_what_one_report_brought(engine: AsyncEngine) -> None:
+    stream = engine.generate(PROMPT, SamplingParams(n=4, max_tokens=30, temperature=0, ignore_eos=True))
+    batches = [batch async for batch in stream.batches()]
+    assert sum(len(batch) for batch in batches) == 4 * 30
+    assert max(len(batch) for batch in batches) >= 4
+    assert [len(sample.token_ids) for sample in (await stream.output()).outputs] == [30] * 4
+
+
+async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    woken: list[Callable[..., object]] = []
+    wake = loop.call_soon_threadsafe
+
+    def count(callback: Callable[..., object], *arguments: Any) -> asyncio.Handle:
+        woken.append(callback)
+        return wake(callback, *arguments)
+
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    before = engine.stats()["steps"]
+    monkeypatch.setattr(loop, "call_soon_threadsafe", count)
+    streams = [engine.generate(PROMPT, params, stream=i % 2 == 0) for i in range(24)]
+    outputs = await asyncio.gather(*(stream.output() for stream in streams))
+    monkeypatch.undo()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [40] * 24
+    steps = engine.stats()["steps"] - before
+    assert 40 <= len(woken) <= steps < 24 * 40
+
+
+async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> None:
+    full = (await engine.generate(PROMPT, LONG, stream=False).output()).outputs
+    rng = np.random.default_rng(1)
+    async with asyncio.timeout(60):
+        for _ in range(12):
+            stream = engine.generate(PROMPT, LONG, stream=False)
+            await asyncio.sleep(float(rng.uniform(0, 0.2)))
+            stream.abort()
+            for whole, part in zip(full, (await stream.output()).outputs, strict=True):
+                assert part.finish_reason in ("abort", "length")
+                assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+                assert engine.tokenizer is not None
+                assert part.text == engine.tokenizer.decode(part.token_ids)
+
+
+async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -> None:
+    engine = AsyncEngine(config(path), in_process=True)
+    await engine.start()
+    streams = [engine.generate(PROMPT, LONG, stream=False) for _ in range(4)]
+    first = engine.generate(PROMPT, LONG)
+    assert (await anext(aiter(first))).token_ids
+    await engine.close()
+    results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
+    assert [type(result) for result in results] == [EngineClosed] * 4
+    assert engine._core._ledger.blocks_used == 0

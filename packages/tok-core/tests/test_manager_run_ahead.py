@@ -1,0 +1,83 @@
+"""How many steps are queued ahead, and what time the manager says it took."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.schedules import drive, engine_info, make_manager, submit
+from support.simulated_worker import SimulatedPorts
+from tok_core import EngineConfig, InvalidField, SamplingParams
+from tok_core.manager.loop import Manager
+from tok_core.manager.run_ahead import FEWEST, MOST, RunAhead
+
+
+def after(fixed: int | None, *seconds: float) -> int:
+    ahead = RunAhead(fixed)
+    for one in seconds:
+        ahead.observe(one)
+    return ahead.steps
+
+
+def test_two_steps_are_queued_before_any_has_come_back() -> None:
+    assert after(None) == FEWEST == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(40e-3, 2), (3.1e-3, 2), (2.9e-3, 3), (1.4e-3, 4), (0.8e-3, 5), (0.1e-3, MOST), (0.0, MOST)]
+)
+def test_queued_steps_last_three_milliseconds_beside_the_one_under_way(seconds: float, steps: int) -> None:
+    assert after(None, *[seconds] * 50) == steps
+
+
+def test_one_long_step_among_short_ones_changes_little_and_many_do() -> None:
+    assert after(None, *[1.1e-3] * 50) == 4
+    assert after(None, *[1.1e-3] * 50, 4e-3) == 4
+    assert after(None, *[1.1e-3] * 50, *[40e-3] * 20) == 2
+
+
+def test_a_number_given_stays() -> None:
+    assert after(5) == after(5, 1e-4, 1.0) == 5
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2"])
+def test_other_than_whole_numbers_of_steps_are_refused(wrong: object) -> None:
+    with pytest.raises(InvalidField, match="run_ahead"):
+        EngineConfig(model="m", run_ahead=wrong)  # type: ignore[arg-type]
+
+
+class Quick(SimulatedPorts):
+    """A worker whose steps last half a millisecond and are back when the manager has queued all it wants to."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_info(), delay=100)
+        self.longest = 0
+
+    def wait(self, seconds: float) -> None:
+        self.longest = max(self.longest, len(self.queued))
+        for output in self.queued:
+            output.device_seconds = 0.5e-3
+        super().wait(seconds)
+
+
+@pytest.mark.parametrize(("given", "queued"), [(None, 7), (3, 3)])
+def test_the_manager_queues_so_many_steps(given: int | None, queued: int) -> None:
+    ports = Quick()
+    manager = Manager(EngineConfig(model="m", run_ahead=given), ports.worker.info, ports, None)
+    drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))]})
+    assert ports.longest == queued
+
+
+def test_times_add_up_and_are_no_reason_to_report() -> None:
+    manager, ports = make_manager(engine_info(), run_ahead=1)
+    drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True, seed=1))]})
+    manager._report_if_changed()
+    reports = len(ports.reports)
+    manager.turn()
+    manager._report_if_changed()
+    assert len(ports.reports) == reports
+    stats = manager.stats()
+    assert stats.steps == 5
+    assert stats.launch_seconds == 5 * 0.25
+    assert stats.device_seconds == 5 * 0.5
+    assert stats.schedule_seconds > 0
+    assert stats.output_seconds > 0

@@ -1,0 +1,54 @@
+"""Tracer: exactly the steps asked for are in the file, and the file is whole once it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tok_core import EngineConfig, InvalidField
+from tok_core.config import TRACE_WARM_UP
+from tok_core.worker.trace import Tracer
+
+CPU = torch.device("cpu")
+STEPS = {12: torch.relu, 13: torch.tanh, 14: torch.sigmoid, 15: torch.exp}
+
+
+def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    tracer = Tracer.of(EngineConfig(model="m", trace=str(file), trace_from=13, trace_steps=2), CPU)
+    assert tracer is not None
+    numbers = torch.ones(8)
+    for step in range(1, 18):
+        assert file.exists() == (step > 15)
+        tracer.before(step)
+        STEPS.get(step, torch.cos)(numbers)
+    traced = json.loads(file.read_text())["traceEvents"]
+    assert [event["name"] for event in traced if event.get("cat") == "cpu_op"] == ["aten::tanh", "aten::sigmoid"]
+    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_without_a_file_nothing_is_traced() -> None:
+    assert Tracer.of(EngineConfig(model="m"), CPU) is None
+
+
+def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    config = EngineConfig(model="m", trace=str(tmp_path / "no" / "trace.json"))
+    with pytest.raises(InvalidField, match=r"trace is .*trace\.json'; allowed: a file in a directory that exists"):
+        Tracer.of(config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("trace", "", "a file"),
+        ("trace", 3, "a file"),
+        ("trace_from", TRACE_WARM_UP, f"integers from {TRACE_WARM_UP + 1}"),
+        ("trace_steps", 0, "integers from 1"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidField, match=f"{field} is {value!r}; allowed: {allowed}"):
+        EngineConfig(model="m", **{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,10 @@
+"""Who computes each phase of attention fastest for a model's shape on this device: measured once, then remembered."""
+
+from __future__ import annotations
+
+from tok_kernels.calibration.calibrate import STEPS, calibrate, known
+from tok_kernels.calibration.candidates import Candidate, candidates
+from tok_kernels.calibration.choice import Choice, Measurement
+from tok_kernels.calibration.store import cache_directory
+
+__all__ = ["STEPS", "Candidate", "Choice", "Measurement", "cache_directory", "calibrate", "candidates", "known"]

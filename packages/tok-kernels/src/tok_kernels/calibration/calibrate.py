@@ -1,0 +1,179 @@
+"""Calibration: every candidate runs the same steps, and the fastest of each phase is kept, here and on disk."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import AttentionBatch
+from tok_kernels.calibration import store
+from tok_kernels.calibration.candidates import Candidate
+from tok_kernels.calibration.choice import Choice, Measurement
+from tok_kernels.calibration.launches import Search, searches
+from tok_kernels.measure.steps import Problem, Step, new_problem
+from tok_kernels.measure.timing import Timer, Work, cuda_timer
+from tok_kernels.phases import PHASES, Phase, PhaseKernel
+from tok_kernels.shape import AttentionShape
+from tok_kernels.triton import config
+
+STEPS = (
+    Step(chunks=((214, 0),) * 20),
+    Step(chunks=((512, 0),) * 16),
+    Step(chunks=((512, 4096),) * 4),
+    Step(rows=64, own=2048),
+    Step(rows=1024, own=640),
+    Step(rows=2048, own=112, groups=8, prefix=704),
+    Step(rows=2048, own=112, groups=64, prefix=704),
+)
+"""What each phase is measured on; every step counts alike, whatever its size."""
+
+POOL_BYTES = 1 << 30
+# What all other kernels of a layer take the host to launch where no CUDA graph can hold them because of this one;
+# measured with Llama-3.2-1B.
+UNCAPTURED_MS = 0.3
+# Outputs of 16-bit kernels that round in different places differ by less; wrong ones by far more.
+_MOST_DIFFERENCE = 0.03
+
+_log = logging.getLogger(__name__)
+
+
+def known(
+    shape: AttentionShape, device: torch.device, among: Sequence[Candidate], directory: Path | None = None
+) -> Choice | None:
+    """The choice that an earlier `calibrate` has left on disk, if any."""
+    return store.read(directory or store.cache_directory(), store.key_of(shape, device, among))
+
+
+def calibrate(
+    shape: AttentionShape,
+    device: torch.device,
+    among: Sequence[Candidate],
+    *,
+    directory: Path | None = None,
+    anew: bool = False,
+    timer: Timer = cuda_timer,
+    steps: Sequence[Step] = STEPS,
+    launches: Sequence[Search] | None = None,
+) -> Choice:
+    """The fastest of `among` in each phase, from disk where it is known there, else measured and kept there.
+
+    `anew` measures in any case; `launches` are the searches for Triton's launches, by default those that the table
+    lacks. From now on Triton's kernels are launched as the choice says. Takes seconds, more where kernels have yet
+    to be built, and 1 GiB of the device's memory. Raises ValueError, with the reasons, where a phase has no candidate
+    that works.
+    """
+    directory = directory or store.cache_directory()
+    key = store.key_of(shape, device, among)
+    choice = None if anew else store.read(directory, key)
+    if choice is None or not _among(choice, among):
+        choice = _measure(shape, device, among, timer, steps, searches(shape, device) if launches is None else launches)
+        try:
+            store.write(directory, key, choice)
+        except OSError as error:
+            _log.warning("the calibration is not kept: %s", error)
+    config.use(choice.launches)
+    return choice
+
+
+def _among(choice: Choice, among: Sequence[Candidate]) -> bool:
+    there = {(one.phase, one.name) for one in among}
+    return all((phase, name) in there for phase, name in choice.fastest.items())
+
+
+def _measure(
+    shape: AttentionShape,
+    device: torch.device,
+    among: Sequence[Candidate],
+    timer: Timer,
+    steps: Sequence[Step],
+    launches: Sequence[Search],
+) -> Choice:
+    new = partial(new_problem, shape=shape, device=device, pool_bytes=POOL_BYTES)
+    chosen = {search.kernel: search.best(new, timer) for search in launches}
+    config.use(chosen)
+    measured: list[Measurement] = []
+    left_out: dict[str, str] = {}
+    for phase in PHASES:
+        rivals = [one for one in among if one.phase == phase]
+        problems = [new(step) for step in steps if step.phase == phase]
+        found, failed = _measure_phase(rivals, problems, shape.layers, timer)
+        measured += found
+        left_out |= failed
+    fastest = {phase: _fastest(phase, measured, left_out) for phase in PHASES}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Choice(fastest, tuple(measured), left_out, chosen)
+
+
+def _measure_phase(
+    rivals: Sequence[Candidate], problems: Sequence[Problem], layers: int, timer: Timer
+) -> tuple[list[Measurement], dict[str, str]]:
+    """The measurements of all rivals that work, and why the others do not."""
+    measured: list[Measurement] = []
+    left_out: dict[str, str] = {}
+    expected: list[Tensor] = []
+    for rival in rivals:
+        try:
+            kernel = rival.make()
+            outputs = [_output(kernel, problem) for problem in problems]
+            _compare(outputs, expected)
+            measured += [_measurement(rival, kernel, problem, layers, timer) for problem in problems]
+            expected = expected or outputs
+        # Whatever goes wrong in building or running the kernels of others must not keep the engine from starting.
+        except Exception as error:
+            left_out[f"{rival.phase} {rival.name}"] = _reason(error)
+    return measured, left_out
+
+
+def _output(kernel: PhaseKernel, problem: Problem) -> Tensor:
+    out = torch.zeros_like(problem.out)
+    kernel(problem.q, problem.cache, problem.batch, problem.scale, out)
+    return out
+
+
+def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for out, other in zip(outputs, expected, strict=False):
+        difference = float((out.float() - other.float()).norm() / other.float().norm())
+        if not difference < _MOST_DIFFERENCE:
+            raise ArithmeticError(f"its results differ by {difference:.3g} from those of the first candidate")
+
+
+def _measurement(rival: Candidate, kernel: PhaseKernel, problem: Problem, layers: int, timer: Timer) -> Measurement:
+    timing = timer(work_of(kernel, problem, f"{rival.name}, {rival.phase} {problem.step.name}"))
+    others = 0.0 if rival.captured or rival.phase == "prefill" else UNCAPTURED_MS
+    cost = timing.per_layer(layers, rival.captured, others)
+    return Measurement(rival.phase, rival.name, problem.step.name, timing, cost)
+
+
+def work_of(kernel: PhaseKernel, problem: Problem, name: str) -> Work:
+    """The kernel on the problem: first with a batch that it has never seen, as in a step's first layer."""
+
+    def on(batch: AttentionBatch) -> None:
+        kernel(problem.q, problem.cache, batch, problem.scale, problem.out)
+
+    return Work(name, lambda: on(replace(problem.batch)), lambda: on(problem.batch))
+
+
+def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
+    """The candidate whose costs have the least geometric mean over the steps."""
+    costs: dict[str, float] = {}
+    for one in measured:
+        if one.phase == phase:
+            costs[one.candidate] = costs.get(one.candidate, 0.0) + math.log(max(one.cost_ms, 1e-9))
+    if not costs:
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items() if name.startswith(phase))
+        raise ValueError(f"no kernel computes {phase} here ({reasons or 'no candidates'})")
+    return min(costs, key=lambda name: costs[name])
+
+
+def _reason(error: Exception) -> str:
+    """The error in a line."""
+    told = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {told[0][:200] if told else 'without a message'}"

@@ -1,0 +1,74 @@
+"""The candidates of a shape: every way to compute a phase that this device may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tok_kernels.composed import triton_chunks, triton_rows
+from tok_kernels.flashinfer import Adapters, has_fa3, unusable
+from tok_kernels.phases import Phase, PhaseKernel
+from tok_kernels.shape import AttentionShape
+
+TRITON, FLASHINFER = "triton", "flashinfer"
+
+# With more query heads a key/value head the kernels on tensor cores are the faster ones; with these, either may be.
+_NARROW_GROUPS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute `phase`. `planned`: on the host, once a step, so that no CUDA graph can hold it.
+
+    `make` may take seconds, and raises where the kernels cannot be built.
+    """
+
+    phase: Phase
+    name: str
+    planned: bool
+    make: Callable[[], PhaseKernel]
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps of this phase run from CUDA graphs, which hold no prefill."""
+        return not self.planned and self.phase != "prefill"
+
+
+def candidates(
+    shape: AttentionShape, device: torch.device, backend: str = "auto"
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Candidates of `backend` ("auto": of all), the preferred of equals first, and why others are none."""
+    found = _of_triton() if backend != FLASHINFER else []
+    if backend == TRITON:
+        return found, {}
+    reason = unusable(shape, device)
+    if reason is not None:
+        return found, {FLASHINFER: reason}
+    return [*found, *_of_flashinfer(shape, device)], {}
+
+
+def _of_triton() -> list[Candidate]:
+    return [
+        Candidate("prefill", TRITON, False, lambda: triton_chunks),
+        Candidate("decode", TRITON, False, lambda: triton_rows),
+        Candidate("cascade", TRITON, False, lambda: triton_rows),
+    ]
+
+
+def _of_flashinfer(shape: AttentionShape, device: torch.device) -> list[Candidate]:
+    adapters = Adapters(shape, device)
+    found = [
+        Candidate("decode", f"{FLASHINFER} tensor cores", True, lambda: adapters.decode(tensor_cores=True)),
+        Candidate("prefill", f"{FLASHINFER} fa2", True, lambda: adapters.prefill("fa2")),
+        Candidate("cascade", f"{FLASHINFER} fa2", True, lambda: adapters.cascade("fa2", tensor_cores=True)),
+    ]
+    if shape.group in _NARROW_GROUPS:
+        found.append(Candidate("decode", FLASHINFER, True, lambda: adapters.decode(tensor_cores=False)))
+    if has_fa3(shape, device):
+        found.append(Candidate("prefill", f"{FLASHINFER} fa3", True, lambda: adapters.prefill("fa3")))
+        found.append(
+            Candidate("cascade", f"{FLASHINFER} fa3", True, lambda: adapters.cascade("fa3", tensor_cores=True))
+        )
+    return found

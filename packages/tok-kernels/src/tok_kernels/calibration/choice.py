@@ -1,0 +1,111 @@
+"""Choice: what was found fastest for a shape, with the timings that say so, and its form as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import cast
+
+from tok_kernels.measure.timing import Timing
+from tok_kernels.phases import PHASES, Phase
+from tok_kernels.triton.config import Kernel, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A candidate on a step: its times, and what of them one layer costs (`Timing.per_layer`)."""
+
+    phase: Phase
+    candidate: str
+    step: str
+    timing: Timing
+    cost_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fastest candidate of each phase; all that was measured; why candidates were left out, by "phase name";
+    launches of Triton's kernels where the built-in table has none for this device."""
+
+    fastest: Mapping[Phase, str]
+    measured: tuple[Measurement, ...]
+    left_out: Mapping[str, str]
+    launches: Mapping[Kernel, Launch]
+
+    def as_json(self) -> dict[str, object]:
+        """The choice as plain values, for `from_json`."""
+        return {
+            "fastest": dict(self.fastest),
+            "measured": [asdict(one) for one in self.measured],
+            "left_out": dict(self.left_out),
+            "launches": [[*kernel, asdict(launch)] for kernel, launch in self.launches.items()],
+        }
+
+    @classmethod
+    def from_json(cls, values: object) -> Choice:
+        """The choice that `as_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        fields = _mapping(values)
+        fastest = {_phase(phase): _text(name) for phase, name in _mapping(fields["fastest"]).items()}
+        if fastest.keys() != set(PHASES):
+            raise ValueError(f"fastest has {sorted(fastest)}; allowed: {', '.join(PHASES)}")
+        return cls(
+            fastest=fastest,
+            measured=tuple(_measurement(_mapping(one)) for one in _list(fields["measured"])),
+            left_out={_text(name): _text(why) for name, why in _mapping(fields["left_out"]).items()},
+            launches=dict(_launch(_list(one)) for one in _list(fields["launches"])),
+        )
+
+
+def _measurement(values: Mapping[str, object]) -> Measurement:
+    timing = {name: _number(value) for name, value in _mapping(values["timing"]).items()}
+    return Measurement(
+        phase=_phase(values["phase"]),
+        candidate=_text(values["candidate"]),
+        step=_text(values["step"]),
+        timing=Timing(**timing),
+        cost_ms=_number(values["cost_ms"]),
+    )
+
+
+def _launch(values: list[object]) -> tuple[Kernel, Launch]:
+    name, head, size, launch = values
+    if name not in ("decode", "tile"):
+        raise ValueError(f"a kernel is {name!r}; allowed: decode, tile")
+    numbers = {key: _count(value) for key, value in _mapping(launch).items() if value is not None}
+    return Kernel(name, _count(head), _count(size)), Launch(**numbers)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no mapping")
+    return cast("Mapping[str, object]", value)
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is no number")
+    return float(cast("float", value))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise TypeError(f"{value!r} is no positive integer")
+    return value
+
+
+def _phase(value: object) -> Phase:
+    if value not in PHASES:
+        raise ValueError(f"a phase is {value!r}; allowed: {', '.join(PHASES)}")
+    return value

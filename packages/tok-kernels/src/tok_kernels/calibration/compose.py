@@ -1,0 +1,44 @@
+"""A backend for a device from what was asked for: Triton alone, or the fastest kernel for each phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tok_kernels.backend import Backend
+from tok_kernels.calibration.calibrate import calibrate
+from tok_kernels.calibration.candidates import FLASHINFER, TRITON, Candidate, candidates
+from tok_kernels.calibration.choice import Choice
+from tok_kernels.calibration.launches import searches
+from tok_kernels.composed import ComposedBackend
+from tok_kernels.phases import PHASES, Phase
+from tok_kernels.shape import AttentionShape
+from tok_kernels.triton.backend import TritonBackend
+
+
+def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:
+    """The backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose`."""
+    if shape is None:
+        if requested == FLASHINFER:
+            raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")
+        return TritonBackend()
+    among, unusable = candidates(shape, device, requested)
+    if not among:
+        raise ValueError(f"backend is {requested!r}; allowed here: auto, triton, reference ({unusable[requested]})")
+    if {one.name for one in among} == {TRITON} and not searches(shape, device):
+        return TritonBackend()
+    try:
+        return _backend(calibrate(shape, device, among, directory=directory), among)
+    except (ImportError, OSError, RuntimeError):
+        # What was known to be fastest can no longer be built here.
+        return _backend(calibrate(shape, device, among, directory=directory, anew=True), among)
+
+
+def _backend(choice: Choice, among: list[Candidate]) -> Backend:
+    if set(choice.fastest.values()) == {TRITON}:
+        return TritonBackend()
+    chosen: dict[Phase, Candidate] = {one.phase: one for one in among if choice.fastest[one.phase] == one.name}
+    planned = frozenset(phase for phase, one in chosen.items() if one.planned)
+    name = ", ".join(f"{phase}: {chosen[phase].name}" for phase in PHASES)
+    return ComposedBackend(name, {phase: one.make() for phase, one in chosen.items()}, planned)

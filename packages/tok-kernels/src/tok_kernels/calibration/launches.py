@@ -1,0 +1,63 @@
+"""The launch of a Triton kernel that is fastest on this device, among a few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tok_kernels.composed import triton_chunks, triton_rows
+from tok_kernels.measure.steps import Problem, Step
+from tok_kernels.measure.timing import Timer, Work
+from tok_kernels.phases import PhaseKernel
+from tok_kernels.shape import AttentionShape
+from tok_kernels.triton import config
+from tok_kernels.triton.config import Kernel, Launch
+
+_ROWS = (Step(rows=1024, own=640), Step(rows=64, own=2048))
+_TILES = (Step(chunks=((512, 0),) * 16), Step(rows=2048, own=16, groups=16, prefix=704))
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Which launches of `kernel` are tried, and on which steps."""
+
+    kernel: Kernel
+    launches: Sequence[Launch]
+    steps: Sequence[Step]
+
+    def best(self, new_problem: Callable[[Step], Problem], timer: Timer) -> Launch:
+        """The launch of least geometric mean over the steps; those that the device cannot take are passed over."""
+        problems = [new_problem(step) for step in self.steps]
+        costs = {}
+        for launch in self.launches:
+            config.use({self.kernel: launch})
+            try:
+                costs[launch] = sum(math.log(max(self._ms(problem, timer), 1e-9)) for problem in problems)
+            # Too much shared memory, too many registers, what the compiler cannot do: Triton has an error for each.
+            except Exception:
+                continue
+            finally:
+                config.forget(self.kernel)
+        if not costs:
+            raise ValueError(f"no launch of Triton's {self.kernel.name} kernel works on this device")
+        return min(costs, key=lambda launch: costs[launch])
+
+    def _ms(self, problem: Problem, timer: Timer) -> float:
+        kernel: PhaseKernel = triton_chunks if problem.step.phase == "prefill" else triton_rows
+
+        def run() -> None:
+            kernel(problem.q, problem.cache, problem.batch, problem.scale, problem.out)
+
+        return timer(Work(f"launch of {self.kernel.name}, {problem.step.name}", run, run)).device_ms
+
+
+def searches(shape: AttentionShape, device: torch.device) -> list[Search]:
+    """The kernels of this shape for which the table holds nothing that was measured on such a device."""
+    if device.type != "cuda" or config.MEASURED_ON in torch.cuda.get_device_name(device):
+        return []
+    padded, size = max(16, config.power_of_two(shape.head_dim)), shape.dtype.itemsize
+    decode, tile = Kernel("decode", padded, size), Kernel("tile", padded, size)
+    return [Search(decode, config.alternatives(decode), _ROWS), Search(tile, config.alternatives(tile), _TILES)]

@@ -1,0 +1,78 @@
+"""Choices on disk: a file for each combination of device, shape, candidates and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import tok_kernels
+from tok_kernels.calibration.candidates import Candidate
+from tok_kernels.calibration.choice import Choice
+from tok_kernels.shape import AttentionShape
+
+_PACKAGES = ("torch", "triton", "flashinfer-python", "tok-kernels")
+
+Key = dict[str, object]
+
+
+def cache_directory() -> Path:
+    """Where choices are kept unless told otherwise: `tok/kernels` in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tok" / "kernels"
+
+
+def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidate]) -> Key:
+    """Everything that a choice depends on."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "shape": shape.as_json(),
+        "candidates": [f"{one.phase} {one.name}" for one in among],
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "kernels": _digest(),
+    }
+
+
+def read(directory: Path, key: Key) -> Choice | None:
+    """The choice kept under `key`; None where there is none, or what is there is not one for this key."""
+    try:
+        kept = json.loads(_file(directory, key).read_text(encoding="utf-8"))
+        return Choice.from_json(kept["choice"]) if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError: also what is no JSON or no UTF-8
+        return None
+
+
+def write(directory: Path, key: Key, choice: Choice) -> None:
+    """Keeps the choice. Readers see the old file or the new one, whole. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = _file(directory, key)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"key": key, "choice": choice.as_json()}, indent=1), encoding="utf-8")
+    unfinished.replace(file)
+
+
+def _file(directory: Path, key: Key) -> Path:
+    text = json.dumps(key, sort_keys=True)
+    return directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@cache
+def _digest() -> str:
+    """Of the kernels' own sources, which may change while their version does not."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(tok_kernels.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,9 @@
+"""How long kernels take: beside each other, and beside what the machine allows."""
+
+from __future__ import annotations
+
+from tok_kernels.measure.kernels import KernelTime, measure_kernels
+from tok_kernels.measure.model import ModelShape
+from tok_kernels.measure.timing import Timer, Timing, Work, cuda_timer
+
+__all__ = ["KernelTime", "ModelShape", "Timer", "Timing", "Work", "cuda_timer", "measure_kernels"]

@@ -1,0 +1,195 @@
+"""Every kernel of a backend beside its floor: the time in which its bytes are moved and its products done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tok_kernels.backend import Backend
+from tok_kernels.batch import LayerCache, SamplingBatch
+from tok_kernels.measure.machine import Machine, measure_machine
+from tok_kernels.measure.model import ModelShape
+from tok_kernels.measure.steps import Problem, Step, new_problem
+from tok_kernels.measure.timing import device_ms
+from tok_kernels.rope_table import rope_table
+from tok_kernels.shape import AttentionShape
+
+POOL_BYTES = 4 << 30
+TOKENS = 8192
+
+ATTENTION = (
+    *(Step(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
+    *(Step(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),
+    *(Step(chunks=((new, cached),) * count) for count, new, cached in ((16, 512, 0), (1, 8192, 0), (4, 512, 4096))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Milliseconds of a kernel on work of that `size`, and the least that the machine allows."""
+
+    kernel: str
+    size: str
+    ms: float
+    floor_ms: float
+
+    @property
+    def share(self) -> float:
+        """How much of its time the kernel could not do without."""
+        return self.floor_ms / self.ms
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`run` moves at least `moved` bytes and does at least `operations`."""
+
+    kernel: str
+    size: str
+    run: Callable[[], object]
+    moved: int
+    operations: int = 0
+
+
+def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -> tuple[Machine, Iterator[KernelTime]]:
+    """What the machine allows, and each kernel's time as it is measured. Raises ValueError unless on CUDA."""
+    if device.type != "cuda":
+        raise ValueError(f"device is {device.type}; allowed: cuda")
+    machine = measure_machine(device, model.attention.dtype)
+    return machine, (_measured(case, machine) for case in cases(backend, model, device))
+
+
+def _measured(case: Case, machine: Machine) -> KernelTime:
+    case.run()
+    return KernelTime(case.kernel, case.size, device_ms(case.run), machine.floor_ms(case.moved, case.operations))
+
+
+def cases(
+    backend: Backend,
+    model: ModelShape,
+    device: torch.device,
+    tokens: int = TOKENS,
+    attention: tuple[Step, ...] = ATTENTION,
+) -> Iterator[Case]:
+    """One case after the other, each of whose tensors may be freed once the next is asked for."""
+    for step in attention:
+        yield _attention(backend, model.attention, step, device)
+    for temperature in (0.0, 0.8):
+        yield _sampling(backend, model, device, tokens, temperature)
+    yield _norm(backend, model, device, tokens)
+    for few in (1, tokens):
+        yield from _linears(backend, model, device, few)
+    yield _rope(backend, model.attention, device, tokens)
+    yield _activation(backend, model, device, tokens)
+    yield _page_copy(model.attention, device, tokens)
+
+
+def _attention(backend: Backend, shape: AttentionShape, step: Step, device: torch.device) -> Case:
+    problem = new_problem(step, shape, device, POOL_BYTES)
+    moved, operations = attention_floor(problem, shape)
+
+    def run() -> Tensor:
+        return backend.attention(problem.q, problem.cache, problem.batch, problem.scale)
+
+    return Case(f"attention: {step.phase}", step.name, run, moved, operations)
+
+
+def attention_floor(problem: Problem, shape: AttentionShape) -> tuple[int, int]:
+    """Bytes: queries, outputs, and each key and value once, those of a group for all its rows. Operations: two
+    products for each pair of query and key, causal."""
+    step = problem.step
+    keys = step.groups * step.prefix + step.rows * step.own + sum(new + cached for new, cached in step.chunks)
+    pairs = step.rows * (step.own + (step.prefix if step.groups else 0))
+    pairs += sum(new * cached + new * (new + 1) // 2 for new, cached in step.chunks)
+    key_bytes = 2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    return keys * key_bytes + 2 * problem.q.nbytes, 4 * pairs * shape.heads * shape.head_dim
+
+
+def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: int, temperature: float) -> Case:
+    logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
+    index = torch.arange(rows, device=device)
+    batch = SamplingBatch(
+        temperature=torch.full((rows,), temperature, device=device),
+        seed=index,
+        sample=index * 0,
+        position=index,
+        all_greedy=temperature == 0,
+    )
+    kind = "greedy" if temperature == 0 else f"temperature {temperature}"
+    return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
+
+
+def _norm(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
+    x = torch.randn((tokens, model.hidden_size), dtype=model.attention.dtype, device=device)
+    weight = torch.ones(model.hidden_size, dtype=x.dtype, device=device)
+    return Case("rms_norm", _size(x), lambda: backend.rms_norm(x, weight, 1e-5), 2 * x.nbytes)
+
+
+def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
+    """The MLP's two products, as a decoder asks for them."""
+    hidden, inner, dtype = model.hidden_size, model.intermediate_size, model.attention.dtype
+    x, residual = torch.randn((2, tokens, hidden), dtype=dtype, device=device)
+    gated = torch.randn((tokens, inner), dtype=dtype, device=device)
+    gate_up = torch.randn((2 * inner, hidden), dtype=dtype, device=device)
+    down = torch.randn((hidden, inner), dtype=dtype, device=device)
+    norm = (torch.ones(hidden, dtype=dtype, device=device), 1e-5)
+    yield Case(
+        "gated_linear, norm",
+        f"{_size(x)} → {inner}",
+        lambda: backend.gated_linear(x, gate_up, norm=norm),
+        x.nbytes + gate_up.nbytes + gated.nbytes,
+        2 * tokens * gate_up.numel(),
+    )
+    yield Case(
+        "linear, residual",
+        f"{_size(gated)} → {hidden}",
+        lambda: backend.linear(gated, down, residual_TN=residual),
+        gated.nbytes + down.nbytes + 2 * residual.nbytes,
+        2 * tokens * down.numel(),
+    )
+
+
+def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
+    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=shape.dtype, device=device)
+    q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+    cache = _empty_cache(shape, -(-tokens // shape.page_size), device)
+    table = rope_table(size, tokens, 10000.0).to(device)
+    index = torch.randperm(tokens, device=device)
+    position = torch.arange(tokens, device=device)
+    moved = 2 * q.nbytes + k.nbytes + v.nbytes + 2 * tokens * kv_heads * size * shape.cache_dtype.itemsize
+    return Case(
+        "rope_and_write_kv",
+        _size(qkv),
+        lambda: backend.rope_and_write_kv(q, k, v, position, table, cache, index),
+        moved,
+    )
+
+
+def _activation(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
+    x = torch.randn((tokens, 2 * model.intermediate_size), dtype=model.attention.dtype, device=device)
+    return Case("silu_and_mul", _size(x), lambda: backend.silu_and_mul(x), x.nbytes // 2 * 3)
+
+
+def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case:
+    """As when samples fork: the pages of one layer, scattered, to others."""
+    pages = -(-tokens // shape.page_size)
+    cache = _empty_cache(shape, 2 * pages, device)
+    source, target = torch.randperm(2 * pages, device=device).view(2, pages)
+
+    def run() -> None:
+        for part in (cache.k, cache.v):
+            part[target] = part[source]
+
+    return Case("copy of pages", f"{pages} pages", run, cache.k.nbytes + cache.v.nbytes)
+
+
+def _empty_cache(shape: AttentionShape, pages: int, device: torch.device) -> LayerCache:
+    size = (2, pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    return LayerCache(*torch.zeros(size, dtype=shape.cache_dtype, device=device))
+
+
+def _size(x: Tensor) -> str:
+    return " × ".join(map(str, x.shape))

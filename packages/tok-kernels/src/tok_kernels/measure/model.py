@@ -1,0 +1,17 @@
+"""ModelShape: the sizes of a model that its kernels' times follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tok_kernels.shape import AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Attention, and the widths of the residual stream, the feed-forward layer and the logits."""
+
+    attention: AttentionShape
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int

@@ -1,0 +1,134 @@
+"""Steps of attention that stand for what an engine runs, with random tensors of a model's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLevel, LayerCache
+from tok_kernels.phases import Phase
+from tok_kernels.shape import AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Decode rows in equal groups that share `prefix` positions and read `own` alone, then prefill chunks of
+    (new, cached) tokens."""
+
+    rows: int = 0
+    own: int = 0
+    groups: int = 0
+    prefix: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        if not self.rows:
+            return "prefill"
+        return "cascade" if self.groups else "decode"
+
+    @property
+    def name(self) -> str:
+        if not self.rows:
+            new, cached = self.chunks[0]
+            return f"{len(self.chunks)} × {new}" + (f" behind {cached}" if cached else "")
+        shared = f", {self.groups} groups × {self.prefix}" if self.groups else ""
+        return f"{self.rows} × {self.own}{shared}"
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Query tokens of all sequences, and positions of the longest."""
+        longest = max((new + cached for new, cached in self.chunks), default=0)
+        return self.rows + sum(new for new, _ in self.chunks), max(longest, self.prefix + self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A step with its tensors."""
+
+    step: Step
+    q: Tensor
+    cache: LayerCache
+    batch: AttentionBatch
+    scale: float
+    out: Tensor = field(repr=False)
+
+
+def new_problem(step: Step, shape: AttentionShape, device: torch.device, pool_bytes: int) -> Problem:
+    """The step on keys, values and queries that are random and always the same.
+
+    Pages are drawn from a pool of at most `pool_bytes`, so that sequences may share some: far more than the device's
+    own caches hold, or what is read is not read from its memory.
+    """
+    if step.groups and step.rows % step.groups:
+        raise ValueError(f"rows is {step.rows}; allowed: multiples of groups ({step.groups})")
+    tokens, longest = step.lengths
+    source = torch.Generator(device).manual_seed(0)  # the process's own stays as it was
+    cache, table = _pool(step, shape, pool_bytes, source)
+    host = _host_lengths(step, shape.page_size)
+    kv_len, q_len = host.kv_len, host.q_len
+
+    def ints(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    batch = AttentionBatch(
+        page_table=table,
+        slots=ints(np.arange(len(kv_len))),
+        q_start=ints(np.concatenate(([0], np.cumsum(q_len)))),
+        kv_len=ints(kv_len),
+        kv_start=ints(host.kv_start),
+        num_decode=step.rows,
+        max_q=int(q_len.max()),
+        max_kv=longest,
+        levels=tuple(
+            CascadeLevel(
+                *(ints(one.row_start), ints(one.row_count), ints(one.row_start), ints(one.kv_start), ints(one.kv_end)),
+                max_rows=step.rows // step.groups,
+                max_kv=int(one.kv_end.max()),
+            )
+            for one in host.levels
+        ),
+        host=host,
+    )
+    q = torch.randn((tokens, shape.heads, shape.head_dim), generator=source, dtype=shape.dtype, device=device)
+    return Problem(step, q, cache, batch, shape.scale, torch.zeros_like(q))
+
+
+def _host_lengths(step: Step, page_size: int) -> HostLengths:
+    # A group's prefix is whole pages; what is left over is each row's own.
+    prefix = _shared_pages(step, page_size) * page_size
+    rows, chunks = np.ones(step.rows, np.int32), np.array(step.chunks, np.int32).reshape(-1, 2)
+    q_len = np.concatenate((rows, chunks[:, 0]))
+    kv_len = np.concatenate((rows * (step.prefix + step.own), chunks.sum(1, dtype=np.int32)))
+    kv_start = np.concatenate((rows * prefix, chunks[:, 0] * 0)).astype(np.int32)
+    if not step.groups:
+        return HostLengths(q_len, kv_len, kv_start)
+    each = step.rows // step.groups
+    first, none = np.arange(step.groups, dtype=np.int32) * each, np.zeros(step.groups, np.int32)
+    return HostLengths(q_len, kv_len, kv_start, (HostLevel(first, none + each, none, none + prefix),))
+
+
+def _shared_pages(step: Step, page_size: int) -> int:
+    return step.prefix // page_size if step.groups else 0
+
+
+def _pool(step: Step, shape: AttentionShape, pool_bytes: int, source: torch.Generator) -> tuple[LayerCache, Tensor]:
+    """A cache, and a page table in which the rows of a group begin with the same pages."""
+    device = source.device
+    sequences, shared = step.rows + len(step.chunks), _shared_pages(step, shape.page_size)
+    own = -(-step.lengths[1] // shape.page_size) - shared
+    page_bytes = 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    used = step.groups * shared + sequences * own
+    pages = max(min(pool_bytes // page_bytes, used), shared + own)
+    size = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    k, v = (torch.randn(size, generator=source, dtype=shape.dtype, device=device) for _ in range(2))
+    own_page = step.groups * shared + torch.arange(sequences * own, device=device).view(sequences, own)
+    group = torch.arange(sequences, device=device) // max(step.rows // max(step.groups, 1), 1)
+    shared_page = group.unsqueeze(1) * shared + torch.arange(shared, device=device)
+    order = torch.randperm(pages, generator=source, device=device, dtype=torch.int32)
+    return LayerCache(k.to(shape.cache_dtype), v.to(shape.cache_dtype)), order[
+        torch.cat((shared_page, own_page), 1) % pages
+    ]

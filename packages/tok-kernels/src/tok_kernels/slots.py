@@ -1,0 +1,49 @@
+"""SlotColumns: what the device remembers of each sequence; decode rows are made of it, and draws go back to it.
+
+Axes: S slots, P pages a slot may hold, C cache rows (pages × page size), B decode rows, R rows that sample, E end ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """Columns indexed by slot, changed in place.
+
+    last_token  int64 [S]     what the slot's next decode row feeds
+    length      int64 [S]     positions in the cache
+    ended       int32 [S]     1 once an end id was drawn: the slot computes nothing more until it is given away anew
+    ends_from   int64 [S]     drawn positions from which an end id ends the sample
+    page_table  int32 [S, P]
+    token_of    int64 [C]     the token whose key and value stand at each cache row
+    end_ids     int64 [E]     the model's end ids
+    page_size   tokens a page holds
+    scratch     a cache row that no sequence reads, where ended slots write
+
+    A slot whose `ended` is never reset serves as padding, for steps that compute more rows than they have sequences.
+    """
+
+    last_token: Tensor
+    length: Tensor
+    ended: Tensor
+    ends_from: Tensor
+    page_table: Tensor
+    token_of: Tensor
+    end_ids: Tensor
+    page_size: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """What each of B decode rows computes on: token, position and cache row to write, int64 `[B]`; positions it may
+    read once its own is written, int32 `[B]`, 0 for a slot that has ended."""
+
+    token: Tensor
+    position: Tensor
+    kv_index: Tensor
+    kv_len: Tensor

@@ -1,0 +1,45 @@
+"""How products for few tokens are launched: a table by outputs and inputs, measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tok_kernels.triton.config import power_of_two
+
+# With more tokens torch's product, on tensor cores, is as fast or faster.
+MOST_TOKENS = 1
+# What a thread copies at once and the least that a line of the cache holds: narrower inputs are torch's.
+_VECTOR, _LINE = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`rows` outputs a program, `block` inputs at a time; Triton's warps, and blocks in its pipeline."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+# (most outputs, most inputs, launch): the first that fits. A gated product reads two rows of weights an output.
+_ANY = 2**31
+_PLAIN = (
+    (65536, 2048, Launch(4, 1024, 4, 3)),
+    (65536, 4096, Launch(4, 1024, 4, 1)),
+    (65536, _ANY, Launch(2, 4096, 4, 1)),
+    (_ANY, _ANY, Launch(8, 256, 1, 4)),
+)
+_GATED = ((_ANY, _ANY, Launch(2, 1024, 4, 1)),)
+
+
+def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
+    """For a product of `inputs` by `outputs`; a block is no wider than the inputs need."""
+    table = _GATED if gated else _PLAIN
+    launch = next(launch for most, widest, launch in table if outputs <= most and inputs <= widest)
+    return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _LINE))
+
+
+def streams(tokens: int, inputs: int) -> bool:
+    """Whether the kernel for few tokens takes a product of this size; otherwise torch's does."""
+    return 0 < tokens <= MOST_TOKENS and inputs % _VECTOR == 0

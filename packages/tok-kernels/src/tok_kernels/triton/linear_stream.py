@@ -1,0 +1,148 @@
+"""Products for few tokens: each program streams its rows of the weights once, through a pipeline of blocks.
+
+A program sums `ROWS` outputs of all tokens with plain multiplications, for at so few tokens the time is that of
+reading the weights. Threads' partial sums meet once, at the end, in a fixed order.
+
+Programmatic dependent launch (EARLY): before it waits for the kernel before, a program only asks for its first
+weights to be brought into the L2 cache; all reads and writes follow `gdc_wait`. Every program waits, so that the end
+of this kernel means the end of all before it. That is the rule for every kernel launched this way: what is read after
+`gdc_wait` may come from any earlier kernel only as long as each kernel in between either was launched plainly or
+waits in every program before it ends.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
+_LINE = tl.constexpr(64)  # elements of 16 bits in a line of the cache
+
+
+@triton.jit
+def _ask(ptr):
+    """Starts bringing the lines at `ptr` into the L2 cache."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _ask_for_first(weight_ptr, line, K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    rows_ptr = weight_ptr + line.to(tl.int64)[:, None] * K
+    for block in tl.static_range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK // _LINE) * _LINE
+        _ask(rows_ptr + tl.minimum(column, K - 1)[None, :])
+
+
+@triton.jit
+def _columns(ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 `[BLOCK]` from column `start` on; past the end 0."""
+    column = start + tl.arange(0, BLOCK)
+    if K % BLOCK == 0:
+        return tl.load(ptr + column).to(tl.float32)
+    return tl.load(ptr + column, mask=column < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows_columns(lines_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 `[rows, BLOCK]` of the weights from column `start` on; past the end 0."""
+    if K % BLOCK == 0:
+        return tl.load(lines_ptr + start, eviction_policy="evict_first").to(tl.float32)
+    inside = (start + tl.arange(0, BLOCK) < K)[None, :]
+    return tl.load(lines_ptr + start, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _gather(
+    sums,
+    squares,
+    weights,
+    x_ptr,
+    x_row,
+    norm_ptr,
+    start,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Adds a block of columns to each token's sums `[LINES, BLOCK // 8]` and, for NORM, to its sum of squares.
+
+    A thread adds up what it loads at once before it adds to what it holds, which is an eighth as much.
+    """
+    if NORM:
+        gain = _columns(norm_ptr, start, K, BLOCK)
+    new_sums = ()
+    new_squares = ()
+    for t in tl.static_range(T):
+        x = _columns(x_ptr + t * x_row, start, K, BLOCK)
+        if NORM:
+            new_squares += (squares[t] + tl.sum(tl.reshape(x * x, (BLOCK // _VECTOR, _VECTOR)), 1),)
+            x = x * gain
+        else:
+            new_squares += (squares[t],)
+        product = tl.reshape(weights * x[None, :], (LINES, BLOCK // _VECTOR, _VECTOR))
+        new_sums += (sums[t] + tl.sum(product, 2),)
+    return new_sums, new_squares
+
+
+@triton.jit
+def stream(
+    x_ptr,
+    x_row,
+    norm_ptr,
+    eps,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    out_row,
+    outputs,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """GATED: row `n` of the weights is a gate, and row `n + outputs` is multiplied by its silu. NORM: x is divided
+    by its root mean square, times `norm`; the division, one factor a token, follows the product. ADD: what
+    stands at `out` is added to the result. EARLY: starts
+    while the kernel before ends, and lets the next one do so."""
+    if EARLY:
+        gdc_launch_dependents()
+    lines: tl.constexpr = ROWS * 2 if GATED else ROWS
+    part = tl.arange(0, lines)
+    n = tl.program_id(0) * ROWS + part % ROWS
+    # Rows past the end read the last one again, so that no load asks.
+    line = tl.minimum(n, outputs - 1) + part // ROWS * outputs
+    if EARLY:
+        _ask_for_first(weight_ptr, line, K, BLOCK, min(STAGES, (K + BLOCK - 1) // BLOCK))
+        gdc_wait()
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(T):
+        sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
+        squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
+    lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
+    for start in tl.range(0, K, BLOCK, num_stages=STAGES):
+        weights = _rows_columns(lines_ptr, start, K, BLOCK)
+        sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, NORM)
+    to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for t in tl.static_range(T):
+        y = tl.sum(sums[t], 1)
+        if NORM:
+            y *= 1.0 / tl.sqrt_rn(tl.sum(squares[t], 0) / K + eps)
+        if BIAS:
+            y += tl.load(bias_ptr + line).to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
+            y = gate / (1.0 + tl.exp(-gate)) * up
+        if ADD:
+            y += tl.load(out_ptr + t * out_row + to, mask=to < outputs, other=0.0).to(tl.float32)
+        tl.store(out_ptr + t * out_row + to, y.to(out_ptr.dtype.element_ty), mask=to < outputs)

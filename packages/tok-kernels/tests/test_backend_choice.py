@@ -1,0 +1,82 @@
+"""Which backend computes: what is asked for, what the device allows, and phases of different origin in one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.attention_cases import Shape, build
+from tok_kernels import BACKENDS, AttentionBatch, LayerCache, choose
+from tok_kernels.composed import ComposedBackend
+from tok_kernels.phases import PHASES, PhaseKernel
+from tok_kernels.reference import attention
+from tok_kernels.shape import AttentionShape
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(8, 2, 64, 16, 2, torch.float32, torch.float32)
+
+
+def test_a_cpu_has_the_reference_backend_and_measures_nothing() -> None:
+    backend = choose(CPU, "auto", SHAPE)
+    assert backend.name == "reference"
+    assert backend.needs_host_lengths == frozenset()
+    assert not backend.capturable
+
+
+@pytest.mark.parametrize("requested", ["triton", "flashinfer"])
+@pytest.mark.parametrize("shape", [None, SHAPE])
+def test_what_a_cpu_cannot_run_is_refused_by_name(requested: str, shape: AttentionShape | None) -> None:
+    assert requested in BACKENDS
+    with pytest.raises(ValueError, match=f"backend is '{requested}'; allowed on cpu here: reference"):
+        choose(CPU, requested, shape)
+
+
+@pytest.mark.gpu
+def test_flashinfer_wants_to_know_the_shape() -> None:
+    with pytest.raises(ValueError, match="shape is None; allowed with backend 'flashinfer'"):
+        choose(torch.device("cuda"), "flashinfer")
+
+
+def spy(phase: str, calls: list[str]) -> PhaseKernel:
+    """Writes the rows of its phase as the reference does."""
+
+    def kernel(q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out: Tensor) -> None:
+        calls.append(phase)
+        rows = slice(batch.num_decode, None) if phase == "prefill" else slice(batch.num_decode)
+        out[rows] = attention(q, cache, batch, scale)[rows]
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("grouped", "chunks", "called"),
+    [
+        (True, ((5, 3),), ["cascade", "prefill"]),
+        (True, (), ["cascade"]),
+        (False, ((5, 3),), ["decode", "prefill"]),
+        (None, ((5, 3), (2, 0)), ["prefill"]),
+    ],
+)
+def test_each_phase_of_a_step_is_computed_by_its_own_kernel(
+    grouped: bool | None, chunks: tuple[tuple[int, int], ...], called: list[str]
+) -> None:
+    runs = () if grouped is None else ((2 if grouped else 0, ((0, (3, 18)),)),)
+    case = build(Shape(4, 2, 2, 16, runs, chunks, seed=1), CPU)
+    batch = case.batch if grouped else replace(case.batch, levels=())
+    padded = torch.cat((case.q, case.q[:2])) if chunks else case.q  # tokens of no sequence get zeros
+    calls: list[str] = []
+    backend = ComposedBackend("mixed", {phase: spy(phase, calls) for phase in PHASES}, frozenset({"prefill"}))
+    out = backend.attention(padded, case.cache, batch, case.scale)
+    assert calls == called
+    assert torch.equal(out, attention(padded, case.cache, batch, case.scale))
+
+
+def test_only_what_decodes_without_a_plan_can_be_captured() -> None:
+    assert ComposedBackend("mixed", {}, frozenset()).capturable
+    for phase in PHASES:
+        backend = ComposedBackend("mixed", {}, frozenset({phase}))
+        assert backend.needs_host_lengths == {phase}
+        assert backend.capturable is (phase == "prefill")

@@ -1,0 +1,263 @@
+"""Calibration with times that the test sets: what is chosen, what is kept on disk, what is left out and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tok_kernels import AttentionBatch, LayerCache
+from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known
+from tok_kernels.calibration.launches import Search, searches
+from tok_kernels.measure import Timing, Work
+from tok_kernels.measure.steps import Step
+from tok_kernels.phases import PHASES, Phase, PhaseKernel
+from tok_kernels.reference import attention
+from tok_kernels.shape import AttentionShape
+from tok_kernels.triton import config
+from tok_kernels.triton.config import Kernel, Launch
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)
+STEPS = (
+    Step(chunks=((5, 0), (3, 4))),
+    Step(chunks=((9, 0),)),
+    Step(rows=3, own=6),
+    Step(rows=4, own=3, groups=2, prefix=9),
+)
+
+
+def plain(q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out: Tensor) -> None:
+    out.copy_(attention(q, cache, batch, scale))
+
+
+def wrong(q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out: Tensor) -> None:
+    out.copy_(attention(q, cache, batch, scale) * 1.1)
+
+
+def missing() -> PhaseKernel:
+    raise RuntimeError("nvcc was not found\nand much more")
+
+
+def everywhere(name: str, kernel: PhaseKernel = plain, planned: bool = False) -> list[Candidate]:
+    return [Candidate(phase, name, planned, lambda: kernel) for phase in PHASES]
+
+
+@dataclass
+class Clock:
+    """Times by candidate and phase, device and host and plan; runs the work once."""
+
+    times: dict[str, tuple[float, float, float]]
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, work: Work) -> Timing:
+        work.first()
+        work.again()
+        self.asked.append(work.name)
+        return Timing(*next(times for name, times in self.times.items() if work.name.startswith(name)))
+
+
+BOTH = [*everywhere("a"), *everywhere("b", planned=True)]
+CLOCK = {"a, prefill": (1.0, 9.0, 0.0), "b, prefill": (0.5, 0.1, 0.0), "a": (1.0, 9.0, 0.0), "b": (2.0, 0.1, 0.0)}
+
+
+def run(directory: Path, clock: Clock, among: list[Candidate] = BOTH, **options: bool) -> Choice:
+    return calibrate(SHAPE, CPU, among, directory=directory, timer=clock, steps=STEPS, launches=(), **options)
+
+
+def test_the_fastest_of_each_phase_is_chosen_and_all_times_are_told(tmp_path: Path) -> None:
+    choice = run(tmp_path, Clock(CLOCK))
+    assert choice.fastest == {"prefill": "b", "decode": "a", "cascade": "a"}
+    assert len(choice.measured) == 2 * len(STEPS)
+    costs = {(one.candidate, one.step): one.cost_ms for one in choice.measured}
+    # What a CUDA graph holds costs the host nothing; no graph holds a prefill.
+    assert costs["a", "3 × 6"] == 1.0
+    assert costs["a", "1 × 9"] == 9.0
+    assert costs["b", "4 × 3, 2 groups × 9"] == 2.0
+
+
+@pytest.mark.parametrize(("plan_ms", "fastest"), [(0.0, "b"), (7.0, "b"), (9.0, "a")])
+def test_planning_counts_where_the_layers_do_not_cover_it(plan_ms: float, fastest: str, tmp_path: Path) -> None:
+    times = {"a": (1.0, 0.1, 0.0), "b": (0.5, 0.2, plan_ms)}  # 10 layers
+    assert run(tmp_path, Clock(times)).fastest["prefill"] == fastest
+
+
+@pytest.mark.parametrize(("device_ms", "fastest"), [(0.55, "b"), (0.45, "a")])
+def test_a_decode_that_no_graph_holds_costs_the_launches_of_its_layer(
+    device_ms: float, fastest: str, tmp_path: Path
+) -> None:
+    times = {"a": (device_ms, 9.0, 0.0), "b": (0.4, 0.2, 0.0)}
+    assert run(tmp_path, Clock(times)).fastest["decode"] == fastest
+
+
+def test_steps_count_alike_whatever_their_size(tmp_path: Path) -> None:
+    times = {
+        "a, prefill 1 ×": (100.0, 0.0, 0.0),
+        "a": (1.0, 0.0, 0.0),
+        "b, prefill 1 ×": (90.0, 0.0, 0.0),
+        "b": (2.0, 0.0, 0.0),
+    }
+    assert run(tmp_path, Clock(times)).fastest["prefill"] == "a"
+
+
+def test_of_equals_the_first_is_taken(tmp_path: Path) -> None:
+    assert set(run(tmp_path, Clock({"a": (1.0, 0.1, 0.0), "b": (1.0, 0.1, 0.0)})).fastest.values()) == {"a"}
+
+
+def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+    assert known(SHAPE, CPU, BOTH, tmp_path) is None
+    first = run(tmp_path, Clock(CLOCK))
+    later = Clock({})
+    assert run(tmp_path, later) == first == known(SHAPE, CPU, BOTH, tmp_path)
+    assert later.asked == []
+    faster = Clock({"a": (0.1, 0.1, 0.0), "b": (2.0, 0.1, 0.0)})
+    assert run(tmp_path, faster, anew=True) != first
+    assert set(run(tmp_path, Clock({})).fastest.values()) == {"a"}
+
+
+def test_another_shape_and_other_candidates_are_measured_for_themselves(tmp_path: Path) -> None:
+    run(tmp_path, Clock(CLOCK))
+    assert known(replace(SHAPE, layers=11), CPU, BOTH, tmp_path) is None
+    assert known(SHAPE, CPU, BOTH[:3], tmp_path) is None
+    assert set(run(tmp_path, Clock(CLOCK), BOTH[:3]).fastest.values()) == {"a"}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def edit(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[bytes], bytes]:
+    def edited(content: bytes) -> bytes:
+        values = json.loads(content)
+        change(values)
+        return json.dumps(values).encode()
+
+    return edited
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "no text": lambda _: b"\xff\xfe\x00",
+    "a list": lambda _: b"[]",
+    "other versions": edit(lambda values: values["key"].update(versions={})),
+    "no choice": edit(lambda values: values.pop("choice")),
+    "an unknown phase": edit(lambda values: values["choice"].update(fastest={"sleep": "a"})),
+    "a candidate that is none": edit(lambda values: values["choice"].update(fastest=dict.fromkeys(PHASES, "c"))),
+    "times that are no numbers": edit(
+        lambda values: values["choice"].update(measured=[{"timing": {"device_ms": "x"}}])
+    ),
+    "an impossible launch": edit(lambda values: values["choice"].update(launches=[["tile", 64, 2, {"rows": -1}]])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_that_is_not_this_calibration_is_measured_and_replaced(damage: str, tmp_path: Path) -> None:
+    first = run(tmp_path, Clock(CLOCK))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGE[damage](whole))
+    clock = Clock(CLOCK)
+    assert run(tmp_path, clock) == first
+    assert clock.asked
+    assert file.read_bytes() == whole
+
+
+def test_a_directory_that_cannot_be_written_is_told_and_measured_nonetheless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(tmp_path / "file" / "below", Clock(CLOCK)).fastest["decode"] == "a"
+    assert "the calibration is not kept" in caplog.text
+
+
+def test_candidates_that_cannot_be_built_or_compute_something_else_are_left_out_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    odd = [*everywhere("a"), *everywhere("b", wrong), Candidate("decode", "c", True, missing)]
+    choice = run(tmp_path, Clock({"a": (9.0, 9.0, 9.0), "b": (1.0, 0.0, 0.0)}), odd)
+    assert set(choice.fastest.values()) == {"a"}
+    assert choice.left_out["decode c"] == "RuntimeError: nvcc was not found"
+    assert choice.left_out["prefill b"].startswith("ArithmeticError: its results differ by 0.1 from those of the first")
+    assert known(SHAPE, CPU, odd, tmp_path) == choice
+
+
+def test_a_phase_that_nobody_computes_is_an_error_with_the_reasons(tmp_path: Path) -> None:
+    among = [*everywhere("a")[:1], Candidate("decode", "c", True, missing)]
+    with pytest.raises(ValueError, match=r"no kernel computes decode here \(decode c: RuntimeError: nvcc was not"):
+        run(tmp_path, Clock(CLOCK), among)
+
+
+def test_choices_are_kept_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "tok" / "kernels"
+    run_here = calibrate(SHAPE, CPU, BOTH, timer=Clock(CLOCK), steps=STEPS, launches=())
+    assert known(SHAPE, CPU, BOTH) == run_here
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "tok" / "kernels"
+
+
+KERNEL = Kernel("decode", 16, 4)
+LAUNCHES = (Launch(16, 32, 2, 2, 8), Launch(16, 16, 4, 3, 8), Launch(16, 64, 1, 1, 8))
+
+
+def by_launch(work: Work) -> Timing:
+    if not work.name.startswith("launch of decode"):
+        return Timing(1.0, 0.0, 0.0)
+    warps = config.decode_launch(16, 2, torch.float32, torch.float32).warps
+    if warps == 1:
+        raise RuntimeError("out of resources")
+    return Timing(1.0 / warps, 0.0, 0.0)
+
+
+def test_launches_are_searched_kept_and_used_from_then_on(tmp_path: Path) -> None:
+    search = Search(KERNEL, LAUNCHES, STEPS[2:3])
+    of_table = config.decode_launch(16, 2, torch.float32, torch.float32)
+    try:
+        for timer in (by_launch, Clock({})):  # measured, then known
+            choice = calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=timer, steps=STEPS, launches=(search,))
+            assert choice.launches == {KERNEL: LAUNCHES[1]}
+            assert config.decode_launch(16, 2, torch.float32, torch.float32) == LAUNCHES[1]
+            config.forget(KERNEL)
+            assert config.decode_launch(16, 2, torch.float32, torch.float32) == of_table
+    finally:
+        config.forget(KERNEL)
+
+
+def test_a_search_in_which_nothing_works_is_an_error(tmp_path: Path) -> None:
+    search = Search(KERNEL, LAUNCHES[2:], STEPS[2:3])
+    with pytest.raises(ValueError, match="no launch of Triton's decode kernel works on this device"):
+        calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=by_launch, steps=STEPS, launches=(search,))
+    assert config.decode_launch(16, 2, torch.float32, torch.float32) != LAUNCHES[2]
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alternatives_begin_with_the_launch_of_the_table_and_are_distinct(size: int, dtype: torch.dtype) -> None:
+    for name, of_table in (
+        ("decode", replace(config.decode_launch(size, 1, dtype, dtype), rows=16)),
+        ("tile", config.tile_launch(size, dtype)),
+    ):
+        found = config.alternatives(Kernel(name, size, dtype.itemsize))  # type: ignore[arg-type]
+        assert found[0] == of_table
+        assert 3 < len(found) == len(set(found)) < 8
+
+
+def test_a_cpu_searches_no_launches_and_has_only_tritons_candidates() -> None:
+    assert searches(SHAPE, CPU) == []
+    found, left_out = candidates(SHAPE, CPU)
+    phases: list[Phase] = [one.phase for one in found]
+    assert {one.name for one in found} == {"triton"}
+    assert sorted(phases) == sorted(PHASES)
+    assert left_out == {"flashinfer": "FlashInfer does not run on cpu"}
+    assert candidates(SHAPE, CPU, "flashinfer")[0] == []
+
+
+@pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "page_size", "layers"])
+def test_a_shape_is_checked_by_name(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0; allowed: integers from 1"):
+        replace(SHAPE, **{field: 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"heads is 4; allowed: multiples of kv_heads \(3\)"):
+        replace(SHAPE, kv_heads=3)

@@ -1,0 +1,158 @@
+"""The steps that kernels are measured on are what their names say; the floors count what must be moved and done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tok_kernels import choose
+from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
+from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
+from tok_kernels.measure.machine import Machine
+from tok_kernels.measure.steps import Problem, Step, new_problem
+from tok_kernels.measure.timing import Work
+from tok_kernels.reference import attention
+from tok_kernels.shape import AttentionShape
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)
+MODEL = ModelShape(SHAPE, 48, 80, 300)
+STEPS = {
+    "2 × 5": Step(chunks=((5, 0),) * 2),
+    "3 × 5 behind 6": Step(chunks=((5, 6),) * 3),
+    "6 × 3": Step(rows=6, own=3),
+    "6 × 3, 2 groups × 9": Step(rows=6, own=3, groups=2, prefix=9),
+}
+
+
+def problem_of(step: Step) -> Problem:
+    return new_problem(step, SHAPE, CPU, 1 << 20)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_problem_holds_the_lengths_of_its_step_on_host_and_device(name: str) -> None:
+    step = STEPS[name]
+    batch, host = problem_of(step).batch, problem_of(step).batch.host
+    assert host is not None
+    assert step.name == name
+    for ours, theirs in (
+        (host.kv_len, batch.kv_len),
+        (host.kv_start, batch.kv_start),
+        (np.concatenate(([0], np.cumsum(host.q_len))), batch.q_start),
+    ):
+        assert ours.tolist() == theirs.tolist()
+    for level, of_host in zip(batch.levels, host.levels, strict=True):
+        for column in ("row_start", "row_count", "kv_start", "kv_end"):
+            assert getattr(level, column).tolist() == getattr(of_host, column).tolist()
+    assert batch.max_kv == int(batch.kv_len.max())
+    assert step.phase == ("prefill" if not step.rows else "cascade" if step.groups else "decode")
+
+
+def test_rows_of_a_group_share_their_first_pages_and_no_others() -> None:
+    batch = problem_of(STEPS["6 × 3, 2 groups × 9"]).batch
+    table = batch.page_table[batch.slots.long()]
+    assert table.shape == (6, 3)  # 9 + 3 positions in pages of 4, of which 2 are shared
+    assert batch.kv_start.tolist() == [8] * 6
+    assert torch.equal(table[:3, :2], table[:1, :2].expand(3, 2))
+    assert torch.equal(table[3:, :2], table[3:4, :2].expand(3, 2))
+    assert len(set(table.flatten().tolist())) == 2 * 2 + 6
+
+
+def test_a_cascade_step_equals_the_same_step_read_flat() -> None:
+    problem = problem_of(STEPS["6 × 3, 2 groups × 9"])
+    flat = replace(problem.batch, kv_start=torch.zeros_like(problem.batch.kv_start), levels=())
+    ours, theirs = (attention(problem.q, problem.cache, one, problem.scale) for one in (problem.batch, flat))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_pool_too_small_for_all_pages_gives_some_to_several_sequences() -> None:
+    page = 2 * SHAPE.page_size * SHAPE.kv_heads * SHAPE.head_dim * 4
+    problem = new_problem(Step(rows=50, own=8), SHAPE, CPU, 10 * page)
+    assert problem.cache.k.shape[0] == 10
+    assert int(problem.batch.page_table.max()) < 10
+
+
+def test_groups_of_unequal_size_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"rows is 7; allowed: multiples of groups \(2\)"):
+        problem_of(Step(rows=7, own=1, groups=2, prefix=4))
+
+
+def test_the_floor_of_attention_counts_each_pair_and_reads_shared_keys_once() -> None:
+    for step in STEPS.values():
+        problem = problem_of(step)
+        moved, operations = attention_floor(problem, SHAPE)
+        q_len = [1] * step.rows + [new for new, _ in step.chunks]
+        pairs = sum(
+            int(end) - count + j + 1
+            for end, count in zip(problem.batch.kv_len, q_len, strict=True)
+            for j in range(count)
+        )
+        assert operations == pairs * 4 * SHAPE.heads * SHAPE.head_dim
+        keys = problem.batch.kv_len.sum() - (step.rows - step.groups) * (step.prefix if step.groups else 0)
+        assert moved == int(keys) * 2 * 2 * 16 * 4 + 2 * problem.q.nbytes
+
+
+def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
+    found = list(cases(choose(CPU), MODEL, CPU, tokens=8, attention=tuple(STEPS.values())))
+    for case in found:
+        case.run()
+        assert case.moved > 0
+    assert [case.kernel for case in found] == [
+        "attention: prefill", "attention: prefill", "attention: decode", "attention: cascade",
+        "sample: greedy", "sample: temperature 0.8", "rms_norm",
+        "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "rope_and_write_kv",
+        "silu_and_mul", "copy of pages",
+    ]  # fmt: skip
+    by_name = {case.kernel: case for case in found}
+    assert by_name["sample: greedy"].moved == 8 * 300 * 4
+    assert by_name["silu_and_mul"].moved == 8 * 80 * 3 * 4
+    assert by_name["copy of pages"].size == "2 pages"
+
+
+def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
+    machine = Machine(bandwidth=1000.0, rate=500.0)
+    assert machine.floor_ms(10, 1) == 10.0
+    assert machine.floor_ms(10, 50) == 100.0
+    assert KernelTime("k", "s", 4.0, 1.0).share == 0.25
+
+
+def test_a_layer_costs_the_longer_of_device_and_host() -> None:
+    timing = Timing(device_ms=1.0, host_ms=0.5, plan_ms=8.0)
+    assert timing.per_layer(4, captured=False) == 2.5
+    assert timing.per_layer(32, captured=False) == 1.0
+    assert timing.per_layer(4, captured=True) == 1.0
+    assert timing.per_layer(4, captured=False, others_ms=2.0) == 4.5
+
+
+def test_kernels_are_measured_on_a_cuda_device_alone() -> None:
+    with pytest.raises(ValueError, match="device is cpu; allowed: cuda"):
+        measure_kernels(choose(CPU), MODEL, CPU)
+
+
+@pytest.mark.gpu
+def test_no_kernel_is_faster_than_its_floor() -> None:
+    llama_1b = ModelShape(AttentionShape(32, 8, 64, 16, 16, torch.bfloat16, torch.bfloat16), 2048, 8192, 128256)
+    gpu = torch.device("cuda")
+    found = list(measure_kernels(choose(gpu), llama_1b, gpu)[1])
+    # Small tensors stay in the GPU's own cache, which is faster than its memory.
+    large = [one for one in found if one.floor_ms > 0.1]
+    assert len(large) > 6
+    assert [one for one in large if not 0 < one.share < 1.1] == []
+
+
+@pytest.mark.gpu
+def test_a_timer_tells_the_device_from_the_host() -> None:
+    x = torch.randn(1 << 26, device="cuda")
+    planned: list[Tensor] = []
+
+    def first() -> None:
+        planned.append(torch.randn(1 << 22))  # a plan on the host
+        x.mul_(1.0)
+
+    timing = cuda_timer(Work("", first, lambda: x.mul_(1.0)))
+    assert timing.host_ms < timing.device_ms < 5.0
+    assert timing.plan_ms > timing.host_ms

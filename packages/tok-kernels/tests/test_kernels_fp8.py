@@ -1,0 +1,197 @@
+"""A cache of float8: how numbers are rounded into it, and attention over what it then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.attention_cases import Case, Shape, build, oracle
+from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from tok_kernels import LayerCache, QKNorm, reference, rope_table
+from tok_kernels.triton import attention, config, operands
+from tok_kernels.triton.kv import write_kv
+from tok_kernels.triton.rope import rope_and_write_kv
+
+FP8 = torch.float8_e4m3fn
+# ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Bfloat16 queries are computed with in float16.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
+# The interpreter cuts results off to bfloat16 instead of rounding them.
+TRITON_DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
+
+MIXED = Shape(
+    page_size=16,
+    kv_heads=2,
+    group=3,
+    head_dim=32,
+    runs=((3, ((0, (1, 2, 17)), (1, (33,)))), (0, ((1, (5, 20)),))),
+    prefill=((20, 0), (3, 40)),
+    seed=4,
+)
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETING:
+            patch.setattr(config, "multiprocessors", lambda _device: 2)
+        yield
+
+
+def representable() -> Tensor:
+    """All 254 numbers of the type, ascending, −0 and 0 both."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    return codes[codes.isfinite()].sort(stable=True).values
+
+
+def written(values: Tensor, write: object = reference.write_kv) -> Tensor:
+    """What stands in a cache of float8 once `values`, `[n]`, were written to it, as float32."""
+    k_TKD = values.view(-1, 1, 1)
+    cache = empty_cache(len(values), 1, 1, values.device)
+    index = torch.arange(len(values), device=values.device)
+    assert callable(write)
+    write(k_TKD, -k_TKD, cache, index)
+    stored_k, stored_v = (pages.float().flatten()[: len(values)] for pages in (cache.k, cache.v))
+    torch.testing.assert_close(stored_v, -stored_k, rtol=0, atol=0, equal_nan=True)
+    return stored_k
+
+
+def empty_cache(rows: int, heads: int, size: int, device: torch.device) -> LayerCache:
+    shape = (-(-rows // 16), 16, heads, size)
+    return LayerCache(*(torch.full(shape, torch.nan, device=device).to(FP8) for _ in range(2)))
+
+
+def rounded(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers between, at, and halfway between those of the type, and beyond them; and what they are rounded to."""
+    exact = representable().double()
+    low, high = exact[:-1], exact[1:]
+    codes = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # from 0 up, by magnitude
+    even = codes[0::2]
+    middle = (low + high) / 2
+    to_even = torch.where(torch.isin(low.abs(), even), low, high)
+    given = torch.cat((exact, middle, low * 0.51 + high * 0.49, low * 0.49 + high * 0.51))
+    expected = torch.cat((exact, to_even, low, high))
+    beyond = torch.tensor([449.0, 464.0, 465.0, 1e30, torch.inf, -1e4, -torch.inf], dtype=torch.float64)
+    given, expected = torch.cat((given, beyond)), torch.cat((expected, beyond.sign() * 448.0))
+    return given.float().to(device), expected.float().to(device)
+
+
+def test_the_reference_rounds_to_nearest_with_ties_to_even_and_cuts_to_the_range() -> None:
+    given, expected = rounded(torch.device("cpu"))
+    assert torch.equal(written(given), expected)
+    assert written(torch.tensor([torch.nan])).isnan().all()
+
+
+@pytest.mark.gpu
+def test_triton_rounds_as_the_reference_does() -> None:
+    given, expected = rounded(torch.device("cuda"))
+    assert torch.equal(written(given, write_kv), expected)
+    assert written(torch.tensor([torch.nan], device="cuda"), write_kv).isnan().all()
+    noise = torch.randn(50_000, device="cuda") * torch.logspace(-4, 4, 50_000, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(written(noise.to(dtype), write_kv), written(noise.to(dtype)))
+
+
+def test_triton_stores_what_the_type_holds_and_cuts_to_its_range(device: torch.device) -> None:
+    # The interpreter does not round to the type as a device does.
+    normal = representable()[representable().abs() >= 2.0**-6].to(device)
+    beyond = torch.tensor([449.0, 1e30, torch.inf, -465.0, -torch.inf], device=device)
+    given = torch.cat((normal, beyond))
+    assert torch.equal(written(given, write_kv), torch.cat((normal, beyond.sign() * 448.0)))
+
+
+@pytest.mark.parametrize("norm", [False] if INTERPRETING else [False, True])
+def test_rope_and_write_kv_fills_a_float8_cache_as_the_reference_does(norm: bool, device: torch.device) -> None:
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(size, generator=source).to(device)
+        return representable_near(drawn) if INTERPRETING else drawn
+
+    source = torch.Generator().manual_seed(1)
+    q, k, v = draw(5, 4, 32), draw(5, 2, 32) * 256, draw(5, 2, 32) * 256
+    weights = QKNorm(draw(32), draw(32) * 300, 1e-6) if norm else None
+    # At position 0 nothing turns.
+    position = torch.tensor([0, 0, 0, 0, 0] if INTERPRETING else [0, 99, 3, 3, 50], device=device)
+    table, index = rope_table(32, 100, 10000.0).to(device), torch.tensor([70, 0, 127, 3, 50], device=device)
+    ours, theirs = empty_cache(128, 2, 32, device), empty_cache(128, 2, 32, device)
+    rope_and_write_kv(q.clone(), k, v, position, table, ours, index, weights)
+    reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
+    assert theirs.k.float().nan_to_num().abs().max() == 448.0  # some were cut
+    # Where float32 arithmetic in another order ends on the other side of a tie they are a step apart.
+    for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        torch.testing.assert_close(mine.float(), other.float(), rtol=0.125, atol=2.0**-9, equal_nan=True)
+        assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01
+
+
+def representable_near(values: Tensor) -> Tensor:
+    normal = torch.where(values.abs() < 2.0**-6, 1.0, values)
+    return normal.to(FP8).float()
+
+
+def float8(case: Case) -> Case:
+    """The case over a float8 copy of its cache, which holds NaN where that does."""
+    return replace(case, cache=LayerCache(case.cache.k.to(FP8), case.cache.v.to(FP8)))
+
+
+def error(out: Tensor, case: Case) -> float:
+    expected = torch.tensor(oracle(case)[0])
+    return float((out.double().cpu() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_reference_attends_to_a_float8_cache_as_the_loop_in_float64(dtype: torch.dtype) -> None:
+    case = float8(build(MIXED, torch.device("cpu"), dtype))
+    out = reference.attention(case.q, case.cache, case.batch, case.scale)
+    assert out.dtype == dtype
+    assert error(out, case) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
+def test_triton_attends_to_a_float8_cache_as_the_loop_in_float64(
+    dtype: torch.dtype, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split:
+        monkeypatch.setattr(config, "DECODE_SPLIT_KEYS", 8)
+        monkeypatch.setattr(config, "TILE_SPLIT_KEYS", 8)
+    else:
+        monkeypatch.setattr(config, "multiprocessors", lambda _device: 1)
+    case = float8(build(MIXED, device, dtype))
+    out = attention(case.q, case.cache, case.batch, case.scale)
+    assert out.dtype == dtype
+    assert error(out, case) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_full_batches_in_groups_over_a_float8_cache_equal_the_reference(head_dim: int) -> None:
+    runs = tuple((1 + i % 40, ((0, tuple(1 + j % 70 for j in range(20))),)) for i in range(100))
+    shape = replace(MIXED, group=4, head_dim=head_dim, runs=runs, prefill=())
+    case = float8(build(shape, torch.device("cuda"), torch.bfloat16))
+    case = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1]))
+    expected = reference.attention(case.q.float(), case.cache, case.batch, case.scale)
+    out = attention(case.q, case.cache, case.batch, case.scale)
+    assert float((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
+
+
+def test_float8_is_refused_where_the_device_does_not_convert_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = float8(build(MIXED, device))
+    monkeypatch.setattr(operands, "has_fp8", lambda _device: False)
+    with pytest.raises(
+        ValueError, match=r"dtype of k is torch\.float8_e4m3fn; allowed: float8 from compute capability"
+    ):
+        attention(case.q, case.cache, case.batch, case.scale)

@@ -1,0 +1,187 @@
+"""Linear layers for few tokens against products in float64, with norm, activation and residual inside."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from tok_kernels import reference
+from tok_kernels.reference.linear import gated_linear as plain_gated_linear
+from tok_kernels.reference.linear import linear as plain_linear
+from tok_kernels.triton.linear import gated_linear, launch_stream, linear
+from tok_kernels.triton.linear_config import MOST_TOKENS, Launch
+
+# The interpreter cuts float32 off to bfloat16 instead of rounding it.
+DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
+TOKENS = (*range(1, MOST_TOKENS + 1), MOST_TOKENS + 1)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def noise(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    source = torch.Generator().manual_seed(sum(size))
+    return torch.randn(size, generator=source).to(device=device, dtype=dtype)
+
+
+def matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return noise(outputs, inputs, dtype=dtype, device=device).div_(math.sqrt(inputs))
+
+
+def assert_near(result: Tensor, expected: Tensor, x: Tensor) -> None:
+    """Apart by no more than one rounding to x's dtype, and those between the operations that torch runs alone."""
+    assert result.dtype == x.dtype
+    assert result.shape == expected.shape
+    step = torch.finfo(x.dtype).eps
+    spread = step if x.shape[0] <= MOST_TOKENS else 8 * step
+    torch.testing.assert_close(result.double(), expected, rtol=spread, atol=spread * 0.25)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> Tensor:
+    x = x.double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + norm[1]).sqrt() * norm[0].double()
+    return functional.linear(x, weight.double(), None if bias is None else bias.double())
+
+
+def exact_gated(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> Tensor:
+    gate, up = exact(x, weight, bias, norm).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 64), (5, 264), (1, 8)])
+def test_linear_equals_the_product(
+    outputs: int, inputs: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = noise(tokens, inputs, dtype=dtype, device=device), matrix(outputs, inputs, dtype, device)
+    assert_near(linear(x, weight), exact(x, weight, None, None), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("parts", ["bias", "norm", "residual", "bias norm residual"])
+def test_linear_with_its_parts_is_one_operation_after_the_other(
+    parts: str, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = noise(tokens, 96, dtype=dtype, device=device) * 3, matrix(18, 96, dtype, device)
+    bias = noise(18, dtype=dtype, device=device) if "bias" in parts else None
+    norm = (noise(96, dtype=dtype, device=device), 1e-5) if "norm" in parts else None
+    residual = noise(tokens, 18, dtype=dtype, device=device) if "residual" in parts else None
+    expected, kept = exact(x, weight, bias, norm), x.clone()
+    plain = plain_linear(x, weight, bias, norm=norm, residual_TN=None if residual is None else residual.clone())
+    if residual is not None:
+        expected += residual.double()
+    result = linear(x, weight, bias, norm=norm, residual_TN=residual)
+    assert_near(result, expected, x)
+    torch.testing.assert_close(result, plain, rtol=0.02, atol=0.02)
+    assert torch.equal(x, kept)
+    assert residual is None or result is residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("parts", ["", "bias norm"])
+def test_gated_linear_is_a_product_and_its_activation(
+    parts: str, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = noise(tokens, 80, dtype=dtype, device=device) * 3, matrix(22, 80, dtype, device)
+    bias = noise(22, dtype=dtype, device=device) if "bias" in parts else None
+    norm = (noise(80, dtype=dtype, device=device), 1e-5) if "norm" in parts else None
+    result = gated_linear(x, weight, bias, norm=norm)
+    assert_near(result, exact_gated(x, weight, bias, norm), x)
+    plain = plain_gated_linear(x, weight, bias, norm=norm)
+    torch.testing.assert_close(result, plain, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("launch", [Launch(1, 64, 1, 1), Launch(2, 128, 2, 2), Launch(8, 256, 4, 4)])
+def test_every_way_to_launch_gives_the_same_product(launch: Launch, device: torch.device) -> None:
+    x, weight = noise(3, 328, dtype=torch.float16, device=device), matrix(22, 328, torch.float16, device)
+    norm = (noise(328, dtype=torch.float16, device=device), 1e-6)
+    plain = launch_stream(launch, x, weight, None, norm, None, gated=False)
+    assert_near(plain, exact(x, weight, None, norm), x)
+    gated = launch_stream(launch, x, weight, None, norm, None, gated=True)
+    assert_near(gated, exact_gated(x, weight, None, norm), x)
+
+
+def test_linear_takes_views_of_wider_rows_and_columns(device: torch.device) -> None:
+    wide, weight = noise(4, 200, dtype=torch.float16, device=device), matrix(12, 64, torch.float16, device)
+    x, residual = wide[1:3, 8:72], wide[1:3, 100:112]
+    expected, kept = exact(x, weight, None, None) + residual.double(), wide.clone()
+    assert_near(linear(x, weight, residual_TN=residual), expected, x)
+    kept[1:3, 100:112] = residual
+    assert torch.equal(wide, kept)
+    x = wide[:, :128].reshape(64, 8).T[:3]
+    assert_near(linear(x, weight), exact(x, weight, None, None), x)
+
+
+def test_weights_that_do_not_lie_densely_and_float32_are_multiplied_all_the_same(device: torch.device) -> None:
+    x, weight = noise(2, 64, dtype=torch.float32, device=device), matrix(64, 12, torch.float32, device).T
+    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    assert_near(linear(x.half(), weight.half()), exact(x.half(), weight.half(), None, None), x.half())
+    norm = (weight[0], 1e-5)
+    expected = reference.silu_and_mul(reference.rms_norm(x, *norm) @ weight.T)
+    torch.testing.assert_close(gated_linear(x, weight, norm=norm), expected)
+
+
+def test_no_tokens_are_no_work(device: torch.device) -> None:
+    x, weight = torch.empty((0, 64), device=device, dtype=torch.float16), matrix(12, 64, torch.float16, device)
+    assert linear(x, weight).shape == (0, 12)
+    assert gated_linear(x, weight).shape == (0, 6)
+
+
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    x, weight = noise(2, 64, dtype=torch.float16, device=device), matrix(11, 64, torch.float16, device)
+    with pytest.raises(ValueError, match=r"weight has shape \(11, 32\); allowed for x \(2, 64\)"):
+        linear(x, weight[:, :32])
+    with pytest.raises(ValueError, match=r"bias has shape \(64,\); allowed: \(11,\)"):
+        linear(x, weight, weight[0])
+    with pytest.raises(ValueError, match=r"norm has a weight of shape \(11,\); allowed: \(64,\)"):
+        linear(x, weight, norm=(weight[:, 0], 1e-5))
+    with pytest.raises(ValueError, match=r"residual has shape \(2, 64\); allowed: \(2, 11\)"):
+        linear(x, weight, residual_TN=x)
+    with pytest.raises(ValueError, match="gate_up has 11 rows; allowed: even numbers"):
+        gated_linear(x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_layers_of_real_size_in_a_graph_equal_the_product_at_every_replay(tokens: int) -> None:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    gate_up, down = matrix(28672, 4096, dtype, device), matrix(4096, 14336, dtype, device)
+    x, norm = noise(tokens, 4096, dtype=dtype, device=device), (noise(4096, dtype=dtype, device=device), 1e-5)
+
+    def layer(stream_TN: Tensor) -> Tensor:
+        return linear(gated_linear(stream_TN, gate_up, norm=norm), down, residual_TN=stream_TN.clone())
+
+    layer(layer(x))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once = layer(x)
+        twice = layer(once)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        hidden = gated_linear(x, gate_up, norm=norm)
+        assert_near(hidden, exact_gated(x, gate_up, None, norm), x)
+        assert_near(once, exact(hidden, down, None, None) + x.double(), x)
+        hidden = gated_linear(once, gate_up, norm=norm)
+        assert_near(twice, exact(hidden, down, None, None) + once.double(), x)
+        results = once.clone(), twice.clone()
+        graph.replay()
+        assert torch.equal(once, results[0])
+        assert torch.equal(twice, results[1])

@@ -1,0 +1,108 @@
+"""Decode rows come from slots and draws go back to them: by Triton as by the reference, whatever has ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.interpreted import DEVICES, outside, rerun
+from tok_kernels import Backend, SlotColumns
+from tok_kernels.reference import ReferenceBackend
+from tok_kernels.triton.backend import TritonBackend
+
+SLOTS, PAGES_EACH, PAGE = 9, 3, 4
+ENDS = (5, 11)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def columns(seed: int, device: torch.device) -> SlotColumns:
+    """Slots of random lengths on pages in random order, a third of them ended; the last is for padding."""
+    source = torch.Generator().manual_seed(seed)
+
+    def whole(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(high, size, generator=source)
+
+    ended = (whole(3, SLOTS + 1) == 0).int()
+    ended[SLOTS] = 1
+    pages = torch.randperm((SLOTS + 1) * PAGES_EACH, generator=source).int()
+    return on(
+        device,
+        SlotColumns(
+            last_token=whole(20, SLOTS + 1),
+            length=whole(PAGES_EACH * PAGE, SLOTS + 1),
+            ended=ended,
+            ends_from=whole(PAGES_EACH * PAGE, SLOTS + 1),
+            page_table=pages.view(SLOTS + 1, PAGES_EACH),
+            token_of=torch.full((len(pages) * PAGE + 1,), -1),
+            end_ids=torch.tensor(ENDS),
+            page_size=PAGE,
+            scratch=len(pages) * PAGE,
+        ),
+    )
+
+
+def on(device: torch.device, slots: SlotColumns) -> SlotColumns:
+    names = ("last_token", "length", "ended", "ends_from", "page_table", "token_of", "end_ids")
+    return replace(slots, **{name: getattr(slots, name).clone().to(device) for name in names})
+
+
+def copies(slots: SlotColumns, device: torch.device) -> list[tuple[Backend, SlotColumns]]:
+    return [(ReferenceBackend(), on(torch.device("cpu"), slots)), (TritonBackend(), on(device, slots))]
+
+
+@given(seed=st.integers(0, 2**20), rows=st.permutations(range(SLOTS)), padding=st.integers(0, 3))
+def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
+    device: torch.device, seed: int, rows: list[int], padding: int
+) -> None:
+    chosen = rows[: seed % (SLOTS + 1)] + [SLOTS] * padding
+    results = []
+    for backend, slots in copies(columns(seed, device), device):
+        here = slots.length.device
+        slot = torch.tensor(chosen, dtype=torch.int32, device=here)
+        made = backend.decode_rows(slot, slots)
+        token = (torch.arange(len(chosen), device=here) * 7 + seed) % 20
+        drawn = backend.record_draws(slot, token, -token.float() / 3, slots)
+        live = slots.scratch  # the scratch row may hold anything
+        tensors = [made.token, made.position, made.kv_index, made.kv_len, drawn, slots.length]
+        tensors += [slots.ended, slots.token_of[:live], slots.last_token[:SLOTS]]
+        results.append([x.cpu() for x in tensors])
+    for expected, got in zip(*results, strict=True):
+        assert expected.dtype == got.dtype
+        assert torch.equal(expected, got)
+
+
+def test_a_row_feeds_its_last_token_behind_what_is_cached_and_an_end_id_stops_it(device: torch.device) -> None:
+    for backend, slots in copies(columns(0, device), device):
+        here = slots.length.device
+        slots.ended[:2] = 0
+        slots.length[:2] = torch.tensor([5, 3])
+        slots.ends_from[:2] = torch.tensor([6, 5])
+        slots.last_token[:2] = torch.tensor([17, 18])
+        slot = torch.tensor([1, 0], dtype=torch.int32, device=here)
+        made = backend.decode_rows(slot, slots)
+        assert made.token.tolist() == [18, 17]
+        assert made.position.tolist() == [3, 5]
+        assert made.kv_len.tolist() == [4, 6]
+        pages = int(slots.page_table[1, 0]), int(slots.page_table[0, 1])
+        assert made.kv_index.tolist() == [pages[0] * PAGE + 3, pages[1] * PAGE + 1]
+        assert slots.token_of[made.kv_index].tolist() == [18, 17]
+        token = torch.tensor([ENDS[1], ENDS[0]], device=here)
+        drawn = backend.record_draws(slot, token, torch.tensor([-0.5, -2.0], device=here), slots)
+        assert drawn[0].tolist() == [ENDS[1], ENDS[0]]
+        assert drawn[1].view(torch.float32).tolist() == [-0.5, -2.0]
+        assert slots.ended[:2].tolist() == [1, 0]  # slot 1 may not end before position 5, and drew for 4
+        again = backend.decode_rows(slot, slots)
+        assert again.kv_len.tolist() == [4 + 1, 0]

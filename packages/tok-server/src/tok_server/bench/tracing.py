@@ -1,0 +1,47 @@
+"""A traced run: steps from the middle of a workload, kernel by kernel, on an engine of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, TokError
+from tok_core.config import TRACE_WARM_UP
+
+LOOK_EVERY = 0.02
+
+
+def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConfig:
+    """`config` of an engine that traces `steps` steps in the middle of a run that takes `of`.
+
+    Errors: InvalidField where the run is too short for that.
+    """
+    most = max((of - TRACE_WARM_UP) // 2, 0)
+    if steps > most:
+        raise InvalidField("trace_steps", steps, f"at most {most}, as the run takes {of} steps")
+    first = max(TRACE_WARM_UP + 1, (of - steps) // 2)
+    return msgspec.structs.replace(config, trace=str(file.resolve()), trace_from=first, trace_steps=steps)
+
+
+def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> None:
+    """Runs `work` on an engine made by `config` until the trace that it asks for is written.
+
+    What of the work is left then is not done. Errors: those of the engine; TokError where the work ends too early.
+    """
+    assert config.trace is not None
+    file = Path(config.trace)
+    file.unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as pool:
+        with Engine(config) as engine:
+            run: Future[object] = pool.submit(work, engine)
+            while not (file.exists() or run.done()):
+                time.sleep(LOOK_EVERY)
+        with suppress(EngineClosed):
+            run.result()
+    if not file.exists():
+        raise TokError(f"the run ended before {config.trace_steps} steps were traced from step {config.trace_from} on")

@@ -1,0 +1,62 @@
+"""`tok bench kernels`: each kernel beside the time that its bytes or its products take on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from tok_server.flags import engine_config
+
+if TYPE_CHECKING:
+    from tok_core.kernels import KernelsMeasured, KernelTime
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures and prints. Errors: InvalidField where there is no CUDA device, TokError."""
+    from tok_core.kernels import measure
+
+    measured = measure(engine_config(options))
+    kernels = list(measured.kernels)
+    if options.json:
+        print(as_json(measured, kernels))
+    else:
+        show(measured, kernels, Console())
+    return 0
+
+
+def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
+    """One line with everything."""
+    return json.dumps(
+        {
+            "device": measured.device,
+            "backend": measured.backend,
+            "bandwidth_tb_s": round(measured.bandwidth, 3),
+            "rate_tflop_s": round(measured.rate, 1),
+            "kernels": [
+                {
+                    "kernel": one.kernel,
+                    "size": one.size,
+                    "ms": round(one.ms, 4),
+                    "floor_ms": round(one.floor_ms, 4),
+                    "share_of_floor": round(one.share, 3),
+                }
+                for one in kernels
+            ],
+        }
+    )
+
+
+def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Console) -> None:
+    """Prints a row a kernel."""
+    caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s copied, products at {measured.rate:.0f} TFLOP/s"
+    table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}", caption=caption)
+    for heading in ("ms", "floor ms", "of floor"):
+        table.add_column(heading, justify="right")
+    for one in kernels:
+        table.add_row(one.kernel, one.size, f"{one.ms:.3f}", f"{one.floor_ms:.3f}", f"{one.share:.0%}")
+    console.print(table)

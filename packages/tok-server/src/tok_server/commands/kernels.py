@@ -1,0 +1,56 @@
+"""`tok kernels`: which kernels compute a model's attention on this machine, and the times that decided it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from tok_server.flags import engine_config
+from tok_server.kernel_flags import SIZES
+
+if TYPE_CHECKING:
+    from tok_core.kernels import PhaseReport
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, unless it is known, and prints. Errors: InvalidField, TokError."""
+    from tok_core.kernels import phases
+
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    show(phases(engine_config(options), sizes, anew=options.measure), Console())
+    return 0
+
+
+def show(report: PhaseReport, console: Console) -> None:
+    """Prints the report."""
+    shape = report.shape.as_json()
+    console.print(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)
+    for phase, kernel in report.fastest.items():
+        console.print(f"  {phase:<8} {kernel}", highlight=False)
+    if report.measured:
+        console.print(_table(report))
+        origin = "known from" if report.known else "measured now, kept in"
+        console.print(f"{origin} {report.directory}", highlight=False, soft_wrap=True)
+    for name, why in report.left_out.items():
+        console.print(f"left out: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    for launch in report.launches:
+        console.print(f"launch found for {launch}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(report: PhaseReport) -> Table:
+    table = Table("phase", "step", "kernel", caption="milliseconds a layer; steps: sequences × tokens of their own")
+    for heading in ("device", "launch", "plan a step", "cost"):
+        table.add_column(heading, justify="right")
+    # The sort is stable: kernels stay in their order within a step.
+    for one in sorted(report.measured, key=lambda one: (one.phase, one.step)):
+        times = (one.timing.device_ms, one.timing.host_ms, one.timing.plan_ms, one.cost_ms)
+        chosen = report.fastest[one.phase] == one.candidate
+        table.add_row(
+            *(one.phase, one.step, one.candidate),
+            *(f"{time:.3f}" for time in times),
+            style="bold" if chosen else None,
+        )
+    return table

@@ -1,0 +1,101 @@
+"""Busy, from intervals and from traces: overlaps count once, gaps are what no interval covers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core import TokError
+from tok_server.bench.busy import Gap, Work, busy, busy_of_trace, describe
+
+
+def test_gaps_are_between_intervals_that_overlap_or_lie_within_each_other() -> None:
+    #        a: 1–4, b: 2–3 within it, a: 3.5–5 overlapping, a gap of 1, c: 6–7, a gap of 2, b: 9–10
+    found = busy([6.0, 1.0, 2.0, 9.0, 3.5], [7.0, 4.0, 3.0, 10.0, 5.0], ["c", "a", "b", "b", "a"])
+    assert (found.seconds, found.idle, found.idle_share) == (9.0, 3.0, 3 / 9)
+    assert found.gaps == [Gap(2.0, 6.0, "c", "b"), Gap(1.0, 4.0, "a", "c")]
+    assert found.works == [Work("a", 4.5, 2), Work("b", 2.0, 2), Work("c", 1.0, 1)]
+
+
+def test_a_gap_follows_the_one_that_ended_last_not_the_one_that_began_last() -> None:
+    found = busy([0.0, 1.0, 6.0], [5.0, 2.0, 7.0], ["long", "short", "next"])
+    assert found.gaps == [Gap(1.0, 5.0, "long", "next")]
+
+
+def test_without_gaps_nothing_is_idle() -> None:
+    found = busy([0.0, 1.0], [1.0, 2.0], ["a", "b"])
+    assert (found.idle, found.gaps) == (0.0, [])
+    assert busy([3.0], [3.0], ["point"]).idle_share == 0.0
+    with pytest.raises(ValueError, match="names is empty"):
+        busy([], [], [])
+
+
+TICKS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=25)
+
+
+@given(TICKS)
+def test_idle_is_the_time_that_no_interval_covers(ticks: list[tuple[int, int]]) -> None:
+    start = np.array([begin for begin, _ in ticks], float)
+    end = start + np.array([length for _, length in ticks])
+    found = busy(start, end, [str(i % 3) for i in range(len(ticks))])
+    moments = np.arange(start.min(), end.max()) + 0.5
+    covered = ((start[:, None] < moments) & (moments < end[:, None])).any(axis=0)
+    assert found.seconds == len(moments)
+    assert found.idle == (~covered).sum() == sum(gap.seconds for gap in found.gaps)
+    assert sum(work.seconds for work in found.works) == (end - start).sum()
+    assert sum(work.calls for work in found.works) == len(ticks)
+
+
+def write(file: Path, events: list[tuple[str, str, float, float]]) -> Path:
+    """A trace of events: category, name, start and length in microseconds."""
+    told = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0} for cat, name, ts, dur in events]
+    file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}, *told]}))
+    return file
+
+
+def test_of_a_gpu_what_computes_counts_and_not_what_only_moves_data_to_or_from_the_host(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "trace.json",
+        [
+            ("cuda_runtime", "cudaLaunchKernel", 0.0, 9000.0),
+            ("kernel", "decode", 1e9, 300.0),
+            ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1e9 + 300, 50.0),
+            ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1e9 + 400, 100.0),
+            ("gpu_memset", "Memset (Device)", 1e9 + 500, 100.0),
+            ("kernel", "decode", 1e9 + 700, 300.0),
+        ],
+    )
+    found = busy_of_trace(file)
+    assert found.seconds == pytest.approx(1e-3)
+    assert found.idle == pytest.approx(200e-6)
+    assert (found.works[0].name, found.works[0].calls) == ("decode", 2)
+    assert found.works[0].seconds == pytest.approx(600e-6)
+    lines = describe(found).splitlines()
+    assert lines[0] == "1.0 ms: 80.0% busy, 20.0% idle in 2 gaps"
+    assert lines[2].split() == ["decode", "0.60", "60.0%", "2"]
+    assert "gap of 0.100 ms at 0.3 ms, after decode, before Memcpy DtoD" in lines[5]
+
+
+def test_of_a_cpu_only_operators_that_no_other_one_called_count(tmp_path: Path) -> None:
+    nested = [("cpu_op", "linear", 0.0, 50.0), ("cpu_op", "addmm", 10.0, 40.0), ("cpu_op", "relu", 60.0, 40.0)]
+    found = busy_of_trace(write(tmp_path / "trace.json", nested))
+    assert [(work.name, work.calls) for work in found.works] == [("linear", 1), ("relu", 1)]
+    assert found.idle == pytest.approx(10e-6)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": []}'])
+def test_a_file_that_is_no_trace_is_named(content: str, tmp_path: Path) -> None:
+    (file := tmp_path / "trace.json").write_text(content)
+    with pytest.raises(TokError, match=r"trace\.json: (is no trace|nothing was computed)"):
+        busy_of_trace(file)
+
+
+def test_long_names_are_cut_to_keep_the_columns() -> None:
+    lines = describe(busy([0.0, 2.0], [1.0, 3.0], ["k" * 300, "b"])).splitlines()
+    assert len({len(line) for line in lines[1:4]}) == 1
+    assert max(map(len, lines)) < 120

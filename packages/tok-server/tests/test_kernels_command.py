@@ -1,0 +1,121 @@
+"""`tok kernels` and `tok bench kernels`: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tok_core.kernels import KernelsMeasured, KernelTime, PhaseReport
+from tok_core.model.config import read_config
+from tok_core.worker.backend import attention_shape
+from tok_kernels.calibration import Measurement
+from tok_kernels.measure import Timing
+from tok_server.cli import main, make_parser
+from tok_server.commands.bench_kernels import as_json
+from tok_server.commands.bench_kernels import show as show_kernels
+from tok_server.commands.kernels import show
+from tok_server.default_model import DEMO_MODEL
+
+SHAPE = attention_shape(read_config(DEMO_MODEL), 16, torch.bfloat16, torch.float8_e4m3fn)
+TIMES = [KernelTime("rms_norm", "8192 × 2048", 0.02, 0.016), KernelTime("attention: prefill", "16 × 512", 0.5, 0.1)]
+MEASURED = KernelsMeasured("Some GPU", "triton", 4.25, 690.0, iter(()))
+
+
+def printed(draw: object, *what: object) -> str:
+    text = StringIO()
+    draw(*what, Console(file=text, width=120))  # type: ignore[operator]
+    return text.getvalue()
+
+
+def test_on_a_cpu_the_reference_computes_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "4", "--head-dim", "128"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "cpu: heads 8, kv_heads 4, head_dim 128, page_size 16, layers 6, dtype float32" in told
+    assert "prefill reference decode reference cascade reference" in told
+
+
+def test_a_report_shows_times_choices_and_what_was_left_out(tmp_path: Path) -> None:
+    report = PhaseReport(
+        device="Some GPU",
+        shape=SHAPE,
+        fastest={"prefill": "flashinfer fa3", "decode": "triton", "cascade": "triton"},
+        known=False,
+        directory=tmp_path,
+        measured=(Measurement("prefill", "flashinfer fa3", "16 × 512", Timing(0.2, 0.05, 0.8), 0.21),),
+        left_out={"decode flashinfer": "RuntimeError: no [compiler]"},
+        launches=("tile: Launch(rows=64)",),
+    )
+    told = printed(show, report)
+    for part in (
+        "Some GPU: heads 6, kv_heads 2, head_dim 32, page_size 16, layers 6, dtype bfloat16, cache_dtype float8_e4m3fn",
+        "prefill  flashinfer fa3",
+        "0.200",
+        "0.210",
+        f"measured now, kept in {tmp_path}",
+        "left out: decode flashinfer: RuntimeError: no [compiler]",
+        "launch found for tile: Launch(rows=64)",
+    ):
+        assert part in told
+
+
+def test_kernels_are_shown_beside_their_floor_as_a_table_and_as_json() -> None:
+    told = printed(show_kernels, MEASURED, TIMES)
+    for part in ("Some GPU, triton", "rms_norm", "0.020", "80%", "4.25 TB/s copied", "690 TFLOP/s"):
+        assert part in told
+    values = json.loads(as_json(MEASURED, TIMES))
+    assert values["bandwidth_tb_s"] == 4.25
+    assert values["kernels"][1] == {
+        "kernel": "attention: prefill", "size": "16 × 512", "ms": 0.5, "floor_ms": 0.1, "share_of_floor": 0.2
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["bench", "kernels", "--device", "cpu"], "tok bench: error: --device is 'cpu'; allowed: cuda"),
+        (["kernels", "--device", "cpu", "--heads", "5"], "tok kernels: error: --heads is 5; allowed: multiples of 2"),
+        (["kernels", "--device", "cpu", "--layers", "0"], "tok kernels: error: --layers is 0; allowed: integers"),
+        (["kernels", "--device", "cpu", "--backend", "triton"], "tok kernels: error: --backend is 'triton'; allowed"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_by_name(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(told)
+    assert error.count("\n") == 1
+
+
+def test_both_commands_take_the_engines_flags() -> None:
+    for words, module in ((["kernels"], "kernels"), (["bench", "kernels"], "bench_kernels")):
+        flags = ["--kv-cache-dtype", "fp8", "--page-size", "32"]
+        options = make_parser(words[:1]).parse_args([*words, *flags])
+        assert options.module == f"tok_server.commands.{module}"
+        assert (options.kv_cache_dtype, options.page_size, options.model) == ("fp8", 32, None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_measured_once_and_then_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = ["--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--layers", "4"]
+    for origin in ("measured now, kept in", "known from"):
+        assert main(["kernels", *sizes]) == 0
+        assert f"{origin} {tmp_path}" in capsys.readouterr().out
+    assert main(["kernels", *sizes, "--measure"]) == 0
+    assert "measured now" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_kernel_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--backend", "triton", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["kernels"]) == 17
+    assert all(one["ms"] > 0 and one["floor_ms"] > 0 for one in values["kernels"])

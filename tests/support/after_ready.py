@@ -1,0 +1,70 @@
+"""What an engine still sets up while it serves: to be looked at in a process in which nothing has run before."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from support.engines import manager_of, random_prompts
+from tok_core import Engine, EngineConfig, SamplingParams
+
+
+class SetUpLate(NamedTuple):
+    """Kernels compiled or loaded, graphs captured and blocks of memory taken from the driver after "ready"."""
+
+    kernels: list[str]
+    graphs: int
+    blocks: int
+
+
+def set_up_late(path: Path) -> SetUpLate:
+    """Of an engine in bfloat16 that answers requests of every kind, in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_serve, path).result(timeout=300)
+
+
+def _serve(path: Path) -> SetUpLate:
+    from triton import knobs  # type: ignore[import-untyped]
+
+    config = EngineConfig(model=str(path), device="cuda", max_running=300, kv_cache_tokens=65_536, max_step_tokens=1024)
+    late: list[str] = []
+    with Engine(config, in_process=True) as engine:
+        runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
+        knobs.runtime.jit_post_compile_hook = lambda *_, **about: late.append(str(about.get("repr")))
+        graphs, blocks = len(runner.graphs), torch.cuda.memory_stats()["num_device_alloc"]
+        for prompts, params in _requests():
+            engine.generate(prompts, params)
+        blocks = torch.cuda.memory_stats()["num_device_alloc"] - blocks
+        return SetUpLate(late, len(runner.graphs) - graphs, blocks)
+
+
+def _requests() -> list[tuple[list[list[int]], list[SamplingParams]]]:
+    """One, a few and many at once; short and long; alike and unlike; with whatever may be asked of a draw."""
+    lengths = (1, 7, 16, 33, 64, 100, 200, 450)
+    extras: list[dict[str, object]] = [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.9},
+        {"top_k": 5, "min_p": 0.01},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+        {"logit_bias": {7: 2.0, 9: -3.0}},
+        {"min_tokens": 4},
+        {"logprobs": 0},
+        {"logprobs": 20},
+    ]
+
+    def made(count: int, start: int, **more: object) -> list[SamplingParams]:
+        chosen = itertools.islice(itertools.cycle(extras), start, start + count)
+        return [SamplingParams(max_tokens=24, seed=i, **{**extra, **more}) for i, extra in enumerate(chosen)]  # type: ignore[arg-type]
+
+    rounds = [(random_prompts((length,)), made(1, start)) for start, length in enumerate(lengths)]
+    rounds += [(random_prompts(lengths[:few]), made(few, few)) for few in range(2, 8)]
+    rounds.append((random_prompts(lengths * 40), made(320, 0)))
+    rounds.append((random_prompts((150,) * 2), made(2, 0, n=200)))
+    return rounds

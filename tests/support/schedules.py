@@ -1,0 +1,120 @@
+"""Managers over simulated workers: what each sample must be, driving one to the end, and what must hold on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from support.simulated_worker import SimulatedPorts, next_token
+from tok_core import EngineConfig, SamplingParams
+from tok_core.manager.loop import Manager
+from tok_core.manager.stems import Stem
+from tok_core.messages import EngineInfo, Submit, ToManager
+
+VOCAB = 50
+EOS = 7
+
+
+SMALL = EngineInfo(
+    vocab_size=VOCAB,
+    eos_token_ids=(EOS,),
+    max_model_len=64,
+    num_pages=64,
+    page_size=4,
+    max_running=4,
+    max_step_tokens=64,
+    device="cpu",
+    dtype="float32",
+    backend="simulated",
+)
+
+
+def engine_info(**sizes: int) -> EngineInfo:
+    """A small engine, with the sizes that a test gives."""
+    return msgspec.structs.replace(SMALL, **sizes)
+
+
+def make_manager(info: EngineInfo, run_ahead: int = 2, *, groups: bool = True) -> tuple[Manager, SimulatedPorts]:
+    """A manager and the ports through which its simulated worker answers."""
+    ports = SimulatedPorts(info, delay=run_ahead - 1)
+    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups)
+    return Manager(config, info, ports, None), ports
+
+
+def submit(rid: int, prompt: Sequence[int], params: SamplingParams) -> Submit:
+    """A request for a simulated model."""
+    return Submit(rid, np.array(prompt, np.int32), params)
+
+
+def expected(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:
+    """What the sample must be, token by token from its whole context."""
+    context = list(prompt)
+    assert params.max_tokens is not None
+    for _ in range(params.max_tokens):
+        context.append(next_token(np.array(context), sample, VOCAB))
+        if ends(context[len(prompt) :], params):
+            break
+    return context[len(prompt) :]
+
+
+def ends(generated: Sequence[int], params: SamplingParams) -> bool:
+    """Whether the last token is one that ends its sample."""
+    return generated[-1] == EOS and not params.ignore_eos and len(generated) > params.min_tokens
+
+
+def drive(
+    manager: Manager,
+    ports: SimulatedPorts,
+    arrivals: Mapping[int, Sequence[ToManager]],
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Turns the manager until all is done or `until` holds; `arrivals` come at the beginning of their turn."""
+    for turn in range(20_000):
+        ports.inbox += arrivals.get(turn, ())
+        worked = manager.turn()
+        check(manager)
+        if until():
+            return
+        if not worked:
+            if turn > max(arrivals, default=0) and not manager.requests and not ports.queued:
+                return
+            ports.wait(0)
+    raise AssertionError("the manager did not come to an end")
+
+
+def kept(manager: Manager) -> list[Stem]:
+    """The prompts that are kept for samples that have not started."""
+    return list(manager.scheduler.stems._stems.values())
+
+
+def check(manager: Manager) -> None:
+    """Every page is free, the tree's, one slot's own, or kept for late samples; never two of these."""
+    table, paging, stems = manager.table, manager.paging, kept(manager)
+    tails = [page for stem in stems for page in stem.tail.tolist()]
+    own = [
+        page
+        for slot in np.flatnonzero(table.num_pages)
+        for page in table.pages[slot, table.num_shared[slot] : table.num_pages[slot]].tolist()
+    ]
+    assert len(set(own + tails)) == len(own + tails)
+    assert len(own + tails) + paging.tree.pages + paging.allocator.free == paging.num_pages
+    assert manager.scheduler.stems.tails == len(tails)
+    for stem in stems:
+        assert stem.request.undrawn > 0
+        assert paging.tree.node(stem.node).depth == len(stem.pages) == (len(stem.request.prompt) - 1) // table.page_size
+    assert table.requests_running == len({rid for rid, state in zip(table.rid, table.state, strict=True) if state})
+    paging.tree.check()
+
+
+def assert_all_given_back(manager: Manager) -> None:
+    """Nothing is held once all has ended."""
+    table, paging = manager.table, manager.paging
+    assert paging.used == 0
+    assert table.free_slots == table.slots
+    assert paging.allocator.free + paging.tree.pages == paging.num_pages
+    assert paging.tree.evictable == paging.tree.pages
+    assert not manager.scheduler.waiting
+    assert not manager.scheduler.followers
+    assert not kept(manager)
