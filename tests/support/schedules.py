@@ -61,7 +61,8 @@ def expected(prompt: Sequence[int], sample: int, params: SamplingParams) -> list
 
 def ends(generated: Sequence[int], params: SamplingParams) -> bool:
     """Whether the last token is one that ends its sample."""
-    return generated[-1] == EOS and not params.ignore_eos and len(generated) > params.min_tokens
+    ending = generated[-1] in params.stop_token_ids or (generated[-1] == EOS and not params.ignore_eos)
+    return ending and len(generated) > params.min_tokens
 
 
 def drive(

@@ -341,8 +341,12 @@ def test_a_value_of_a_wrong_type_is_refused_before_it_is_sent(values: dict[str, 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"prefix_groups": 1},
+    {"cuda_graphs": "no"},
     {"data_dir": 5},
     {"seed": 2**64},
+    {"seed": 5},
+    {"trace_steps": 5},
+    {"trace_from": 40},
     {"gpu_memory_fraction": "x"},
     {"restart_window": "x"},
     {"step_timeout": 0},

@@ -141,6 +141,24 @@ def test_more_samples_than_slots_all_arrive_in_order(directory: Path) -> None:
         assert_equal(one.generate(asked(wanted), greedy(n=8)), wanted, n=8)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_far_more_samples_than_slots_have_the_tokens_they_have_with_slots_enough(
+    directory: Path, temperature: float
+) -> None:
+    path = model(directory, "llama")
+    prompts = [PROMPTS[length] for length in (4, 16, 17, 33)]  # what is copied of a page: some, all but one, nothing
+    params = SamplingParams(n=40, temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
+    found = []
+    for running in (160, 3):
+        with cpu_engine(path, max_running=running) as one:
+            outputs = one.generate(prompts, params)
+            found.append([[sample.token_ids for sample in output.outputs] for output in outputs])
+            assert one.stats()["preemptions"] == 0
+    assert found[0] == found[1]
+    distinct = len({tuple(tokens) for tokens in found[0][0]})
+    assert distinct == 1 if temperature == 0 else distinct > 30
+
+
 def test_preempted_sequences_keep_their_tokens(path: Path) -> None:
     wanted = cases(path, (15, 16, 17, 33, 64, 65, 128))
     with cpu_engine(path, kv_cache_tokens=256, page_size=16, max_model_len=256) as one:

@@ -60,9 +60,13 @@ async def test_a_killed_process_fails_open_requests_at_once_and_service_returns(
             again = await engine.generate([1, 2, 3], SHORT).output()
             assert again.outputs[0].token_ids == expected.outputs[0].token_ids
         assert engine.stats()["restarts"] == 2
+        await anext(aiter(engine.generate([1, 2, 3], LONG)))
+        await until(lambda: engine.stats()["steps_in_flight"] > 0)
         os.kill(replica(engine).children["worker"].pid, signal.SIGKILL)  # once too often
         await until(lambda: engine.health().state == "failed")
         assert not engine.health().ok
+        gauges = ("requests_running", "sequences_running", "pages_used", "pages_cached", "steps_in_flight")
+        assert [engine.stats()[name] for name in gauges] == [0] * len(gauges)
         with pytest.raises(EngineDead, match="failed"):
             engine.generate([1, 2, 3], SHORT)
     finally:

@@ -87,6 +87,29 @@ def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:
     assert same >= len(ASKED) - 1  # rounding may move one draw over the border between two tokens
 
 
+def test_an_eight_bit_cache_gives_the_tokens_of_the_cpu_but_where_rounding_decides(path: Path) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=24, n=6, ignore_eos=True)
+    with engine(path, dtype="float32", kv_cache_dtype="fp8") as one:
+        here = [s.token_ids for output in one.generate(ASKED, params) for s in output.outputs]
+        assert_all_given_back(manager_of(one))
+    with cpu_engine(path, kv_cache_dtype="fp8") as other:
+        there = [s.token_ids for output in other.generate(ASKED, params) for s in output.outputs]
+    same = sum(left == right for left, right in zip(here, there, strict=True))
+    assert same >= 0.9 * len(here)
+
+
+@pytest.mark.parametrize("running", [1, 3])
+def test_few_slots_start_with_steps_that_no_context_fills(directory: Path, running: int) -> None:
+    path = directory / "few"
+    if not path.exists():
+        make_model("llama", path)
+    wanted = reference_greedy(path, ASKED, 64)
+    with engine(path, dtype="float32", max_running=running, kv_cache_tokens=None, gpu_memory_fraction=0.2) as one:
+        outputs = one.generate(ASKED, GREEDY)
+    for output, (tokens, _) in zip(outputs, wanted, strict=True):
+        assert output.outputs[0].token_ids == list(tokens)
+
+
 def test_the_cache_takes_the_memory_it_may(path: Path) -> None:
     with engine(path, kv_cache_tokens=None, gpu_memory_fraction=0.2, max_model_len=512) as one:
         total = torch.cuda.get_device_properties(0).total_memory

@@ -47,7 +47,7 @@ def workload() -> list[SamplingParams]:
     ]
 
 
-async def answers(path: Path, run_ahead: int, *, in_process: bool) -> Answers:
+async def answers(path: Path, run_ahead: int | None, *, in_process: bool) -> Answers:
     config = EngineConfig(
         model=str(path),
         device="cpu",
@@ -92,9 +92,11 @@ def test_the_workload_ends_in_every_way_and_preempts(path: Path) -> None:
     assert np.ptp(lengths) > 20
 
 
-@pytest.mark.parametrize(("run_ahead", "in_process"), [(1, True), (2, True), (16, True), (1, False), (4, False)])
+@pytest.mark.parametrize(
+    ("run_ahead", "in_process"), [(1, True), (2, True), (16, True), (None, True), (1, False), (4, False), (None, False)]
+)
 def test_how_far_steps_run_ahead_changes_no_token_and_blocks_nobody(
-    path: Path, run_ahead: int, in_process: bool
+    path: Path, run_ahead: int | None, in_process: bool
 ) -> None:
     found = asyncio.run(answers(path, run_ahead, in_process=in_process))
     assert found.tokens == expected(path).tokens

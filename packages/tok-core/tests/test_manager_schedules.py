@@ -53,6 +53,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             max_tokens=draw(st.integers(1, max_len - len(prompt))),
             min_tokens=draw(st.sampled_from([0, 0, 1])),
             ignore_eos=draw(st.booleans()),
+            stop_token_ids=draw(st.sampled_from([(), (), (3, 9), (5, EOS)])),  # the worker does not know of these
             seed=1,
         )
         cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 120)))

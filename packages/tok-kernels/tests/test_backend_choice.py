@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from support.attention_cases import Shape, build
 from tok_kernels import BACKENDS, AttentionBatch, LayerCache, choose
+from tok_kernels.calibration.compose import compose
 from tok_kernels.composed import ComposedBackend
 from tok_kernels.phases import PHASES, PhaseKernel
 from tok_kernels.reference import attention
@@ -32,6 +34,19 @@ def test_what_a_cpu_cannot_run_is_refused_by_name(requested: str, shape: Attenti
     assert requested in BACKENDS
     with pytest.raises(ValueError, match=f"backend is '{requested}'; allowed on cpu here: reference"):
         choose(CPU, requested, shape)
+
+
+@pytest.mark.parametrize("requested", ["auto", "triton", "flashinfer"])
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"), [("head_dim", 512, "at most 256"), ("page_size", 24, "powers of two")]
+)
+def test_a_shape_that_triton_does_not_compute_is_refused_before_anything_is_measured(
+    requested: str, field: str, value: int, allowed: str, tmp_path: Path
+) -> None:
+    shape = replace(SHAPE, **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"allowed here: reference \({field} is {value}; .*{allowed}"):
+        compose(CPU, requested, shape, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels import AttentionBatch, LayerCache
-from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known
+from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known, store
 from tok_kernels.calibration.launches import Search, searches
 from tok_kernels.measure import Timing, Work
 from tok_kernels.measure.steps import Step
@@ -163,6 +164,20 @@ def test_a_file_that_is_not_this_calibration_is_measured_and_replaced(damage: st
     assert run(tmp_path, clock) == first
     assert clock.asked
     assert file.read_bytes() == whole
+
+
+def test_writers_at_the_same_time_leave_a_whole_file_and_nothing_else(tmp_path: Path) -> None:
+    choice, key = run(tmp_path / "one", Clock(CLOCK)), store.key_of(SHAPE, CPU, BOTH)
+    there = tmp_path / "many"
+    store.write(there, key, choice)
+
+    def write_and_read(_: int) -> Choice | None:
+        store.write(there, key, choice)
+        return store.read(there, key)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found == choice for found in pool.map(write_and_read, range(200)))
+    assert len(list(there.iterdir())) == 1
 
 
 def test_a_directory_that_cannot_be_written_is_told_and_measured_nonetheless(

@@ -25,6 +25,10 @@ def test_the_table_in_the_readme_names_every_operation() -> None:
     assert set(named) == operations | {"merge_states"}
 
 
+def test_the_readme_tells_what_every_backend_is() -> None:
+    assert set(re.findall(r"^- `(\w+)`", README.read_text(encoding="utf-8"), re.M)) == set(tok_kernels.BACKENDS)
+
+
 def test_the_public_names_are_these() -> None:
     assert set(tok_kernels.__all__) == {
         "BACKENDS",

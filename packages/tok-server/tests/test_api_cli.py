@@ -44,6 +44,7 @@ SERVE_FLAGS = {
     "--step-timeout": 600.0,
     "--max-restarts": 3,
     "--restart-window": 300.0,
+    "--eos-probability": None,
     "--api-key": None,
     "--data-dir": None,
     "--log-level": "info",
@@ -84,7 +85,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
         "--data-dir": "somewhere", "--kv-cache-dtype": "fp8", "--run-ahead": 4, "--seed": 6,
-        "--step-timeout": 2.5, "--max-restarts": 0, "--restart-window": 1.5,
+        "--step-timeout": 2.5, "--max-restarts": 0, "--restart-window": 1.5, "--eos-probability": 0.25,
     }  # fmt: skip
     words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
     options = make_parser().parse_args(["serve", "m/n", *words])
@@ -104,7 +105,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     assert given.keys() | left == SERVE_FLAGS.keys()
 
 
-MEASURING = {"eos_probability", "eos_temperature", "trace", "trace_from", "trace_steps"}
+MEASURING = {"eos_temperature", "trace", "trace_from", "trace_steps"}
 
 
 def test_every_field_of_the_engine_has_a_flag_unless_it_serves_to_measure() -> None:

@@ -145,6 +145,7 @@ def test_told_to_stop_while_starting_it_stops(tiny_model: Path) -> None:
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
         try:
             wait_until(lambda: answers(port), 30)
+            assert status(port, "/v1/models") == status(port, "/v1/models/anything") == 503  # a model takes longer
             children = psutil.Process(popen.pid).children(recursive=True)
             popen.send_signal(signal.SIGTERM)
             output, error = popen.communicate(timeout=30)
@@ -158,12 +159,18 @@ def test_told_to_stop_while_starting_it_stops(tiny_model: Path) -> None:
 
 def answers(port: int) -> bool:
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-    except urllib.error.HTTPError as error:
-        error.close()
+        return status(port, "/health") > 0
     except OSError:
         return False
-    return True
+
+
+def status(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
 
 
 def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model: Path, server: Server) -> None:

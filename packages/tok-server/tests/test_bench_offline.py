@@ -22,6 +22,7 @@ from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
 from tok_server.bench import offline
 from tok_server.bench.bare import without_tokenizer
+from tok_server.bench.counted import COUNTED, with_counted
 from tok_server.bench.gpu import first_visible
 from tok_server.bench.offline import measure, warm_up
 from tok_server.bench.plot import plot_results
@@ -110,6 +111,12 @@ def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Resu
     assert result.output_ms is not None
     # All in one thread here; a step is launched, and computed, where the manager sends it.
     assert (max(result.schedule_ms, result.device_ms) + result.output_ms) * result.steps <= result.seconds * 1e3 * 1.05
+
+
+def test_steps_behind_the_last_token_make_the_device_no_busier_than_all_the_time(result: Result) -> None:
+    before = dict.fromkeys(COUNTED, 0.0)
+    after = before | {"steps": 4.0, "device_seconds": 1.5 * result.seconds}
+    assert with_counted(result, before, after).gpu_busy_share == 1
 
 
 def test_the_timeline_has_all_tokens(result: Result) -> None:
@@ -315,6 +322,7 @@ def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
         (["--workload", "{file}", "--plot", "/no/such/plot.png"], "--plot is '/no/such/plot.png'; allowed: a file in"),
         (["--workload", "{file}", "--trace", "/no/such/t.json"], "--trace is '/no/such/t.json'; allowed: a file in"),
         (["--workload", "{file}", "--trace-steps", "0"], "--trace-steps is 0; allowed: integers from 1"),
+        (["--workload", "{file}", "--trace-steps", "5"], "--trace-steps is 5; allowed: nothing without --trace"),
         (["--workload", "{file}", "--page-size", "3"], "--page-size is 3; allowed: powers of two"),
         (
             ["--workload", "{file}", "--eos-probability", "0.5"],

@@ -17,6 +17,7 @@ BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
 EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
+TRACE_STEPS = 20
 MOST_AHEAD = 16  # steps that may be under way at once
 
 
@@ -45,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          where steps are short
     step_timeout         seconds after which a step that has not come back means that the worker is stuck
     max_restarts         how often within `restart_window` seconds a replica may be started anew
+    seed                 of dummy weights
     eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
     eos_temperature      the temperature at which `eos_probability` holds
     trace                a file that gets a trace of the worker's steps in Chrome's format; None: none is made
@@ -79,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_temperature: float = EOS_TEMPERATURE
     trace: str | None = None
     trace_from: int = TRACE_WARM_UP + 1
-    trace_steps: int = 20
+    trace_steps: int = TRACE_STEPS
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -101,8 +103,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
         if not isinstance(self.data_dir, str | None):
             raise InvalidField("data_dir", self.data_dir, "a directory")
-        if not isinstance(self.prefix_groups, bool):
-            raise InvalidField("prefix_groups", self.prefix_groups, "true or false")
+        for field in ("cuda_graphs", "prefix_groups"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):
             if getattr(self, field) != 1:
                 raise InvalidField(field, getattr(self, field), "1 (this version runs one rank)")
@@ -110,6 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _between("run_ahead", self.run_ahead, 1, MOST_AHEAD)
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
+        if self.seed and self.load_format != "dummy":
+            raise InvalidField("seed", self.seed, "nothing unless load_format is dummy (requests have their own)")
         for field in ("restart_window", "step_timeout"):
             value = getattr(self, field)
             if not _is_number(value) or not value > 0:
@@ -135,6 +140,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("trace", self.trace, "a file")
         _at_least("trace_from", self.trace_from, TRACE_WARM_UP + 1)
         _at_least("trace_steps", self.trace_steps, 1)
+        for field, unset in (("trace_from", TRACE_WARM_UP + 1), ("trace_steps", TRACE_STEPS)):
+            if self.trace is None and getattr(self, field) != unset:
+                raise InvalidField(field, getattr(self, field), "nothing without trace")
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -35,6 +35,15 @@ log = logging.getLogger("tok_core")
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
 
+NOTHING_RUNS = dict.fromkeys(
+    (
+        *("requests_running", "requests_waiting", "sequences_running"),
+        *("pages_used", "pages_cached", "steps_in_flight"),
+    ),
+    0,
+)
+"""Gauges of `Stats` once the replica is gone."""
+
 
 class Health(msgspec.Struct, frozen=True):
     """Whether requests are served now, and if not, why."""
@@ -285,9 +294,7 @@ class EngineCore:
             detail = _why(reason, self._failure, started)
             self._replica = None
             self._set_state("restarting" if again else "failed", detail)
-            self._stats = msgspec.structs.replace(
-                self._stats, requests_running=0, requests_waiting=0, sequences_running=0, pages_used=0
-            )
+            self._stats = msgspec.structs.replace(self._stats, **NOTHING_RUNS)
         if started:
             log.error("the engine's replica ended: %s", reason)
         self._fail_open(lambda: EngineDead(f"the request was open when {detail}"))

@@ -196,8 +196,9 @@ class Stats(msgspec.Struct):
 class Progress(msgspec.Struct, tag=True):
     """What happened since the last report: N tokens in columns, and the rare events as lists.
 
-    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`; `cached` is
-    `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was admitted.
+    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`; each pair of
+    `rid` and `sample` occurs at most once. `cached` is `[(rid, prompt tokens found in the cache), …]` for requests
+    whose first sample was admitted.
     """
 
     rid: np.ndarray

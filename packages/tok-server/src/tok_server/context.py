@@ -53,6 +53,10 @@ class Context:
         """Raises ApiError (503) while no request can be taken."""
         if self.draining:
             raise unavailable("the server is stopping", "draining")
+        self.await_start()
+
+    def await_start(self) -> None:
+        """Raises ApiError (503) until the model can be asked for the first time."""
         if not self.ready:
             raise unavailable("the engine is starting", "starting")
 

@@ -58,6 +58,7 @@ ENGINE_FLAGS = (
     "step_timeout",
     "max_restarts",
     "restart_window",
+    "eos_probability",
 )
 
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
@@ -102,6 +103,14 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
     _off(group, "cuda_graphs", "launch every kernel of every step instead of replaying decode steps")
     _number(group, "run_ahead", "steps queued at the worker at most", unset="as many as keep it busy")
     _number(group, "seed", "of the random weights, with --load-format dummy")
+    _number(
+        group,
+        "eos_probability",
+        "with --load-format dummy: how likely each token is an end id, at temperature 0.6",
+        kind=float,
+        metavar="P",
+        unset="as likely as any",
+    )
     _number(group, "step_timeout", "seconds after which a step means a stuck worker", kind=float, metavar="S")
     _number(group, "max_restarts", "times that an engine that died is started anew within --restart-window")
     _number(group, "restart_window", "seconds in which --max-restarts are allowed", kind=float, metavar="S")

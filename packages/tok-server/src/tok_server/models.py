@@ -1,4 +1,4 @@
-"""/v1/models: the one model that is served."""
+"""/v1/models: the one model that is served. Before it is, they answer 503: many wait for a server by asking them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tok_server.wire import encode
 
 async def list_models(request: web.Request) -> web.Response:
     """Handler of GET /v1/models."""
-    body = encode(ModelList(data=[_model(request.app[CONTEXT])]))
+    context = request.app[CONTEXT]
+    context.await_start()
+    body = encode(ModelList(data=[_model(context)]))
     return web.Response(body=body, content_type="application/json")
 
 
 async def retrieve(request: web.Request) -> web.Response:
     """Handler of GET /v1/models/{id}."""
     context = request.app[CONTEXT]
+    context.await_start()
     check_model(request.match_info["id"], context.settings.model_name)
     return web.Response(body=encode(_model(context)), content_type="application/json")
 

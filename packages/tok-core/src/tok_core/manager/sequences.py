@@ -29,7 +29,7 @@ class Request:
     """One open request: its prompt, what it asks for, and the slots of its running samples.
 
     `limit`: tokens, prompt and output, at which its samples end by length. `leader`: the slot that prefills the prompt
-    for all samples that have not drawn a token yet.
+    now, for itself and the samples that fork from it.
     """
 
     __slots__ = (

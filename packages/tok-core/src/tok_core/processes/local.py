@@ -31,7 +31,6 @@ class LocalPorts:
         self._arrived: list[ToManager] = []
         self._launched: deque[Launched] = deque()
         self._idle = False
-        self._closed = False
 
     def submit(self, message: ToManager) -> None:
         """From any thread: a request or a cancellation."""

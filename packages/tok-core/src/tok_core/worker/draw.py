@@ -13,6 +13,7 @@ from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, SamplingBatch
 
 CHUNK = 256  # rows drawn at once where any asks for filters or penalties, which take whole rows of scratch memory
+COUNTED = 4096  # positions counted at once for penalties: contexts may be long, scratch memory is not
 
 _ASKING = ("filter_row", "penalty_row", "bias_row")
 
@@ -98,13 +99,21 @@ def _penalties(
     """Counts the tokens of the asking rows, read from the pages that hold them."""
     if rows is None:
         return None
-    slots, columns = slot_R[rows], state.columns
-    position = torch.arange(step.max_kv, device=state.device)
-    page = columns.page_table[slots][:, position // state.page_size].long()
+    slots = slot_R[rows]
+    in_prompt, in_output = torch.zeros((2, len(rows), vocab_size), dtype=torch.int32, device=state.device)
+    for start in range(0, step.max_kv, COUNTED):
+        position = torch.arange(start, min(start + COUNTED, step.max_kv), device=state.device)
+        _count(state, slots, position, in_prompt, in_output)
+    asked = state.presence[slots], state.frequency[slots], state.repetition[slots]
+    return Penalties(rows, in_prompt > 0, in_output, *asked)
+
+
+def _count(state: WorkerState, slot_r: Tensor, position: Tensor, in_prompt: Tensor, in_output: Tensor) -> None:
+    """Adds the tokens at the positions of each slot to its counts `[r, V]`, those of its prompt apart."""
+    columns = state.columns
+    page = columns.page_table[slot_r][:, position // state.page_size].long()
     token = columns.token_of[page * state.page_size + position % state.page_size]
-    generated = position >= state.prompt_len[slots].unsqueeze(1)
-    present = position < columns.length[slots].unsqueeze(1)
-    zeros = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=state.device)
-    in_output = zeros.scatter_add(1, token, (generated & present).int())
-    in_prompt = zeros.scatter_add(1, token, (~generated & present).int()) > 0
-    return Penalties(rows, in_prompt, in_output, state.presence[slots], state.frequency[slots], state.repetition[slots])
+    generated = position >= state.prompt_len[slot_r].unsqueeze(1)
+    present = position < columns.length[slot_r].unsqueeze(1)
+    in_output.scatter_add_(1, token, (generated & present).int())
+    in_prompt.scatter_add_(1, token, (~generated & present).int())

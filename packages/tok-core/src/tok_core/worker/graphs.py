@@ -173,6 +173,11 @@ def sizes(most: int) -> list[int]:
     return [*found, most]
 
 
+def kept_rows(most: int) -> int:
+    """Rows of all graphs for up to `most`, together: each graph keeps its hidden states and draws."""
+    return sum(size * (4 if size <= FEW_ROWS else 2) for size in sizes(most))
+
+
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:
     """Slots, own starts and groups of a step, filled up to the size; all padding without a step."""
     slots, start = np.full(size, padding, np.int32), np.zeros(size, np.int32)

@@ -11,9 +11,9 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
 from tok_core.worker.draw import CHUNK
-from tok_core.worker.graphs import sizes
+from tok_core.worker.graphs import kept_rows, sizes
 from tok_core.worker.runner import Runner
-from tok_core.worker.trial import trial_step
+from tok_core.worker.trial import trial_step, try_out
 
 CPU_MEMORY_SHARE = 0.25  # of the free memory, for the cache, where nothing else is said
 CPU_CACHE_TOKENS = 1 << 18  # and no more than this many positions
@@ -28,7 +28,7 @@ class Measured:
 
     step_bytes    of the largest step, without weights
     graph_rows    decode rows up to which a graph is faster to launch than its kernels one by one; 0: none is
-    graph_bytes   of a decode step of that many rows
+    graph_bytes   of a decode step of that many rows, and of what each graph keeps
     """
 
     step_bytes: int
@@ -43,14 +43,29 @@ class Measured:
 
 def measure(runner: Runner, max_step_tokens: int, *, graphs: bool) -> Measured:
     """Runs the largest step, and decode steps of several sizes, on a CUDA device."""
-    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.state.max_len))
-    graph_rows = _graph_rows(runner) if graphs else 0
-    graph_bytes = _peak(runner, trial_step(decode=graph_rows)) if graph_rows else 0
-    return Measured(step_bytes, graph_rows, graph_bytes)
+    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len))
+    rows = graph_rows(runner) if graphs else 0
+    graph_bytes = _peak(runner, trial_step(decode=rows)) + kept_rows(rows) * _kept_bytes(runner) if rows else 0
+    return Measured(step_bytes, rows, graph_bytes)
+
+
+def measured_len(max_positions: int, slots: int, tokens: int) -> int:
+    """Positions that the sequences of the largest step need, if `slots` of them are to have `tokens` together."""
+    return min(max_positions, max(CHUNK_TOKENS, -(-tokens // slots)))
+
+
+def _kept_bytes(runner: Runner) -> int:
+    """Of a row's hidden state, token and log-probability."""
+    weight = runner.model.model.norm.weight
+    return weight.nbytes + 8
 
 
 def largest_step(slots: int, tokens: int, max_len: int) -> StepInput:
-    """As many prompt tokens as a step may have, and as many draws, as costly as draws can be."""
+    """As many prompt tokens as a step may have, and as many draws, as costly as draws can be.
+
+    No sequence is longer than `max_len`: where `slots` of them hold fewer than `tokens`, so does any step.
+    """
+    tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
     draws = min(slots, tokens)
     return trial_step(
@@ -61,32 +76,34 @@ def largest_step(slots: int, tokens: int, max_len: int) -> StepInput:
 def _peak(runner: Runner, step: StepInput) -> int:
     """Bytes allocated at most while the step is carried out, beyond what was allocated before."""
     device = runner.state.device
-    runner.launch(step).output()  # once before: kernels are compiled, and their scratch memory is not the step's
+    try_out(runner, step)  # once before: kernels are compiled, and their scratch memory is not the step's
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.launch(step).output()
+    try_out(runner, step)
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _graph_rows(runner: Runner) -> int:
+def graph_rows(runner: Runner) -> int:
     """The largest size at which the host takes as long to launch a decode step as half of its time on the device."""
     step = trial_step(decode=1)
-    launch = min(runner.launch(step).output().launch_seconds for _ in range(5))
+    launch = min(try_out(runner, step).launch_seconds for _ in range(5))
     found = sizes(runner.state.slots)
     low, high = 0, len(found) - 1
     while low < high:
         middle = (low + high + 1) // 2
         step = trial_step(decode=found[middle])
-        seconds = min(runner.launch(step).output().device_seconds for _ in range(3))
+        seconds = min(try_out(runner, step).device_seconds for _ in range(3))
         low, high = (middle, high) if seconds < 2 * launch else (low, middle - 1)
     return found[low]
 
 
-def cache_tokens(config: EngineConfig, per_token: int, device: torch.device, measured: Measured | None) -> int:
+def cache_tokens(
+    config: EngineConfig, per_token: int, tables: int, device: torch.device, measured: Measured | None
+) -> int:
     """Positions of the KV cache: as configured, else what the memory leaves.
 
-    `per_token`: bytes of a position; `measured` is needed on a CUDA device. Raises InvalidField, or EngineError where
-    the memory is too small.
+    `per_token`: bytes of a position; `tables`: bytes of the page tables; `measured` is needed on a CUDA device. Raises
+    InvalidField, or EngineError where the memory is too small.
     """
     if config.kv_cache_tokens is not None:
         # A CPU's memory is promised before it is there; what takes more than is free is killed later.
@@ -102,9 +119,9 @@ def cache_tokens(config: EngineConfig, per_token: int, device: torch.device, mea
     free, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * config.gpu_memory_fraction) - others - weights - measured.activations
+    room = int(total * config.gpu_memory_fraction) - others - weights - measured.activations - tables
     if room < per_token * 2 * config.page_size:
-        taken = (weights + measured.activations) / 2**30
+        taken = (weights + measured.activations + tables) / 2**30
         raise EngineError(
             f"no memory is left for the KV cache: weights and steps take {taken:.1f} GiB of the "
             f"{total * config.gpu_memory_fraction / 2**30:.1f} GiB allowed; raise gpu_memory_fraction or lower "

@@ -90,15 +90,21 @@ class Runner:
         self.graphs = DecodeGraphs(model, backend, state, self.staging)
         self._tracer = tracer
 
+    @property
+    def max_len(self) -> int:
+        """Positions that a sequence may have: those of a slot's page table that the model has angles for."""
+        return min(self.state.max_len, self.model.config.max_positions)
+
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Enqueues the whole step on the device."""
         if self._tracer is not None:
             self._tracer.before(step.step)
-        time_began, began = time.perf_counter(), Mark(self.state.device)
+        time_began = time.perf_counter()
         graph = self.graphs.find(step)
         arrays = rows.arrays(step) if graph is None else graph.arrays(step)
         put = self.staging.put({**arrays, **changes(step), **extras(step)})
+        began = Mark(self.state.device)  # not before: on an idle device the host's time would be taken for its own
         self.state.apply(step, put)
         kv_len = None if self.mirror is None else self.mirror.follow(step)
         if graph is not None and not graph.draws(step):

@@ -21,9 +21,9 @@ from tok_core.worker.backend import (
     choose_device,
     choose_dtype,
 )
-from tok_core.worker.memory import CHUNK_TOKENS, Measured, cache_tokens, measure
+from tok_core.worker.memory import Measured, cache_tokens, measure, measured_len
 from tok_core.worker.runner import Runner
-from tok_core.worker.state import WorkerState, kv_bytes_per_token
+from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.warmup import warm_up
 from tok_kernels import Backend
 
@@ -52,13 +52,14 @@ def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
     measured = None
     if device.type == "cuda":
         measured = _measure(config, model, backend, device, cache_dtype, max_running, max_step_tokens)
-    tokens = cache_tokens(config, kv_bytes_per_token(model_config, cache_dtype), device, measured)
+    tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
+    tokens = cache_tokens(config, kv_bytes_per_token(model_config, cache_dtype), tables, device, measured)
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, model_config, device, cache_dtype, max_running, num_pages, max_model_len)
     runner = Runner(model, backend, state, _tracer(config, device))
     if measured is not None:
-        warm_up(runner, measured, max_step_tokens)
+        _warm_up(runner, measured, max_step_tokens)
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -108,7 +109,7 @@ def _measure(
     max_step_tokens: int,
 ) -> Measured:
     """What steps take, seen on a state whose sequences all stand on one page."""
-    length = min(model.config.max_positions, CHUNK_TOKENS)
+    length = measured_len(model.config.max_positions, max_running, max_step_tokens)
     state = WorkerState(
         model.config,
         device,
@@ -129,6 +130,17 @@ def _measure(
     finally:
         del state
         torch.cuda.empty_cache()
+
+
+def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
+    try:
+        warm_up(runner, measured, max_step_tokens)
+    except torch.OutOfMemoryError as error:
+        state = runner.state
+        raise EngineError(
+            f"no memory is left for steps beside a KV cache of {state.num_pages * state.page_size} tokens: lower "
+            f"kv_cache_tokens or gpu_memory_fraction ({error})"
+        ) from None
 
 
 def _tracer(config: EngineConfig, device: torch.device) -> Tracer | None:

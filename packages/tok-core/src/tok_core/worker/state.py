@@ -21,6 +21,11 @@ def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize + 8
 
 
+def page_table_bytes(slots: int, max_len: int, page_size: int) -> int:
+    """Bytes that the page tables of `slots` take, each with room for `max_len` positions."""
+    return 4 * (slots + 1) * -(-max_len // page_size)
+
+
 class WorkerState:
     """Tensors on the device, changed by each step's deltas and by the forward itself, never rebuilt.
 
@@ -99,7 +104,8 @@ class WorkerState:
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """The last, partly filled page of a prompt, to the samples that fork from it."""
-        for layer in self.kv:  # by layer: the gathered pages are a temporary
+        # Not every operation knows eight-bit floats; by layer, because the gathered pages are a temporary.
+        for layer in self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv:
             layer[:, target] = layer[:, source]
         tokens = self.columns.token_of.view(-1, self.page_size)
         tokens[target] = tokens[source]

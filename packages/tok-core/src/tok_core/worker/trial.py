@@ -5,9 +5,20 @@ All their sequences stand on the cache's first page, which nobody owns yet; `Wor
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from tok_core.messages import EMPTY, StepInput
+from tok_core.messages import EMPTY, StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from tok_core.worker.runner import Runner
+
+
+def try_out(runner: Runner, step: StepInput) -> StepOutput:
+    """Carries out a trial step on slots that hold nothing, whatever was tried before."""
+    runner.forget()
+    return runner.launch(step).output()
 
 
 def trial_step(

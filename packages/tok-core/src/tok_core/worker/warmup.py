@@ -9,7 +9,7 @@ from tok_core.worker.draw import CHUNK
 from tok_core.worker.graphs import sizes
 from tok_core.worker.memory import SLACK, Measured, largest_step
 from tok_core.worker.runner import Runner
-from tok_core.worker.trial import trial_step
+from tok_core.worker.trial import trial_step, try_out
 
 
 def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
@@ -19,14 +19,13 @@ def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
         runner.graphs.capture(sizes(measured.graph_rows))
     # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
-    for step in _kinds(state.slots, max_step_tokens, state.max_len, state.page_size):
-        runner.forget()
-        runner.launch(step).output()
+    for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size):
+        try_out(runner, step)
     runner.forget()
     torch.cuda.synchronize(state.device)
 
 
-def _kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInput]:
+def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInput]:
     """A step for each way in which kernels are chosen: few rows and many, with prefix groups and without, prompts
     alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw."""
     prefix, most = max_len // 2 // page_size * page_size, min(slots, tokens)

@@ -15,6 +15,7 @@ from tok_kernels.composed import ComposedBackend
 from tok_kernels.phases import PHASES, Phase
 from tok_kernels.shape import AttentionShape
 from tok_kernels.triton.backend import TritonBackend
+from tok_kernels.triton.support import unusable
 
 
 def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:
@@ -23,9 +24,12 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
         if requested == FLASHINFER:
             raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")
         return TritonBackend()
-    among, unusable = candidates(shape, device, requested)
+    reason = unusable(shape, device)  # all but attention is Triton's in any case
+    if reason is not None:
+        raise ValueError(f"backend is {requested!r}; allowed here: reference ({reason})")
+    among, left_out = candidates(shape, device, requested)
     if not among:
-        raise ValueError(f"backend is {requested!r}; allowed here: auto, triton, reference ({unusable[requested]})")
+        raise ValueError(f"backend is {requested!r}; allowed here: auto, triton, reference ({left_out[requested]})")
     if {one.name for one in among} == {TRITON} and not searches(shape, device):
         return TritonBackend()
     try:

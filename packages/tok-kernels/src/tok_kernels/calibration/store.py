@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -52,7 +53,7 @@ def write(directory: Path, key: Key, choice: Choice) -> None:
     """Keeps the choice. Readers see the old file or the new one, whole. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     file = _file(directory, key)
-    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     unfinished.write_text(json.dumps({"key": key, "choice": choice.as_json()}, indent=1), encoding="utf-8")
     unfinished.replace(file)
 

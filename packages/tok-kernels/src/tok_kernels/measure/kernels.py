@@ -178,9 +178,11 @@ def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case
     pages = -(-tokens // shape.page_size)
     cache = _empty_cache(shape, 2 * pages, device)
     source, target = torch.randperm(2 * pages, device=device).view(2, pages)
+    # Not every operation knows eight-bit floats.
+    parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in (cache.k, cache.v)]
 
     def run() -> None:
-        for part in (cache.k, cache.v):
+        for part in parts:
             part[target] = part[source]
 
     return Case("copy of pages", f"{pages} pages", run, cache.k.nbytes + cache.v.nbytes)

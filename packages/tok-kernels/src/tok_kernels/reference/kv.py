@@ -14,8 +14,8 @@ from tok_kernels.batch import LayerCache
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
     """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
 
-    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. The indices must
-    differ from each other. The cache's pages must lie evenly in memory (RuntimeError otherwise).
+    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
+    the same index any may stay. The cache's pages must lie evenly in memory (RuntimeError otherwise).
     """
     _store(cache.k, index_T, k_TKD)
     _store(cache.v, index_T, v_TKD)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from tok_kernels.triton.activation import silu_and_mul
-from tok_kernels.triton.config import starts_early
 from tok_kernels.triton.linear_config import Launch, linear_launch, streams
 from tok_kernels.triton.linear_stream import stream
 from tok_kernels.triton.norm import rms_norm
@@ -80,7 +79,6 @@ def launch_stream(
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
-    early = starts_early(x_TK.device)
     stream[(triton.cdiv(outputs, launch.rows),)](
         *(x_TK, x_TK.stride(0), gain, eps, weight, weight if bias is None else bias.contiguous()),
         *(out_TN, out_TN.stride(0), outputs),
@@ -93,9 +91,7 @@ def launch_stream(
         NORM=norm is not None,
         BIAS=bias is not None,
         ADD=residual_TN is not None,
-        EARLY=early,
         num_warps=launch.warps,
-        **({"launch_pdl": True} if early else {}),
     )
     return out_TN
 

@@ -1,4 +1,4 @@
-"""How products for few tokens are launched: a table by outputs and inputs, measured on an H200."""
+"""How products for few tokens are launched: a table by outputs, measured on an H200."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tok_kernels.triton.config import power_of_two
 
 # With more tokens torch's product, on tensor cores, is as fast or faster.
 MOST_TOKENS = 1
-# What a thread copies at once and the least that a line of the cache holds: narrower inputs are torch's.
-_VECTOR, _LINE = 8, 64
+# What a thread copies at once, so that other numbers of inputs are torch's; and the smallest block.
+_VECTOR, _LEAST = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +22,17 @@ class Launch:
     stages: int
 
 
-# (most outputs, most inputs, launch): the first that fits. A gated product reads two rows of weights an output.
+# (most outputs, launch), smallest first. A gated product reads two rows of weights an output.
 _ANY = 2**31
-_PLAIN = (
-    (65536, 2048, Launch(4, 1024, 4, 3)),
-    (65536, 4096, Launch(4, 1024, 4, 1)),
-    (65536, _ANY, Launch(2, 4096, 4, 1)),
-    (_ANY, _ANY, Launch(8, 256, 1, 4)),
-)
-_GATED = ((_ANY, _ANY, Launch(2, 1024, 4, 1)),)
+_PLAIN = ((65536, Launch(4, 1024, 4, 1)), (_ANY, Launch(8, 256, 1, 4)))
+_GATED = ((_ANY, Launch(2, 1024, 4, 1)),)
 
 
 def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
     """For a product of `inputs` by `outputs`; a block is no wider than the inputs need."""
     table = _GATED if gated else _PLAIN
-    launch = next(launch for most, widest, launch in table if outputs <= most and inputs <= widest)
-    return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _LINE))
+    launch = next(launch for most, launch in table if outputs <= most)
+    return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _LEAST))
 
 
 def streams(tokens: int, inputs: int) -> bool:

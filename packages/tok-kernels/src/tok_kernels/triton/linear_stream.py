@@ -2,12 +2,6 @@
 
 A program sums `ROWS` outputs of all tokens with plain multiplications, for at so few tokens the time is that of
 reading the weights. Threads' partial sums meet once, at the end, in a fixed order.
-
-Programmatic dependent launch (EARLY): before it waits for the kernel before, a program only asks for its first
-weights to be brought into the L2 cache; all reads and writes follow `gdc_wait`. Every program waits, so that the end
-of this kernel means the end of all before it. That is the rule for every kernel launched this way: what is read after
-`gdc_wait` may come from any earlier kernel only as long as each kernel in between either was launched plainly or
-waits in every program before it ends.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
 
@@ -15,24 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
-_LINE = tl.constexpr(64)  # elements of 16 bits in a line of the cache
-
-
-@triton.jit
-def _ask(ptr):
-    """Starts bringing the lines at `ptr` into the L2 cache."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _ask_for_first(weight_ptr, line, K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    rows_ptr = weight_ptr + line.to(tl.int64)[:, None] * K
-    for block in tl.static_range(BLOCKS):
-        column = block * BLOCK + tl.arange(0, BLOCK // _LINE) * _LINE
-        _ask(rows_ptr + tl.minimum(column, K - 1)[None, :])
 
 
 @triton.jit
@@ -108,22 +86,15 @@ def stream(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """GATED: row `n` of the weights is a gate, and row `n + outputs` is multiplied by its silu. NORM: x is divided
     by its root mean square, times `norm`; the division, one factor a token, follows the product. ADD: what
-    stands at `out` is added to the result. EARLY: starts
-    while the kernel before ends, and lets the next one do so."""
-    if EARLY:
-        gdc_launch_dependents()
+    stands at `out` is added to the result."""
     lines: tl.constexpr = ROWS * 2 if GATED else ROWS
     part = tl.arange(0, lines)
     n = tl.program_id(0) * ROWS + part % ROWS
     # Rows past the end read the last one again, so that no load asks.
     line = tl.minimum(n, outputs - 1) + part // ROWS * outputs
-    if EARLY:
-        _ask_for_first(weight_ptr, line, K, BLOCK, min(STAGES, (K + BLOCK - 1) // BLOCK))
-        gdc_wait()
     sums = ()
     squares = ()
     for _ in tl.static_range(T):

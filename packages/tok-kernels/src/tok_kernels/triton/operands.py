@@ -12,8 +12,9 @@ from torch import Tensor
 from tok_kernels.batch import LayerCache
 from tok_kernels.triton.config import power_of_two
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CACHED = (*_DTYPES, torch.float8_e4m3fn)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_HEAD_DIM = 256
+_CACHED = (*DTYPES, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Operands:
         """Raises ValueError for what the kernels cannot compute."""
         heads, size = self.q.shape[1:]
         page_size, kv_heads = self.cache.k.shape[1:3]
-        _require(self.q.dtype in _DTYPES, "q's dtype", self.q.dtype, f"one of {_DTYPES}")
+        _require(self.q.dtype in DTYPES, "q's dtype", self.q.dtype, f"one of {DTYPES}")
         for name, cached in (("k", self.cache.k), ("v", self.cache.v)):
             _require(cached.dtype in _CACHED, f"the cache's dtype of {name}", cached.dtype, f"one of {_CACHED}")
             _require(cached.shape[3] == size, f"the cache's head size of {name}", cached.shape[3], f"q's, {size}")
@@ -82,7 +83,7 @@ class Operands:
         _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
         _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
         _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
-        _require(size <= 256, "head_dim", size, "at most 256")
+        _require(size <= MOST_HEAD_DIM, "head_dim", size, f"at most {MOST_HEAD_DIM}")
         _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
         _require(self.scale > 0, "scale", self.scale, "positive")
 

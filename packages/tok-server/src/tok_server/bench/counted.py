@@ -42,7 +42,8 @@ def with_counted(result: Result, before: Counters, after: Counters) -> Result:
         preemptions=int(grown("preemptions")),
         discarded_tokens=int(grown("discarded_tokens")),
         steps=int(steps),
-        gpu_busy_share=round(ratio(grown("device_seconds"), result.seconds), 4),
+        # Steps queued behind the last token are counted, too, but lie after the run.
+        gpu_busy_share=round(min(ratio(grown("device_seconds"), result.seconds), 1.0), 4),
         schedule_ms=mean_ms("schedule"),
         launch_ms=mean_ms("launch"),
         device_ms=mean_ms("device"),

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from tok_core.config import TRACE_STEPS
 from tok_server.flags import ENGINE_FLAGS, add_serve
 from tok_server.kernel_flags import add_bench_kernels
 
@@ -52,15 +53,8 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="make texts of the tokens, too")
     add = _add_output(parser)
     add("--trace", type=Path, metavar="FILE.json", help="trace steps in the middle of one more run, in Chrome's format")
-    add("--trace-steps", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
-    engine = parser.add_argument_group("engine, as of tok serve")
-    engine.add_argument(
-        "--eos-probability",
-        type=float,
-        metavar="P",
-        help="with --load-format dummy: each token is an end id with this probability",
-    )
-    _add_engine_flags(engine)
+    add("--trace-steps", type=int, metavar="N", help=f"how many (default: {TRACE_STEPS})")
+    _add_engine_flags(parser.add_argument_group("engine, as of tok serve"))
 
 
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
@@ -71,6 +65,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         if action.dest in ENGINE_FLAGS:
             if action.dest == "max_model_len":
                 action.help = "most tokens of prompt and answer together (default: what the workload needs)"
+            if action.dest == "eos_probability":
+                action.help = "with --load-format dummy: how likely each token is an end id (default: as likely as any)"
             group._add_action(action)
 
 

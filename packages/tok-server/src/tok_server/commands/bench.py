@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tok_core import EngineConfig, InvalidField, SamplingParams
+from tok_core.config import TRACE_STEPS
 from tok_server.bench.result import Result, table
 from tok_server.bench.workload import Workload, read_workload
 from tok_server.default_model import model_and_name
@@ -40,6 +41,8 @@ def _check(options: argparse.Namespace) -> None:
         count: int | None = getattr(options, field, None)
         if count is not None and count < 1:
             raise InvalidField(field, count, "integers from 1")
+    if options.kind == "offline" and options.trace_steps is not None and options.trace is None:
+        raise InvalidField("trace_steps", options.trace_steps, "nothing without --trace")
     for field, low in (("wait", "from 0"), ("timeout", "above 0")):
         value = float(getattr(options, field, 1.0))
         if not math.isfinite(value) or value < 0 or (field == "timeout" and value == 0):
@@ -83,7 +86,7 @@ def _trace(options: argparse.Namespace, workload: Workload, measured: Result) ->
     from tok_server.bench.offline import trace_offline
 
     assert measured.steps is not None
-    config, steps = _config(options, workload), options.trace_steps
+    config, steps = _config(options, workload), options.trace_steps or TRACE_STEPS
     found = trace_offline(config, workload, options.trace, steps=steps, of=measured.steps, text=options.text)
     told = f"{steps} steps traced in {options.trace}, {describe(found)}"
     print(told, file=sys.stderr if options.json else sys.stdout)
@@ -97,9 +100,7 @@ def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
         return config
     if workload.temperature == 0:
         raise InvalidField("temperature", workload.temperature, "above 0 with --eos-probability")
-    return msgspec.structs.replace(
-        config, eos_probability=options.eos_probability, eos_temperature=workload.temperature
-    )
+    return msgspec.structs.replace(config, eos_temperature=workload.temperature)
 
 
 async def _serve(options: argparse.Namespace, workload: Workload) -> list[Result]:

@@ -1,0 +1,96 @@
+"""Warm-up: whatever the sizes of an engine, its trial steps stay within the page tables and the model's positions.
+
+On a CPU a position outside of either is an error; a GPU would read past the table, or end the process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.engines import cpu_engine, random_prompts
+from support.tiny_models import make_model
+from tok_core import SamplingParams
+from tok_core.model.config import read_config
+from tok_core.model.registry import build
+from tok_core.model.weights import load
+from tok_core.worker import draw
+from tok_core.worker.graphs import kept_rows, sizes
+from tok_core.worker.memory import graph_rows, largest_step, measured_len
+from tok_core.worker.runner import Runner
+from tok_core.worker.state import WorkerState, page_table_bytes
+from tok_core.worker.trial import try_out
+from tok_core.worker.warmup import kinds
+from tok_kernels import choose
+
+CPU = torch.device("cpu")
+# slots, tokens of a step, the model's positions, tokens of a page
+SIZES = [(1, 64, 24, 16), (1, 1, 2, 4), (2, 40, 20, 32), (3, 700, 600, 16), (3, 64, 16, 4), (20, 24, 64, 16)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warmup")
+
+
+def runner_of(directory: Path, slots: int, positions: int, page_size: int, length: int) -> Runner:
+    """On the reference backend, with one page to stand on and page tables for `length` positions."""
+    path = directory / str(positions)
+    if not path.exists():
+        make_model("llama", path, max_positions=positions, layers=1)
+    config, backend = read_config(path), choose(CPU)
+    model = build(config, backend, CPU, torch.float32)
+    load(model, path)
+    pages = -(-length // page_size)
+    sizes = {"slots": slots, "num_pages": 1, "page_size": page_size, "pages_per_slot": pages}
+    return Runner(model, backend, WorkerState(config, CPU, torch.float32, **sizes))
+
+
+@pytest.mark.parametrize(("slots", "tokens", "positions", "page_size"), SIZES)
+def test_every_kind_of_step_fits_the_sizes_it_is_made_for(
+    directory: Path, slots: int, tokens: int, positions: int, page_size: int
+) -> None:
+    runner = runner_of(directory, slots, positions, page_size, positions)
+    assert runner.max_len == positions <= runner.state.max_len
+    for step in kinds(slots, tokens, runner.max_len, page_size):
+        assert len(step.decode_slot) + len(step.prefill_token) <= tokens
+        output = try_out(runner, step)
+        assert len(output.token) == len(step.sample_slot)
+
+
+@pytest.mark.parametrize(("slots", "tokens", "positions", "page_size"), SIZES)
+def test_what_is_measured_is_the_largest_step_that_sequences_can_fill(
+    directory: Path, slots: int, tokens: int, positions: int, page_size: int
+) -> None:
+    runner = runner_of(directory, slots, positions, page_size, measured_len(positions, slots, tokens))
+    step = largest_step(slots, tokens, runner.max_len)
+    assert len(step.prefill_token) == min(tokens, slots * positions)
+    assert step.prefill_count.max() <= positions
+    assert len(try_out(runner, step).token) == min(slots, tokens)
+    # Steps tried later do not stand behind what earlier ones have left.
+    assert graph_rows(runner) in sizes(slots)
+    assert int(runner.state.columns.length.max()) == 1
+
+
+def test_memory_is_kept_for_page_tables_and_for_what_graphs_hold(directory: Path) -> None:
+    state = runner_of(directory, 3, 24, 16, 17).state
+    assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
+    # With prefix groups and without; up to 512 rows for short contexts and for long ones.
+    assert kept_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
+
+
+def test_penalties_count_a_context_in_portions_as_they_do_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner_of(directory, 1, 600, 16, 600)  # makes the model
+    params = SamplingParams(temperature=0, max_tokens=30, presence_penalty=1.5, frequency_penalty=0.5, ignore_eos=True)
+    repeated = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.8, ignore_eos=True)
+    answers = []
+    for counted in (draw.COUNTED, 7):
+        monkeypatch.setattr(draw, "COUNTED", counted)
+        with cpu_engine(directory / "600") as engine:
+            outputs = engine.generate(random_prompts((5, 40)), [params, repeated])
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
