@@ -25,7 +25,11 @@ WIDTHS = {
 
 @pytest.fixture(params=WIDTHS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Two layers of normal weights that keep the size of what passes through them, and logits of deviation 2."""
+    """Two layers of normal weights that keep the size of what passes through them.
+
+    Rows of the LM head differ in length, as trained ones do, so that the likeliest tokens stand out: among equals
+    rounding alone would choose.
+    """
     config = LlamaConfig(
         vocab_size=128_256,
         num_hidden_layers=2,
@@ -45,6 +49,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     def weight(name: str, shape: torch.Size) -> torch.Tensor:
         noise = torch.randn(shape, generator=source, device="cuda")
         drawn = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * 2 / shape[-1] ** 0.5
+        if name == ("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
+            drawn *= torch.exp(0.4 * torch.randn((shape[0], 1), generator=source, device="cuda"))
         return drawn.bfloat16().cpu()
 
     weights = {name: weight(name, shape) for name, shape in shapes.items()}
@@ -61,7 +67,7 @@ def test_most_tokens_are_those_of_fp32_and_log_probabilities_close(path: Path) -
         assert engine.info.dtype == "bfloat16"
         samples = [output.outputs[0] for output in engine.generate(prompts, params)]
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).cuda().eval()
-    same, differences = [], []
+    same, differences, sizes = [], [], []
     for prompt, sample in zip(prompts, samples, strict=True):
         tokens = torch.tensor(sample.token_ids, device="cuda")
         with torch.inference_mode():
@@ -69,7 +75,7 @@ def test_most_tokens_are_those_of_fp32_and_log_probabilities_close(path: Path) -
         expected = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).cpu().numpy()
         got = np.array([token.logprob for token in sample.logprobs or []])
         same += (logits.argmax(-1) == tokens).tolist()
-        differences += (np.abs(got - expected) / np.abs(expected)).tolist()
-    print(f"{path.name}: {np.mean(same):.4f} of tokens equal, mean relative difference {np.mean(differences):.5f}")
+        differences += np.abs(got - expected).tolist()
+        sizes += np.abs(expected).tolist()
     assert np.mean(same) >= 0.95
-    assert np.mean(differences) <= 0.1
+    assert np.mean(differences) <= 0.1 * np.mean(sizes)

@@ -74,7 +74,8 @@ def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
         slot = torch.tensor(chosen, dtype=torch.int32, device=here)
         made = backend.decode_rows(slot, slots)
         token = (torch.arange(len(chosen), device=here) * 7 + seed) % 20
-        drawn = backend.record_draws(slot, token, -token.float() / 3, slots)
+        logprob = -(torch.arange(len(chosen)) + 1.0).sqrt()  # of one device, for all
+        drawn = backend.record_draws(slot, token, logprob.to(here), slots)
         live = slots.scratch  # the scratch row may hold anything
         tensors = [made.token, made.position, made.kv_index, made.kv_len, drawn, slots.length]
         tensors += [slots.ended, slots.token_of[:live], slots.last_token[:SLOTS]]

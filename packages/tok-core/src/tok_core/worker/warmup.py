@@ -41,6 +41,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInp
             found += [trial_step(decode=decode, chunks=1, tokens=count) for count in {1, long} if count > 0]
             cached = max(0, max_len - 2 * few)
             found.append(trial_step(decode=decode, chunks=min(few, slots - decode), tokens=few, cached=cached))
+            found.append(trial_step(decode=decode, chunks=1, tokens=1, greedy=True))  # no graph draws these
         if few > 1 and prefix:
             found.append(trial_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
     for rows in {1, min(most, CHUNK + 1)}:
@@ -51,6 +52,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInp
             trial_step(decode=rows, filtered=1),
             trial_step(decode=rows, filtered=rows),
             trial_step(decode=rows, penalised=1),
+            trial_step(decode=rows, penalised=1, greedy=True),
             trial_step(decode=rows, penalised=rows, filtered=rows),
         ]
     return found
