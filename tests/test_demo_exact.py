@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.engines import cpu_engine
+from support.teaching import PROMPT, SHORT
 from support.tiny_models import reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -87,6 +88,7 @@ def test_cached_prefixes_change_no_token(wanted: list[Case], page_size: int) -> 
 
 def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
     with cpu_engine(MODEL_DIR, page_size=4, kv_cache_tokens=256, max_model_len=256) as engine:
+        engine.generate([PROMPT], SHORT)
         outputs = generate(engine, wanted)
         assert engine.stats()["preemptions"] > 0
     assert_equal(outputs, wanted)

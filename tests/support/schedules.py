@@ -10,6 +10,7 @@ import numpy as np
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.loop import Manager
+from tok_core.manager.sequences import State
 from tok_core.manager.stems import Stem
 from tok_core.messages import EngineInfo, Submit, ToManager
 
@@ -83,6 +84,27 @@ def drive(
                 return
             ports.wait(0)
     raise AssertionError("the manager did not come to an end")
+
+
+def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
+    """Checks whoever is preempted, from now on: of the lowest class, and twice only where no younger one of the class
+    runs that never was. Returns the list of requests and samples that are, which grows."""
+    scheduler, table = manager.scheduler, manager.table
+    preempt, victims = scheduler.preempt, list[tuple[int, int]]()
+
+    def checked(slot: int) -> None:
+        running = np.flatnonzero((table.state == State.PREFILL) | (table.state == State.DECODE))
+        assert slot in running
+        assert table.priority[slot] == table.priority[running].max()
+        same = running[(table.priority[running] == table.priority[slot]) & (table.order[running] > table.order[slot])]
+        younger = [(int(table.rid[one]), int(table.sample[one])) for one in same]
+        victim = int(table.rid[slot]), int(table.sample[slot])
+        assert victim not in victims or set(younger) <= set(victims)
+        victims.append(victim)
+        preempt(slot)
+
+    setattr(scheduler, "preempt", checked)  # noqa: B010
+    return victims
 
 
 def kept(manager: Manager) -> list[Stem]:

@@ -105,13 +105,15 @@ class SimulatedWorker:
         assert length <= step.max_kv
         position = np.arange(length)
         reader = np.full(length, slot)
-        for start, count, leader, end in zip(
-            step.group_start, step.group_count, step.group_slot, step.group_kv_end, strict=True
-        ):
-            if start <= row < start + count:
+        shared = 0  # levels follow on one another without a gap
+        for level in step.levels:
+            (group,) = np.flatnonzero((level.start <= row) & (row < level.start + level.count)).tolist() or [None]
+            if group is not None:
                 assert row < len(step.decode_slot)
-                assert end < length or self.ended[slot]
-                reader[:end] = leader
+                assert level.kv_start[group] == shared
+                shared = int(level.kv_end[group])
+                assert shared < length or self.ended[slot]
+                reader[level.kv_start[group] : shared] = level.slot[group]
         page = self.page_table[reader, position // self.page_size]
         context: np.ndarray = self.cache[page * self.page_size + position % self.page_size]
         return context

@@ -25,6 +25,7 @@ EXTENSIONS = {
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "priority",
     "stop_token_ids",
     "return_token_ids",
 }

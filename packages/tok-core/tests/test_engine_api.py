@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.teaching import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, EngineDead, InvalidField, SamplingParams
 
@@ -93,6 +94,7 @@ def test_a_seed_repeats_its_tokens_after_preemption(path: Path, engine: Engine) 
     asked = random_prompts((60, 70, 80, 90, 100, 110), seed=4)
     seeded = params(temperature=0.8, seed=5, max_tokens=64, presence_penalty=0.5)
     with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as small:
+        small.generate([PROMPT], SHORT)
         outputs = small.generate(asked, seeded)
         assert small.stats()["preemptions"] > 0
     alone = [engine.generate([one], seeded)[0] for one in asked]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support.engines import cpu_engine, random_prompts
+from support.teaching import PROMPT, SHORT
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import RequestOutput, SamplingParams
 
@@ -162,6 +163,7 @@ def test_far_more_samples_than_slots_have_the_tokens_they_have_with_slots_enough
 def test_preempted_sequences_keep_their_tokens(path: Path) -> None:
     wanted = cases(path, (15, 16, 17, 33, 64, 65, 128))
     with cpu_engine(path, kv_cache_tokens=256, page_size=16, max_model_len=256) as one:
+        one.generate([PROMPT], SHORT)
         outputs = one.generate(asked(wanted), greedy())
         assert one.stats()["preemptions"] > 0
         assert_equal(outputs, wanted)
@@ -170,6 +172,7 @@ def test_preempted_sequences_keep_their_tokens(path: Path) -> None:
 def test_preempted_samples_of_one_prompt_keep_their_tokens(path: Path) -> None:
     wanted = cases(path, (17, 33))
     with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as one:
+        one.generate([PROMPT], SHORT)
         outputs = one.generate(asked(wanted), greedy(n=8))
         assert one.stats()["preemptions"] > 0
         assert_equal(outputs, wanted, n=8)

@@ -46,8 +46,9 @@ def test_late_samples_read_the_prompt_in_its_group_at_once() -> None:
     decoding = [step for step in ports.steps if len(step.decode_slot) > 1]
     assert sum(step.new is not None for step in decoding) >= 4
     for step in decoding:
-        assert step.group_count.tolist() == [len(step.decode_slot)]
-        assert step.group_kv_end.tolist() == [16]
+        (level,) = step.levels
+        assert level.count.tolist() == [len(step.decode_slot)]
+        assert level.kv_end.tolist() == [16]
 
 
 def test_samples_admitted_while_their_prompt_is_prefilled_wait_for_it() -> None:
@@ -64,7 +65,7 @@ def test_what_is_kept_for_late_samples_counts_as_used_until_the_last_has_started
     ports.inbox += [submit(0, PROMPT[:10], params), submit(1, PROMPT[20:30], params)]
     manager.turn()
     assert manager.paging.used == 3 + 1  # two full pages and one partly full, which was copied
-    assert manager.scheduler.admission._capacity() == 64 - 2 - 1 - 1  # shared, the copy, head-room
+    assert manager.scheduler.admission._capacity(freed=0) == 64 - 2 - 1 - 1  # shared, the copy, head-room
     drive(manager, ports, {}, until=lambda: not kept(manager))
     assert manager.paging.used == 3
     drive(manager, ports, {}, until=lambda: bool(kept(manager)))

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.schedules import EOS, assert_all_given_back, drive, ends, engine_info, expected, make_manager, submit
+from support.schedules import (
+    EOS,
+    assert_all_given_back,
+    drive,
+    ends,
+    engine_info,
+    expected,
+    make_manager,
+    submit,
+    watch_preemptions,
+)
 from support.simulated_worker import collect
 from tok_core import SamplingParams
 from tok_core.messages import Cancel, EngineInfo, ToManager
@@ -55,6 +65,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             ignore_eos=draw(st.booleans()),
             stop_token_ids=draw(st.sampled_from([(), (), (3, 9), (5, EOS)])),  # the worker does not know of these
             seed=1,
+            priority=draw(st.sampled_from([0, 0, 0, -1, 5])),
         )
         cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 120)))
         arrivals.append(Arrival(draw(st.integers(0, 30)), prompt, params, cancelled))
@@ -86,6 +97,7 @@ def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_comput
 @given(scenarios())
 def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups)
+    watch_preemptions(manager)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
         messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params))

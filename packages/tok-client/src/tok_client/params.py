@@ -45,6 +45,7 @@ class GenerationParams(TypedDict, total=False):
     repetition_penalty: Maybe[float]
     min_tokens: Maybe[int]
     ignore_eos: Maybe[bool]
+    priority: Maybe[int]
     stop_token_ids: Maybe[Sequence[int]]
     return_token_ids: Maybe[bool]
 

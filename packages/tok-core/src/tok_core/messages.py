@@ -3,7 +3,7 @@
     engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
 
 Arrays of a StepInput are int32 unless said otherwise. Legend: B sequences of the step (decode rows first, then prefill
-chunks), R rows that sample, G prefix groups, N tokens reported.
+chunks), R rows that sample, G prefix groups of a level, N tokens reported.
 """
 
 from __future__ import annotations
@@ -66,14 +66,32 @@ class NewSlots(msgspec.Struct):
     bias_until: np.ndarray
 
 
+MOST_LEVELS = 3
+"""Of groups in a step: for a system prompt, examples, and a question that is sampled many times."""
+
+
+class GroupLevel(msgspec.Struct):
+    """Prefix groups of decode rows, no row being in two: int32 `[G]`.
+
+    Group `g` is `count[g]` rows from `start[g]` on, sharing the positions `[kv_start[g], kv_end[g])`, whole pages, as
+    found through the page table of `slot[g]`.
+    """
+
+    start: np.ndarray
+    count: np.ndarray
+    slot: np.ndarray
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+
+
 class StepInput(msgspec.Struct):
     """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
 
     1. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
     2. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
     3. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
-       `prefill_start` on. Group `g` is `group_count[g]` decode rows from `group_start[g]` on, sharing the positions
-       `[0, group_kv_end[g])` as found through the page table of `group_slot[g]`.
+       `prefill_start` on. The first of `levels` has the groups that begin at position 0; a group of each further one
+       lies within a group of the level before, and goes on where that ends.
     4. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
@@ -86,10 +104,7 @@ class StepInput(msgspec.Struct):
     page_index: np.ndarray
     page_id: np.ndarray
     decode_slot: np.ndarray
-    group_start: np.ndarray
-    group_count: np.ndarray
-    group_slot: np.ndarray
-    group_kv_end: np.ndarray
+    levels: list[GroupLevel]
     prefill_slot: np.ndarray
     prefill_start: np.ndarray
     prefill_count: np.ndarray
@@ -167,6 +182,9 @@ class Finished(msgspec.Struct, array_like=True):
 class Stats(msgspec.Struct):
     """Counters since the start, and gauges, of one manager.
 
+    `discarded_tokens`: computed for sequences that had ended. `admissions_deferred`: steps made without looking for
+    samples to start, because the worker was about to run dry.
+
     Seconds: `schedule_seconds` of the manager, to make steps; `output_seconds` of the manager, to take in what came
     back; `launch_seconds` and `device_seconds` as in StepOutput.
     """
@@ -181,6 +199,7 @@ class Stats(msgspec.Struct):
     output_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
+    admissions_deferred: int = 0
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0

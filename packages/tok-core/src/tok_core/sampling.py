@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop                strings that end a sample; they are not part of its text
     stop_token_ids      ids that end a sample, beside the model's own end ids
     ignore_eos          the model's own end ids do not end a sample
+    priority            requests of a lower one are served first, and preempted last
     logprobs            None: none; k: each token's log-probability and those of the k most likely ones
     """
 
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidField("ignore_eos", self.ignore_eos, "true or false")
         if self.seed is not None:
             _integer("seed", self.seed, -INT63 - 1, INT63)
+        _integer("priority", self.priority, -INT63 - 1, INT63)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_lists()

@@ -18,6 +18,7 @@ COUNTERS = {
     "output_tokens": "Tokens generated.",
     "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
     "preemptions": "Samples interrupted for lack of memory.",
+    "admissions_deferred": "Steps made without looking for samples to start, the worker being about to run dry.",
     "steps": "Forward passes.",
     "group_rows": "Tokens computed for an output as one of a group, which reads a shared prefix once.",
     "schedule_seconds": "Time taken to make steps.",

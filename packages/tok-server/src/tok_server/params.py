@@ -26,6 +26,7 @@ SAME = (
     "seed",
     "min_tokens",
     "ignore_eos",
+    "priority",
 )
 
 

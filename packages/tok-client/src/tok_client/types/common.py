@@ -15,8 +15,8 @@ class StreamOptions(Wire, frozen=True, kw_only=True):
 class GenerationRequest(Wire, frozen=True, kw_only=True):
     """The fields that both endpoints share. Ranges are the server's to check; types are checked here.
 
-    Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, and
-    return_token_ids, which adds `token_ids` to each choice of the response.
+    Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, priority (lower
+    is served first), and return_token_ids, which adds `token_ids` to each choice of the response.
     """
 
     model: Maybe[str] = UNSET
@@ -37,6 +37,7 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
     repetition_penalty: Maybe[float] = UNSET
     min_tokens: Maybe[int] = UNSET
     ignore_eos: Maybe[bool] = UNSET
+    priority: Maybe[int] = UNSET
     stop_token_ids: Maybe[list[int]] = UNSET
     return_token_ids: Maybe[bool] = UNSET
 

@@ -1,109 +1,125 @@
-"""Grouping: which decoding sequences read a common prefix together, chosen greedily from the deepest node up."""
+"""Grouping: which decoding sequences read a common prefix together, in one level or in several nested ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.prefix_tree import Node, PrefixTree
-from tok_core.messages import EMPTY, Int32, Int64
+from tok_core.manager.branches import Branches, meet
+from tok_core.manager.cascade import best_cascade, choices
+from tok_core.manager.prefix_tree import PrefixTree
+from tok_core.messages import MOST_LEVELS, GroupLevel, Int32, Int64
 
 MERGE_PAGES = 1
-"""What merging costs a member, in pages of prefix read: its partial result is written, and both are read again."""
+"""What a group costs a member, in pages of prefix read: its partial result is written, and both are read again."""
+
+LEVEL_PAGES = 4096
+"""What each level after the first must save a step, in pages: more kernels in every layer, and no recorded graph."""
+
+MOST_CHOICES = 1 << 17
+"""That are compared to find the best groups of several levels, so that it takes a few milliseconds at most."""
 
 
 class Groups(NamedTuple):
-    """G groups among n decode rows.
+    """Groups among n decode rows.
 
-    order      int64 [n], a permutation: each group's members side by side first, then the rows without a group
-    row_start  int32 [G], place in `order` of a group's first member
-    row_count  int32 [G]
-    slot       int32 [G], one member's slot, in whose page table the prefix is found
-    kv_end     int32 [G], the prefix is the positions [0, kv_end)
+    order   int64 [n], a permutation after which the members of every group, of each level, stand side by side, the
+            rows without a group last
+    levels  from the outermost on; a group's `start` is a place in `order`
+    rows    how many rows are in groups
     """
 
     order: Int64
-    row_start: Int32
-    row_count: Int32
-    slot: Int32
-    kv_end: Int32
+    levels: list[GroupLevel]
+    rows: int
+
+
+class Grouping:
+    """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved."""
+
+    def __init__(self, tree: PrefixTree, merge_pages: float = MERGE_PAGES, level_pages: float = LEVEL_PAGES) -> None:
+        self._tree = tree
+        self._merge_pages = merge_pages
+        self._level_pages = level_pages
+        self._known: Int64 = np.empty((3, 0), np.int64)
+        self._groups = Groups(np.empty(0, np.int64), [], 0)
+
+    def find(self, slots: Int64, node_ids: Int32, epochs: Int64) -> Groups:
+        """The groups of decode rows; the very same object as before if nothing has changed.
+
+        slots     int64 [n], of the rows
+        node_ids  int32 [n], the deepest tree nodes of their pages: prefixes that they hold a lock on
+        epochs    int64 [n], which of a slot's owners, one after the other, the row belongs to
+
+        What may have happened to the tree meanwhile changes nothing: a lock keeps the path above it as it is, and
+        where a node on it is split, nobody holds the upper part before some row here does.
+        """
+        now = np.array((slots, node_ids, epochs), np.int64)
+        if not np.array_equal(self._known, now):
+            self._groups = find_groups(self._tree, node_ids, slots, self._merge_pages, self._level_pages)
+            self._known = now
+        return self._groups
 
 
 def find_groups(
-    tree: PrefixTree, node_ids: Int32, slots: Int32, lengths: Int32, min_saving: int = MERGE_PAGES
+    tree: PrefixTree,
+    node_ids: Int32,
+    slots: Int64,
+    merge_pages: float = MERGE_PAGES,
+    level_pages: float = LEVEL_PAGES,
 ) -> Groups:
-    """Groups the sequences that hold `node_ids`, int32 [n], the deepest tree nodes of their pages.
+    """The groups that save most pages of reading, where a row's part in each costs `merge_pages`.
 
-    lengths     int32 [n], tokens in the cache before the one that is decoded now; prefixes end at or before them
-    min_saving  pages that a group must save for each member
-
-    Nodes are asked deepest first. A node groups the m rows at or below it that have no group yet when that saves
-    enough, (m − 1) · depth > min_saving · m pages, and else leaves them to its parent. With min_saving 0 the pages
-    saved are at least half of the most that any grouping saves: of a best group at a node all but one member are,
-    here, in groups as deep or deeper, and a member of a group accounts for half of the group's depth or more.
-    Only nodes that are held, and those above them, are visited; rows are handled by array operations alone.
+    Each level after the first must save `level_pages` more than the best without it. No other groups of as many levels
+    save more, but where very many nodes of one path are held (`branches.meet`). Rows are handled by a fixed number of
+    array operations.
     """
-    node_ids = _shared(tree, node_ids)
-    counts = np.bincount(node_ids)
-    held = counts.nonzero()[0]
-    groups = _choose(tree, dict(zip(held.tolist(), counts[held].tolist(), strict=True)), min_saving)
-    if not groups:
-        return Groups(np.arange(len(node_ids)), EMPTY, EMPTY, EMPTY, EMPTY)
-    # 16 bits where they do: those are sorted by radix.
-    group_of_node = np.full(len(counts), len(groups), np.uint16 if len(groups) < 1 << 16 else np.int64)
-    for group, (_, members) in enumerate(groups):
-        group_of_node[members] = group
-    group_of_row = group_of_node[node_ids]
-    order = np.argsort(group_of_row, kind="stable")
-    count = np.bincount(group_of_row, minlength=len(groups) + 1)[:-1].astype(np.int32)
-    start = (np.cumsum(count) - count).astype(np.int32)
-    kv_end = np.array([depth * tree.page_size for depth, _ in groups], np.int32)
-    assert (np.repeat(kv_end, count) <= lengths[order[: count.sum()]]).all(), "a prefix longer than its sequence"
-    return Groups(order, start, count, slots[order[start]].astype(np.int32), kv_end)
+    branches = meet(tree, np.bincount(node_ids))
+    chain = _best_chains(branches, merge_pages, level_pages)
+    if not chain.any():
+        return Groups(np.arange(len(node_ids)), [], 0)
+    return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
 
 
-def _shared(tree: PrefixTree, node_ids: Int32) -> Int32:
-    """Each node, or the nearest one above it that somebody else holds too; no group is made below."""
-    alone, node_ids = tree.alone[node_ids].nonzero()[0], node_ids.copy()
-    while len(alone):
-        above = tree.parent[node_ids[alone]]
-        alone = alone[above != node_ids[alone]]  # the root has nothing above it
-        node_ids[alone] = tree.parent[node_ids[alone]]
-        alone = alone[tree.alone[node_ids[alone]]]
-    return node_ids
+def _arranged(branches: Branches, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
+    """The groups that the branches' chains make of rows at the branches `branch_of`."""
+    # Depth first: by the first level's group, within it by the second's; who is in none of a level comes last.
+    order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
+    rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # 16 bits are sorted by radix
+    rank[order] = np.arange(len(order))
+    rank_of_row = rank[branch_of]
+    count = np.bincount(rank_of_row, minlength=len(order))
+    rows = np.argsort(rank_of_row, kind="stable")
+    chain = chain[order]
+    ends = branches.depth[chain] * page_size
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    levels = [_level(chain[:, i], count, starts[:, i], ends[:, i], slots, rows) for i in range(chain.shape[1])]
+    return Groups(rows, levels, int(levels[0].count.sum()))
 
 
-def _choose(tree: PrefixTree, counts: dict[int, int], min_saving: int) -> list[tuple[int, list[int]]]:
-    """Each group as its depth in pages and the held nodes whose rows it takes. `counts`: rows by held node."""
-    groups = []
-    waiting = {node_id: [node_id] for node_id in counts}  # node: held nodes at or below it without a group
-    rows = dict(counts)
-    for node in _deepest_first(tree, counts):
-        members, count = waiting.pop(node.id, []), rows.pop(node.id, 0)  # none: all below have groups
-        if (count - 1) * node.depth > min_saving * count:
-            groups.append((node.depth, members))
-        elif count and node.parent is not None:
-            parent = node.parent.id
-            waiting[parent] = _joined(waiting.get(parent, []), members)
-            rows[parent] = rows.get(parent, 0) + count
-    return groups
+def _best_chains(branches: Branches, merge_pages: float, level_pages: float) -> Int64:
+    """The chain of each branch, in as many levels as pay."""
+    all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
+    best = best_cascade(branches, 1, merge_pages)
+    for levels in range(2, 1 + min(MOST_LEVELS, len(branches.level) - 2)):
+        if all_shared - best.saved <= level_pages or choices(branches, levels) > MOST_CHOICES:
+            break
+        more = best_cascade(branches, levels, merge_pages)
+        if more.saved - best.saved <= level_pages:
+            break
+        best = more
+    return best.chain
 
 
-def _deepest_first(tree: PrefixTree, node_ids: Iterable[int]) -> list[Node]:
-    """The nodes and all above them, every node after those below it."""
-    found: dict[int, Node] = {}
-    for node_id in node_ids:
-        node: Node | None = tree.node(node_id)
-        while node is not None and node.id not in found:
-            found[node.id] = node
-            node = node.parent
-    return sorted(found.values(), key=lambda node: -node.depth)
-
-
-def _joined(left: list[int], right: list[int]) -> list[int]:
-    """Both lists in the longer one, so that passing many up a deep tree copies little."""
-    longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
-    longer += shorter
-    return longer
+def _level(group: Int64, count: Int64, start: Int64, end: Int64, slots: Int64, rows: Int64) -> GroupLevel:
+    """Of branches in order: the group of each, 0 for none, its number of rows, its positions; of `rows` in order."""
+    through = np.cumsum(count)
+    last = (group != np.append(group[1:], 0)).nonzero()[0]  # of a run of branches; one of none may come last
+    first = np.append(0, last[:-1] + 1)
+    taken = group[last] > 0
+    first, last = first[taken], last[taken]
+    row = through[first] - count[first]
+    columns = (row, through[last] - row, slots[rows[row]], start[first], end[first])
+    return GroupLevel(*(column.astype(np.int32) for column in columns))

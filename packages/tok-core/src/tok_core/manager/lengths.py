@@ -1,107 +1,147 @@
-"""LengthModel: how many more tokens a sample will run, learned from those that finished.
+"""LengthModel: how many more tokens a sample will run, learned from those that finished and those still running.
 
-Finished samples are counted in buckets of geometrically growing width, with weights that fade. The chance to outlive
-a length is the Kaplan–Meier estimate over the buckets (Kaplan and Meier 1958), so that samples which their limit cut
-off count as survivors of their length and not as ends. A sample that has run g tokens is expected to run the mean
-residual life from g on, up to its limit: the sum over t = g … limit − 1 of P(longer than t) / P(longer than g).
+Lengths are put in buckets of geometrically growing width. The chance to end within a bucket is what ended there over
+what came to it (Kaplan and Meier 1958): running samples count in every bucket they have passed, and samples that their
+limit cut off are no ends. Counts fade with what has finished since. There is a curve for each power of two that limits
+are of, drawn to that of all samples where little is known; and that one is drawn to a careful guess: a fraction of the
+rate of ends in the longest lengths that are known, so that samples are expected to run to their limit until some have
+ended.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from tok_core.manager.families import Families
 from tok_core.messages import Int64
 
 Float64 = NDArray[np.float64]
 
 HALF_LIFE = 2048  # finished samples after which one counts half
-PRIOR_WEIGHT = 16.0  # longer-lived finished samples at which they and the prior weigh the same
+PRIOR_WEIGHT = 16.0  # samples that came to a bucket at which they and the guess weigh the same
+CARE = 1.0  # share of the rate of ends in the longest lengths that are known, where nobody has been yet
 LONGEST = 1 << 31
 GROWTH = 1.08
-SHORT = 1 << 16  # lengths up to here have their piece of the curve looked up
-
-
-class _Curve(NamedTuple):
-    """Piecewise linear in the length, with a knot before each bucket: shares and weights that live beyond it."""
-
-    survival: Float64
-    at_risk: Float64
-    area: Float64  # of `survival`, up to the knot
-
-
-class _Point(NamedTuple):
-    """The curve at some lengths [n]."""
-
-    survival: Float64
-    at_risk: Float64
-    sum: Float64  # of `survival` over 0 … length − 1
+DOUBLING = 9  # buckets from a length to twice as much
+SHORT = 1 << 16  # lengths up to here have their bucket looked up
+CLASSES = 33  # of limits: below 2⁰, 2¹, …; the last row of the counts is of all samples
+CERTAIN = 1 - 1e-9  # of ends in a bucket: nothing is ruled out
 
 
 class LengthModel:
-    """Predicts further tokens of samples. Its size is fixed.
-
-    Where few finished samples ran as long as the one in question, its prediction is drawn to half of what its limit
-    leaves: PRIOR_WEIGHT finished samples' worth.
-    """
+    """Predicts further tokens of samples. Its size is fixed but for `families`, a row for each open request of many."""
 
     def __init__(self) -> None:
+        self.families = Families()
+        self.finished = 0  # samples, since the start
         self._edges = _edges()
         self._knots = self._edges.astype(np.float64) - 1
-        self._pieces = self._search(np.arange(SHORT))
-        self._ended = np.zeros(len(self._edges) - 1)
-        self._cut = np.zeros(len(self._edges) - 1)
-        self._curve: _Curve | None = None
+        self._passed = self._search(np.arange(SHORT))
+        self._ended = np.zeros((CLASSES + 1, len(self._edges) - 1))
+        self._came = np.zeros_like(self._ended)
+        self._curves: dict[int, Float64] = {}
 
-    def observe(self, lengths: Int64, censored: NDArray[np.bool_] | None = None) -> None:
-        """Learns from finished samples of `lengths` tokens, [n]. Those `censored`, bool [n], their limit cut off."""
-        cut = np.zeros(len(lengths), np.bool_) if censored is None else censored
-        bucket = np.searchsorted(self._edges, np.clip(lengths, 1, LONGEST - 1), side="right") - 1
+    def observe(
+        self,
+        seen: Int64,
+        lengths: Int64,
+        limit: Int64,
+        ended: NDArray[np.bool_],
+        family: Int64,
+    ) -> None:
+        """Samples that have finished with `lengths` of at most `limit` tokens; all arrays are [n].
+
+        `seen`: tokens that `follow` was told of. `ended`: bool, not cut off by the limit. `family`: as of `families`.
+        """
+        self.families.finish(family, self.hazard(lengths, limit), ended)
+        self.finished += len(lengths)
         fade = 0.5 ** (len(lengths) / HALF_LIFE)
-        self._ended = self._ended * fade + np.bincount(bucket[~cut], minlength=len(self._ended))
-        self._cut = self._cut * fade + np.bincount(bucket[cut], minlength=len(self._cut))
-        self._curve = None
+        self._ended *= fade
+        self._came *= fade
+        self.follow(seen, lengths, limit)
+        kind, bucket = _kinds(limit)[ended], self._buckets(lengths)[ended] - 1
+        np.add.at(self._ended, (kind, bucket), 1.0)
+        np.add.at(self._ended[-1], bucket, 1.0)
 
-    def remaining(self, generated: Int64, limit: Int64) -> Int64:
-        """Expected further tokens, int64 [n], of samples that have run `generated` of at most `limit` tokens.
+    def follow(self, seen: Int64, generated: Int64, limit: Int64) -> None:
+        """Samples of at most `limit` tokens have gone on from `seen` to `generated` tokens; int64 [n] each."""
+        first, end, width = self._buckets(seen), self._buckets(generated), self._ended.shape[1]
+        kind = _kinds(limit) * (width + 1)
+        size = CLASSES * (width + 1)
+        turns = np.bincount(kind + first, minlength=size) - np.bincount(kind + end, minlength=size)
+        came = np.cumsum(turns.reshape(CLASSES, width + 1), axis=1)[:, :-1]
+        self._came[:-1] += came
+        self._came[-1] += came.sum(axis=0)
+        self._curves = {}
+
+    def hazard(self, generated: Int64, limit: Int64) -> Float64:
+        """−log of the chance to outlive `generated` tokens, [n]: how many ends it takes, on average, to get there."""
+        found = np.zeros(len(generated))
+        for rows, curve in self._by_curve(limit):
+            found[rows] = -np.log(np.interp(generated[rows], self._knots, curve))
+        return found
+
+    def remaining(self, generated: Int64, limit: Int64, family: Int64, share: Float64) -> Int64:
+        """Further tokens, int64 [n], that `share` of samples like each run less than.
+
+        generated, limit   tokens so far and at most, int64 [n]
+        family             as of `families`: samples of one prompt end sooner or later than others by one factor
+        share              float64 [n], in [0, 1). Shares spread evenly over many samples give their mean use of memory
 
         Between 1 and limit − generated; 0 where that is nothing.
         """
         left = np.maximum(limit - generated, 0)
-        prior = left / 2
-        alive, known, before = self._at(generated)
-        life = self._at(limit).sum - before
-        learned = np.divide(life, alive, out=prior.copy(), where=alive > 0)
-        trust = known / (known + PRIOR_WEIGHT)
-        expected = np.rint(trust * learned + (1 - trust) * prior).astype(np.int64)
-        bounded: Int64 = np.minimum(np.maximum(expected, 1), left)
+        further = left.copy()
+        rarity = (1 - share) ** (1 / self.families.rate(family))
+        for rows, curve in self._by_curve(limit):
+            alive = np.interp(generated[rows], self._knots, curve)
+            until = np.interp(alive * rarity[rows], curve[::-1], self._knots[::-1])
+            further[rows] = np.ceil(until - generated[rows])
+        bounded: Int64 = np.minimum(np.maximum(further, 1), left)
         return bounded
 
+    def _by_curve(self, limit: Int64) -> list[tuple[NDArray[np.bool_] | slice, Float64]]:
+        kinds = _kinds(limit)
+        present = np.flatnonzero(np.bincount(kinds)).tolist() if len(kinds) else []
+        if len(present) == 1:
+            return [(slice(None), self._curve(present[0]))]
+        return [(kinds == kind, self._curve(kind)) for kind in present]
+
+    def _curve(self, kind: int) -> Float64:
+        """Chance to outlive each knot, of samples whose limit is of a kind; falls, never to 0."""
+        if kind not in self._curves:
+            width = np.diff(self._knots)
+            ended, came = self._ended[-1], self._came[-1]
+            every = _drawn(ended, came, -np.expm1(-self._rate(1 << kind) * width))
+            here = _drawn(self._ended[kind], self._came[kind], every)
+            alive = np.cumprod(1 - np.minimum(here, CERTAIN))
+            self._curves[kind] = np.concatenate(([1.0], np.maximum(alive, 1e-290)))
+        return self._curves[kind]
+
+    def _rate(self, limit: int) -> float:
+        """Ends a token to be expected of lengths that nobody has come to yet."""
+        ended, came = self._ended[-1], self._came[-1]
+        last = np.flatnonzero(came >= PRIOR_WEIGHT)[-1:].sum() + 1
+        near = slice(max(0, last - DOUBLING), last)
+        return float(CARE * ended[near].sum() / (came[near] @ np.diff(self._knots)[near] + limit))
+
+    def _buckets(self, length: Int64) -> Int64:
+        """How many buckets begin at or before each length."""
+        return self._passed[length] if length.max(initial=0) < SHORT else self._search(length)
+
     def _search(self, length: Int64) -> Int64:
-        """The piece of the curve that each length is on."""
-        return np.searchsorted(self._knots, np.minimum(length, LONGEST - 1), side="right") - 1
+        return np.searchsorted(self._edges, np.minimum(length, LONGEST - 1), side="right")
 
-    def _fit(self) -> _Curve:
-        at_risk = np.cumsum((self._ended + self._cut)[::-1])[::-1]
-        hazard = np.divide(self._ended, at_risk, out=np.zeros_like(at_risk), where=at_risk > 0)
-        survival = np.concatenate(([1.0], np.cumprod(1 - hazard)))
-        pieces = np.diff(self._knots) * (survival[:-1] + survival[1:]) / 2
-        return _Curve(survival, np.append(at_risk, 0.0), np.concatenate(([0.0], np.cumsum(pieces))))
 
-    def _at(self, length: Int64) -> _Point:
-        """The curve at each of `length`; on whole lengths, trapezoids miss half of the first term less the last."""
-        if self._curve is None:
-            self._curve = self._fit()
-        survival, at_risk, area = self._curve
-        piece = self._pieces[length] if length.max(initial=0) < SHORT else self._search(length)
-        past = length - self._knots[piece]
-        share = past / (self._knots[piece + 1] - self._knots[piece])
-        here = survival[piece]
-        alive = here + share * (survival[piece + 1] - here)
-        known = at_risk[piece] + share * (at_risk[piece + 1] - at_risk[piece])
-        return _Point(alive, known, area[piece] + past * (here + alive) / 2 + (1 - alive) / 2)
+def _drawn(ended: Float64, came: Float64, guess: Float64) -> Float64:
+    return (ended + PRIOR_WEIGHT * guess) / (came + PRIOR_WEIGHT)
+
+
+def _kinds(limit: Int64) -> Int64:
+    """The power of two above each limit."""
+    kinds: Int64 = np.minimum(np.frexp(limit.astype(np.float64))[1], CLASSES - 1).astype(np.int64)
+    return kinds
 
 
 def _edges() -> Int64:

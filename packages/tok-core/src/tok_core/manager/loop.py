@@ -11,6 +11,7 @@ import numpy as np
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
+from tok_core.manager.deferral import runs_low
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.returns import Reported, Returns
@@ -125,7 +126,7 @@ class Manager:
         if len(self.returns.in_flight) >= self.run_ahead.steps:
             return None
         began = time.perf_counter()
-        step = self.scheduler.next_step()
+        step = self.scheduler.next_step(hurried=runs_low(len(self.returns.in_flight), self.run_ahead.steps))
         if step is not None:
             self.returns.expect(step)
             self.ports.send(step)
@@ -157,6 +158,7 @@ class Manager:
         self._cancelled.add(rid)
         if request.stop_set is not None:
             self.stops.release(request.stop_set)
+            self.lengths.families.release(request.family)
 
     def _report(self, reported: Reported) -> None:
         for rid in {end.rid for end in reported.finished}:
@@ -187,6 +189,7 @@ class Manager:
             output_tokens=self.returns.output_tokens,
             discarded_tokens=self.returns.discarded_tokens,
             preemptions=self.scheduler.preemptions,
+            admissions_deferred=self.scheduler.deferral.count,
             pages_total=self.info.num_pages,
             pages_used=self.paging.used,
             pages_cached=self.paging.tree.evictable,

@@ -33,6 +33,8 @@ class PageAllocator:
 
     def release(self, pages: Int32) -> None:
         """Takes back `pages`, int32 [n]. A page that is not in use, or twice among them, is an AssertionError."""
+        if not len(pages):
+            return
         self._assert_in_use(pages)
         self._in_use[pages] = False
         self.times_released[pages] += 1

@@ -41,6 +41,17 @@ class Paging:
         """Pages that are neither free nor merely cached."""
         return self.num_pages - self.available
 
+    def depth_in_common(self, slots: Int64) -> Int64:
+        """Pages at the beginning of each slot's sequence that other slots or stems hold, too; int64 [n]."""
+        table, tree = self.table, self.tree
+        node = table.node[slots]
+        rows = tree.alone[node].nonzero()[0]
+        while len(rows):
+            node[rows] = tree.parent[node[rows]]
+            rows = rows[tree.alone[node[rows]] & (node[rows] != tree.root.id)]
+        depth: Int64 = np.where(tree.alone[node], 0, tree.depth[node]).astype(np.int64)
+        return np.minimum(depth, table.num_shared[slots], dtype=np.int64)
+
     def room_for(self, count: int) -> bool:
         """Whether `count` pages are free, once the least recently used cached ones have been given up for them."""
         short = count - self.allocator.free

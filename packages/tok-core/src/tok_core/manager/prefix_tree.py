@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.messages import EMPTY, Int32
+from tok_core.messages import EMPTY, Int32, Int64
 
 
 class Node:
@@ -69,9 +69,9 @@ class PrefixTree:
 
     pages      pages held
     evictable  pages of nodes without locks: all of them can be evicted
-    version    changes whenever a node gains or loses a lock, is split or extended
     alone      bool by node id: one lock only is on it or below
-    parent     int32 by node id: the parent's id, the root's being its own
+    parent     int64 by node id: the parent's id, the root's being its own
+    depth      int64 by node id: the node's depth
     """
 
     def __init__(self, page_size: int) -> None:
@@ -79,9 +79,9 @@ class PrefixTree:
         self.root = Node(0, None, EMPTY, EMPTY)
         self.pages = 0
         self.evictable = 0
-        self.version = 0
         self.alone = np.zeros(64, np.bool_)
-        self.parent: Int32 = np.zeros(64, np.int32)
+        self.parent: Int64 = np.zeros(64, np.int64)
+        self.depth: Int64 = np.zeros(64, np.int64)
         self._nodes: list[Node | None] = [self.root]
         self._free_ids: list[int] = []
         self._clock = 0
@@ -118,7 +118,6 @@ class PrefixTree:
 
     def lock(self, node: Node, count: int = 1) -> None:
         """Keeps `node` and all above it until as many times `unlock`."""
-        self.version += 1
         at: Node | None = node
         while at is not None:
             if not at.locks:
@@ -129,7 +128,6 @@ class PrefixTree:
 
     def unlock(self, node: Node) -> None:
         """Takes back one `lock` of `node`. Its holder had use of it until now."""
-        self.version += 1
         self._touch(node)
         at: Node | None = node
         while at is not None:
@@ -159,9 +157,8 @@ class PrefixTree:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         node.tokens = np.concatenate((node.tokens, tokens), dtype=np.int32)
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
-        node.depth += len(pages)
+        self._deepen(node, len(pages))
         self.pages += len(pages)
-        self.version += 1
         return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
 
     def evict(self, count: int) -> Int32:
@@ -225,8 +222,10 @@ class PrefixTree:
         if node.id == len(self.parent):
             self.alone = np.concatenate((self.alone, self.alone))
             self.parent = np.concatenate((self.parent, self.parent))
+            self.depth = np.concatenate((self.depth, self.depth))
         self.alone[node.id] = False
         self.parent[node.id] = parent.id
+        self.depth[node.id] = node.depth
         parent.children[self._key(node)] = node
         return node
 
@@ -236,7 +235,6 @@ class PrefixTree:
         cut = count * self.page_size
         upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy())
         upper.locks, upper.used = lower.locks, lower.used
-        self.version += 1
         self.alone[upper.id] = upper.locks == 1
         self.parent[lower.id] = upper.id
         lower.parent = upper
@@ -255,7 +253,11 @@ class PrefixTree:
             return
         node.pages = _head(node.pages, left)
         node.tokens = _head(node.tokens, left * self.page_size)
-        node.depth -= count
+        self._deepen(node, -count)
+
+    def _deepen(self, node: Node, count: int) -> None:
+        node.depth += count
+        self.depth[node.id] = node.depth
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
@@ -300,6 +302,7 @@ class PrefixTree:
         assert node.locks >= sum(child.locks for child in node.children.values())
         assert self.alone[node.id] == (node.locks == 1)
         assert self.parent[node.id] == (node.parent or node).id
+        assert self.depth[node.id] == node.depth
         if node.parent is None:
             assert node is self.root
             assert node.depth == len(node.pages) == 0

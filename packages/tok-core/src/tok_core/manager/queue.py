@@ -1,4 +1,4 @@
-"""WaitingQueue: samples that wait for a slot, strictly first come first served."""
+"""WaitingQueue: samples that wait for a slot, by class, and within one strictly first come first served."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 from tok_core.manager.sequences import Pending
 
 
-def _order(pending: Pending) -> tuple[int, int]:
+def _order(pending: Pending) -> tuple[int, int, int]:
     return pending.order
 
 
@@ -18,18 +19,25 @@ class WaitingQueue:
     """New requests in order of arrival, merged with preempted and left-over samples that return to their old place."""
 
     def __init__(self) -> None:
-        self._fresh: deque[Pending] = deque()
+        self._fresh: dict[int, deque[Pending]] = {}  # by class, in the order of classes; none is empty
         self._back: list[Pending] = []
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self._back)
+        return sum(map(len, self._fresh.values())) + len(self._back)
+
+    def __bool__(self) -> bool:
+        return bool(self._fresh or self._back)
 
     def __iter__(self) -> Iterator[Pending]:
-        return heapq.merge(self._back, self._fresh, key=_order)
+        return heapq.merge(self._back, chain.from_iterable(self._fresh.values()), key=_order)
 
     def append(self, pending: Pending) -> None:
         """A request that arrives after all the others."""
-        self._fresh.append(pending)
+        priority = pending.request.params.priority
+        if priority not in self._fresh:
+            self._fresh[priority] = deque()
+            self._fresh = dict(sorted(self._fresh.items()))
+        self._fresh[priority].append(pending)
 
     def put_back(self, pending: Pending) -> None:
         """Samples that were here before."""
@@ -37,11 +45,20 @@ class WaitingQueue:
 
     def pop(self) -> Pending:
         """The first of all."""
-        if self._back and (not self._fresh or self._back[0].order < self._fresh[0].order):
+        priority, first = next(iter(self._fresh.items()), (0, None))
+        if first is None or (self._back and self._back[0].order < first[0].order):
             return self._back.pop(0)
-        return self._fresh.popleft()
+        pending = first.popleft()
+        if not first:
+            del self._fresh[priority]
+        return pending
 
     def remove(self, rids: set[int]) -> None:
         """Drops the samples of these requests."""
-        self._fresh = deque(pending for pending in self._fresh if pending.request.rid not in rids)
-        self._back = [pending for pending in self._back if pending.request.rid not in rids]
+        kept = ((priority, _without(rids, pending)) for priority, pending in self._fresh.items())
+        self._fresh = {priority: pending for priority, pending in kept if pending}
+        self._back = list(_without(rids, self._back))
+
+
+def _without(rids: set[int], waiting: deque[Pending] | list[Pending]) -> deque[Pending]:
+    return deque(pending for pending in waiting if pending.request.rid not in rids)

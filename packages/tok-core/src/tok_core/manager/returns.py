@@ -80,10 +80,17 @@ class Returns:
         over = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
         if ended:
+            self._learn(slots[rows[over]], np.array([one.reason != "length" for one in ended]))
             self._end(slots[rows[over]])
-            lengths = np.array([one.tokens for one in ended], np.int64)
-            self.lengths.observe(lengths, np.array([one.reason == "length" for one in ended]))
         return ended
+
+    def _learn(self, slots: Int64, ended: np.ndarray) -> None:
+        """From the lengths of sequences that are over; not all have `ended` of their own."""
+        table = self.table
+        prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
+        columns = (table.followed[slots], known - prompt, limit - prompt)
+        seen, lengths, limits = (column.astype(np.int64) for column in columns)
+        self.lengths.observe(seen, lengths, limits, ended, table.family[slots])
 
     def _finished(self, slot: int, token: int, kind: int) -> Finished | None:
         """How the slot's new token ends its sequence, if it does."""
@@ -118,6 +125,7 @@ class Returns:
             if request.left == 0:
                 assert request.stop_set is not None
                 self.stops.release(request.stop_set)
+                self.lengths.families.release(request.family)
                 self.requests_finished += 1
         self.scheduler.release(slots)
 

@@ -7,24 +7,26 @@ from collections import deque
 import numpy as np
 
 from tok_core.manager.admission import Admission
-from tok_core.manager.grouping import Groups, find_groups
+from tok_core.manager.deferral import Deferral
+from tok_core.manager.grouping import Grouping, Groups
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.manager.starts import Starts
 from tok_core.manager.step import Changes, StepBuilder
 from tok_core.manager.stops import StopSets
-from tok_core.messages import EMPTY, EngineInfo, Int64, StepInput
+from tok_core.manager.victims import choose_victim
+from tok_core.messages import EngineInfo, Int64, StepInput
 
-NO_GROUPS = Groups(np.empty(0, np.int64), EMPTY, EMPTY, EMPTY, EMPTY)
+NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
 
 
 class Scheduler:
     """Decode rows first, then chunks of prompts in order of arrival, then as many new samples as memory will bear.
 
-    When pages run out, what is only cached goes first, then prompts kept for samples that have not started, then the
-    youngest sequences are preempted: they keep their tokens, wait at their old place in the queue, and prefill again
-    what is not cached any more.
+    Requests of a lower `priority` come first in all of this. When pages run out, what is only cached goes first, then
+    prompts kept for samples that have not started, then sequences are preempted (`choose_victim`): they keep their
+    tokens, wait at their old place in the queue, and prefill again what is not cached any more.
     """
 
     def __init__(
@@ -40,33 +42,37 @@ class Scheduler:
         self.info = info
         self.table = table
         self.paging = paging
-        self.starts = Starts(table, paging, stops)
+        self.starts = Starts(table, paging, stops, lengths.families)
         self.stems = self.starts.stems
         self.waiting = self.starts.waiting
         self.followers = self.starts.followers
         self.admission = Admission(table, paging, lengths, self.stems)
-        self.groups = groups
+        self.grouping = Grouping(paging.tree) if groups else None
+        self.deferral = Deferral()  # of the forecast and the search for samples to start
         self.preemptions = 0
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
-        self._grouped: tuple[int, Int64, Groups] = (-1, np.empty(0, np.int64), NO_GROUPS)
 
     def submit(self, request: Request) -> None:
         """A new request joins the queue."""
         self.waiting.append(Pending(request, deque(range(request.params.n)), request.prompt))
 
-    def next_step(self) -> StepInput | None:
-        """The next step, or None where nothing can be computed now. Lengths and states move on at once."""
+    def next_step(self, *, hurried: bool = False) -> StepInput | None:
+        """The next step, or None where nothing can be computed now. Lengths and states move on at once.
+
+        `hurried`: the worker runs dry soon, so that what can wait does.
+        """
         builder = StepBuilder(self.table, self.info.eos_token_ids)
         preempted = self.preemptions
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
         budget = self.info.max_step_tokens - len(decode)
-        for slot in self._by_age(State.PREFILL):
+        for slot in self._prefilling():
             if budget and self.table.state[slot] == State.PREFILL:
                 budget -= self._prefill(builder, int(slot), budget, preempting=True)
-        if preempted == self.preemptions:
+        waits = len(decode) and self.waiting and self.deferral.puts_off(hurried=hurried, running=len(decode))
+        if preempted == self.preemptions and not waits:
             self._admit(builder, budget)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
@@ -85,6 +91,9 @@ class Scheduler:
     def preempt(self, slot: int) -> None:
         """The sequence gives up its pages. It waits again at once, or when its last scheduled token is back."""
         self.preemptions += 1
+        request = self.table.requests[slot]
+        assert request is not None
+        request.preempted.add(int(self.table.sample[slot]))
         complete = self.table.state[slot] == State.PREFILL or self.table.known[slot] > self.table.length[slot]
         self.paging.surrender(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
@@ -97,19 +106,24 @@ class Scheduler:
         for slot in slots.tolist() if self.followers else ():
             self.followers.pop(slot, None)
         self.table.free(slots)
+        self.deferral.has_left(len(slots))
 
     def cancel(self, request: Request) -> None:
         """Gives up all that the request holds; samples of it that wait stay in the queue."""
         self.release(np.array(list(request.slots.values()), np.int64))
         self.stems.drop(request.rid)
 
-    def _by_age(self, *states: int) -> Int64:
-        slots = np.concatenate([self.table.in_state(state) for state in states])
-        by_age: Int64 = slots[np.argsort(self.table.order[slots])]
-        return by_age
+    def _running(self) -> Int64:
+        return np.concatenate((self.table.in_state(State.PREFILL), self.table.in_state(State.DECODE)))
+
+    def _prefilling(self) -> Int64:
+        """Slots that prefill, higher classes first and within a class in order of arrival."""
+        slots = self.table.in_state(State.PREFILL)
+        in_order: Int64 = slots[np.lexsort((self.table.order[slots], self.table.priority[slots]))]
+        return in_order
 
     def _grow_decoders(self) -> Int64:
-        """Gives a page to each decoder that has filled its last one; makes room by preempting the youngest.
+        """Gives a page to each decoder that has filled its last one; makes room by preempting others.
 
         Returns the decoding slots whose next token has a place in the cache.
         """
@@ -125,26 +139,30 @@ class Scheduler:
                 return slots
             if self.stems.drop_youngest():
                 continue
-            running = self._by_age(State.PREFILL, State.DECODE)
+            running = self._running()
             if len(running) == 1:  # sequences about to end still hold pages: their tokens are on the way
                 return np.compress(~full, slots)
-            self.preempt(int(running[-1]))
+            self.preempt(choose_victim(self.paging, running))
 
     def _make_room(self, count: int, slot: int) -> bool:
-        """Room for `count` pages of `slot`, preempting sequences younger than it where that is needed."""
+        """Room for `count` pages of `slot`, preempting sequences that come after it where that is needed."""
         while not self.paging.room_for(count):
             if self.stems.drop_youngest():
                 continue
-            youngest = int(self._by_age(State.PREFILL, State.DECODE)[-1])
-            if youngest == slot:
+            running = self._running()
+            priority, order = self.table.priority[running], self.table.order[running]
+            same = (priority == self.table.priority[slot]) & (order > self.table.order[slot])
+            later = running[same | (priority > self.table.priority[slot])]
+            if not len(later):
                 return False
-            self.preempt(youngest)
+            self.preempt(choose_victim(self.paging, later))
         return True
 
     def _prefill(self, builder: StepBuilder, slot: int, budget: int, *, preempting: bool) -> int:
         """Schedules the next chunk of `slot`; returns its number of tokens, 0 where there is no room for it."""
         table = self.table
-        self.paging.adopt(slot)
+        if preempting:  # who has just started has done so
+            self.paging.adopt(slot)
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = self.paging.missing(slot, start + count)
@@ -166,7 +184,7 @@ class Scheduler:
         """Starts waiting samples in their order while budget, slots and the forecast allow."""
         if budget <= 0 or not self.waiting:
             return
-        allowed = self.admission.count(self.waiting, {s: len(f) for s, f in self.followers.items()})
+        allowed = self.admission.count(self.waiting, {s: len(f) for s, f in self.followers.items()}, self.steps)
         while allowed > 0 and budget > 0 and self.waiting:
             pending = self.waiting.pop()
             stem = self.stems.find(pending.request) if pending.fresh else None
@@ -187,15 +205,11 @@ class Scheduler:
                 allowed, budget = allowed - 1 - forks, budget - count
 
     def _find_groups(self, decode: Int64) -> Groups:
-        """Found anew only where the rows or the locks of the tree have changed."""
-        if not self.groups or len(decode) < 2:
+        """Those that save most reading; none among fewer than two rows."""
+        if self.grouping is None or len(decode) < 2:
             return NO_GROUPS
-        table, tree = self.table, self.paging.tree
-        version, rows, groups = self._grouped
-        if version != tree.version or not np.array_equal(rows, decode):
-            groups = find_groups(tree, table.node[decode], decode.astype(np.int32), table.length[decode])
-            self._grouped = (tree.version, decode, groups)
-        self.group_rows += int(groups.row_count.sum())
+        groups = self.grouping.find(decode, self.table.node[decode], self.table.epoch[decode])
+        self.group_rows += groups.rows
         return groups
 
     def _advance(self, decode: Int64) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from tok_core.manager.families import ALONE
 from tok_core.messages import Int32, Int64
 from tok_core.sampling import SamplingParams
 
@@ -33,8 +34,8 @@ class Request:
     """
 
     __slots__ = (
-        *("arrival", "leader", "left", "limit", "params", "prompt", "reported", "rid", "slots", "stop_set"),
-        "undrawn",
+        *("arrival", "family", "leader", "left", "limit", "params", "preempted", "prompt", "reported", "rid", "slots"),
+        *("stop_set", "undrawn"),
     )
 
     def __init__(self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, max_len: int) -> None:
@@ -42,11 +43,13 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
+        self.family = ALONE  # of `Families`; set when the first of its samples starts
         self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
         self.limit = min(max_len, len(prompt) + (params.max_tokens or max_len))
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
         self.leader: int | None = None
+        self.preempted: set[int] = set()  # samples that were, at some time
         self.slots: dict[int, int] = {}
         self.reported = False  # whether the engine knows how much of the prompt was cached
 
@@ -70,9 +73,9 @@ class Pending:
         return len(self.tokens) == len(self.request.prompt)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """First come, first served: by request, then by sample."""
-        return (self.request.arrival, self.samples[0])
+    def order(self) -> tuple[int, int, int]:
+        """By class; within it first come, first served: by request, then by sample."""
+        return (self.request.params.priority, self.request.arrival, self.samples[0])
 
 
 class SequenceTable:
@@ -84,10 +87,14 @@ class SequenceTable:
     limit       tokens at which the sequence ends by length
     min_total   tokens before which nothing but `limit` ends it
     ends_from   drawn positions from which a model's end id ends it: a token at position p is the (p + 1)-th
+    family      samples of one prompt have one, of `Families`
+    followed    output tokens that the length model has been told of
     pages       page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to the slot
     announced   whether the worker knows the slot's present owner
     epoch       grows whenever the slot is freed: tells late tokens of an earlier owner from the present one's
-    order       age: smaller came first; the youngest is preempted first
+    order       age: smaller came first
+    priority    class: the smallest is served first and preempted last
+    preempted   whether it was, before
     """
 
     def __init__(self, slots: int, max_len: int, page_size: int) -> None:
@@ -98,6 +105,8 @@ class SequenceTable:
         self.announced = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
+        self.priority = np.zeros(slots, np.int64)
+        self.preempted = np.zeros(slots, np.bool_)
         self.rid = np.zeros(slots, np.int64)
         self.sample = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
@@ -111,6 +120,8 @@ class SequenceTable:
         self.num_shared = np.zeros(slots, np.int32)
         self.node = np.zeros(slots, np.int32)
         self.stop_set = np.zeros(slots, np.int32)
+        self.family = np.zeros(slots, np.int64)
+        self.followed = np.zeros(slots, np.int32)
         self.filters = np.zeros(slots, np.bool_)
         self.penalises = np.zeros(slots, np.bool_)
         self.bias_until = np.zeros(slots, np.int32)
@@ -141,6 +152,7 @@ class SequenceTable:
         request.slots.update(zip(samples, slots, strict=True))
         for slot in slots:
             self.requests[slot] = request
+        self.preempted[slots] = [sample in request.preempted for sample in samples] if request.preempted else False
         if len(slots) == 1:  # NumPy sets one place by its number in a third of the time
             self._fill(slots[0], request, samples[0], tokens)
         else:
@@ -153,6 +165,7 @@ class SequenceTable:
         self.state[slots] = State.PREFILL
         self.announced[slots] = False
         self.order[slots] = request.arrival * (1 << 20) + samples
+        self.priority[slots] = params.priority
         self.rid[slots] = request.rid
         self.sample[slots] = samples
         self.length[slots] = 0
@@ -164,6 +177,8 @@ class SequenceTable:
         self.ends_from[slots] = NEVER if params.ignore_eos else min_total
         self.num_pages[slots] = self.num_shared[slots] = 0
         self.stop_set[slots] = request.stop_set
+        self.family[slots] = request.family
+        self.followed[slots] = len(tokens) - prompt_len
         self.filters[slots] = params.filters and params.temperature > 0
         self.penalises[slots] = params.penalises
         self.bias_until[slots] = _bias_until(params, prompt_len)

@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from tok_core.manager.families import Families
 from tok_core.manager.paging import Paging
 from tok_core.manager.queue import WaitingQueue
 from tok_core.manager.sequences import Pending, Request, SequenceTable
@@ -22,10 +23,11 @@ class Starts:
     token, from what is kept of the prompt (`Stems`); where that had to be given up, one of them leads again.
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets) -> None:
+    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, families: Families) -> None:
         self.table = table
         self.paging = paging
         self.stops = stops
+        self.families = families
         self.stems = Stems(paging)
         self.waiting = WaitingQueue()
         self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
@@ -37,6 +39,7 @@ class Starts:
         samples, request = pending.samples, pending.request
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
+            request.family = self.families.acquire(request.params.n)
         slot = int(self.table.claim(request, [samples.popleft()], pending.tokens)[0])
         self.paging.start(slot)
         self.paging.adopt(slot)

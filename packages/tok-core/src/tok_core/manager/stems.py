@@ -90,8 +90,11 @@ class Stems:
             self.paging.tree.unlock(self.paging.tree.node(stem.node))
 
     def drop_youngest(self) -> bool:
-        """Gives up the stem of the request that came last; returns whether there was one."""
+        """Gives up the stem of the last request of the lowest class; returns whether there was one."""
         if self._stems:
-            self.drop(max(self._stems.values(), key=lambda stem: stem.request.arrival).request.rid)
+            last = max(
+                (stem.request for stem in self._stems.values()), key=lambda one: (one.params.priority, one.arrival)
+            )
+            self.drop(last.rid)
             return True
         return False

@@ -59,6 +59,8 @@ class StopSets:
         self._vocab_size = vocab_size
         self._eos_ids = [token for token in eos_ids if token < vocab_size]
         self._pieces = None if pieces is None else list(pieces[:vocab_size])
+        self._sizes = np.zeros(vocab_size, np.int64)
+        self._sizes[: len(self._pieces or ())] = [len(piece) for piece in self._pieces or ()]
         self._index = EndingIndex(self._pieces or [])
         self._completing: OrderedDict[str, npt.NDArray[np.int64]] = OrderedDict()
         self._masks = np.zeros((4, vocab_size), np.uint8)
@@ -99,28 +101,27 @@ class StopSets:
 
         Of several, the one that ends first; of those that end at the same byte, the longest.
         """
-        head, last = tokens[:-1], self._piece(int(tokens[-1]))
-        for end in range(1, len(last) + 1):
-            for stop in self._stops[set_id]:
-                if self._completes(stop, head, last[:end]):
-                    before = sum(map(len, map(self._piece, head.tolist())))
-                    return StopHit(stop.decode(), len(tokens), before + end - len(stop))
-        return None
+        stops = self._stops[set_id]
+        last = self._piece(int(tokens[-1]))
+        before = self._end(tokens[:-1], len(stops[0]) - 1)
+        text = before + last
+        hit, end = b"", len(text) + 1
+        for stop in stops:  # the longest first
+            at = text.find(stop, max(0, len(before) - len(stop) + 1))  # none that had ended before the last token
+            if at >= 0 and at + len(stop) < end:
+                hit, end = stop, at + len(stop)
+        if not hit:
+            return None
+        size = int(self._sizes[tokens].sum())
+        return StopHit(hit.decode(), len(tokens), size - len(text) + end - len(hit))
 
-    def _completes(self, stop: bytes, head: Int32s, last: bytes) -> bool:
-        """Whether the pieces of `head` and `last` together end with `stop`; compared from the end."""
-        left = len(stop)
-        at = len(head)
-        piece = last
-        while len(piece) < left:
-            if not stop.endswith(piece, 0, left):
-                return False
-            left -= len(piece)
+    def _end(self, tokens: Int32s, size: int) -> bytes:
+        """The pieces of the last of `tokens`, as many as have `size` bytes together."""
+        end, at = b"", len(tokens)
+        while len(end) < size and at:
             at -= 1
-            if at < 0:
-                return False
-            piece = self._piece(int(head[at]))
-        return piece.endswith(stop[:left])
+            end = self._piece(int(tokens[at])) + end
+        return end
 
     def _piece(self, token: int) -> bytes:
         pieces = self._pieces or ()

@@ -24,7 +24,7 @@ from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, SamplingBatch
 
-MOST_GROUPS = 256  # a graph has room for; steps with more are launched kernel by kernel
+MOST_GROUPS = 256  # a graph has room for; steps with more, or with nested ones, are launched kernel by kernel
 # Few rows of long contexts are best computed in another way than few of short ones, which a graph must settle.
 FEW_ROWS = 512
 SHORT = 2048  # tokens
@@ -79,9 +79,9 @@ class DecodeGraphs:
         return len({id(graph) for graph in self._graphs.values()})
 
     def find(self, step: StepInput) -> DecodeGraph | None:
-        """The graph for a step; None for one with prompts, and for one too large."""
-        count, groups = len(step.decode_slot), len(step.group_start)
-        if len(step.prefill_slot) or not self._sizes or count > self._sizes[-1]:
+        """The graph for a step; None for one with prompts, for one with nested groups, and for one too large."""
+        count, groups = len(step.decode_slot), len(step.levels[0].start) if step.levels else 0
+        if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
         graph = self._graphs[size, Kind(groups > 0, step.max_kv > SHORT)]  # a single row is in no group
@@ -123,7 +123,7 @@ class DecodeGraphs:
             num_decode=size,
             max_q=1,
             max_kv=max_kv,
-            levels=rows.level(put, size, max_kv),
+            levels=(rows.cascade_level(put, 0, size, max_kv),) if "start_0" in put else (),
         )
         hidden: Tensor = self._model(made.token, made.position, made.kv_index, state.caches, batch, None)
         return hidden
@@ -181,10 +181,9 @@ def kept_rows(most: int) -> int:
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:
     """Slots, own starts and groups of a step, filled up to the size; all padding without a step."""
     slots, start = np.full(size, padding, np.int32), np.zeros(size, np.int32)
-    found = {} if step is None or not groups else rows.groups(step, groups)
     if step is not None:
         count = len(step.decode_slot)
         slots[:count] = step.decode_slot
         start[:count] = rows.own_start(step)
-    names = ("group_start", "group_count", "group_slot", "group_kv_end") if groups else ()
-    return {"slots": slots, "kv_start": start} | {name: found.get(name, np.zeros(groups, np.int32)) for name in names}
+    level = step.levels[0] if step is not None and step.levels else None
+    return {"slots": slots, "kv_start": start} | (rows.groups(0, level, groups) if groups else {})

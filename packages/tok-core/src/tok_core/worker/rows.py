@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import StepInput
+from tok_core.messages import GroupLevel, StepInput
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, HostLevel
 
@@ -47,35 +47,42 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
             "prefill_slot_T": np.repeat(step.prefill_slot, count),
             "logit_row": q_start[1:][step.sample_row] - 1,
         }
-    return needed | (groups(step, len(step.group_start)) if len(step.group_start) else {})
+    for number, level in enumerate(step.levels):
+        needed |= groups(number, level, len(level.start))
+    return needed
 
 
-def groups(step: StepInput, places: int) -> dict[str, np.ndarray]:
-    """The step's prefix groups in `places` entries, those left over being groups of no row."""
+def groups(number: int, level: GroupLevel | None, places: int) -> dict[str, np.ndarray]:
+    """The prefix groups of level `number` in `places` entries, those left over being groups of no row."""
 
-    def padded(values: np.ndarray) -> np.ndarray:
+    def padded(name: str) -> np.ndarray:
+        values = np.zeros(0, np.int32) if level is None else getattr(level, name)
         return np.concatenate((values, np.zeros(places - len(values), np.int32))) if len(values) < places else values
 
-    names = ("group_start", "group_count", "group_slot", "group_kv_end")
-    return {name: padded(getattr(step, name)) for name in names}
+    return {f"{name}_{number}": padded(name) for name in GroupLevel.__struct_fields__}
 
 
 def own_start(step: StepInput) -> np.ndarray:
-    """Where each decode row's own part of the cache begins: at the end of its group's prefix, int32 `[D]`."""
-    start = np.zeros(len(step.decode_slot), np.int32)
-    if len(step.group_start):
-        first = np.cumsum(step.group_count) - step.group_count
-        member = np.arange(step.group_count.sum()) + np.repeat(step.group_start - first, step.group_count)
-        start[member] = np.repeat(step.group_kv_end, step.group_count)
-    return start
+    """Where each decode row's own part of the cache begins: at the end of its innermost group's, int32 `[D]`."""
+    own = np.zeros(len(step.decode_slot), np.int32)
+    for level in step.levels:
+        first = np.cumsum(level.count) - level.count
+        member = np.arange(level.count.sum()) + np.repeat(level.start - first, level.count)
+        own[member] = np.repeat(level.kv_end, level.count)
+    return own
 
 
-def level(put: Mapping[str, Tensor], max_rows: int, max_kv: int) -> tuple[CascadeLevel, ...]:
-    """The cascade level of the groups in `put`; none where there are none."""
-    if "group_start" not in put:
-        return ()
-    first, count, slot, end = (put[name] for name in ("group_start", "group_count", "group_slot", "group_kv_end"))
-    return (CascadeLevel(first, count, slot, torch.zeros_like(end), end, max_rows=max_rows, max_kv=max_kv),)
+def cascade_level(put: Mapping[str, Tensor], number: int, max_rows: int, max_kv: int) -> CascadeLevel:
+    """The cascade level of the groups of level `number` in `put`."""
+    start, count, slot, kv_start, kv_end = (put[f"{name}_{number}"] for name in GroupLevel.__struct_fields__)
+    return CascadeLevel(start, count, slot, kv_start, kv_end, max_rows=max_rows, max_kv=max_kv)
+
+
+def _cascade(step: StepInput, put: Mapping[str, Tensor]) -> tuple[CascadeLevel, ...]:
+    return tuple(
+        cascade_level(put, i, int(level.count.max()), int((level.kv_end - level.kv_start).max()))
+        for i, level in enumerate(step.levels)
+    )
 
 
 class Mirror:
@@ -102,8 +109,7 @@ class Mirror:
 
 def host_lengths(step: StepInput, kv_len: NDArray[np.int32]) -> HostLengths:
     """What is known on the host of the step's sequences."""
-    start = np.zeros_like(step.group_kv_end)
-    levels = (HostLevel(step.group_start, step.group_count, start, step.group_kv_end),) if len(start) else ()
+    levels = tuple(HostLevel(one.start, one.count, one.kv_start, one.kv_end) for one in step.levels)
     decode, count = np.ones(len(step.decode_slot), np.int32), step.prefill_count
     kv_start = np.concatenate((own_start(step), np.zeros(len(count), np.int32)))
     return HostLengths(np.concatenate((decode, count)), kv_len, kv_start, levels)
@@ -138,7 +144,7 @@ def rows(
         num_decode=decode,
         max_q=max(1, int(step.prefill_count.max(initial=0))),
         max_kv=step.max_kv,
-        levels=level(put, int(step.group_count.max(initial=0)), int(step.group_kv_end.max(initial=0))),
+        levels=_cascade(step, put),
         host=None if host_kv_len is None else host_lengths(step, host_kv_len),
     )
     # Without chunks each row samples, in order.

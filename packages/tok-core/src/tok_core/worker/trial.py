@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tok_core.messages import EMPTY, StepInput, StepOutput
+from tok_core.messages import EMPTY, GroupLevel, Int32, StepInput, StepOutput, array
 
 if TYPE_CHECKING:
     from tok_core.worker.runner import Runner
@@ -26,6 +26,7 @@ def trial_step(
     decode: int = 0,
     groups: int = 0,
     prefix: int = 0,
+    levels: int = 1,
     chunks: int = 0,
     tokens: int = 0,
     cached: int = 0,
@@ -37,6 +38,7 @@ def trial_step(
 ) -> StepInput:
     """A step of `decode` rows, evenly in `groups` of a prefix, and `chunks` of `tokens` in all behind `cached` ones.
 
+    levels     parts that the prefix is read in: all but the last by one group of all rows
     draws      rows that sample, spread over the sequences; None: one of each sequence
     filtered, penalised   how many of them, from the first on, ask for that
     """
@@ -44,6 +46,9 @@ def trial_step(
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
     members = np.diff(np.linspace(0, decode, groups + 1).astype(np.int32)).astype(np.int32)
     first = (np.cumsum(members) - members).astype(np.int32)
+    part = prefix // levels
+    inner = part * (levels - 1)
+    around = [_level(array([0]), array([decode]), start, start + part) for start in range(0, inner, part or 1)]
     rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,
@@ -52,10 +57,7 @@ def trial_step(
         page_index=EMPTY,
         page_id=EMPTY,
         decode_slot=slot[:decode],
-        group_start=first if groups else EMPTY,
-        group_count=members if groups else EMPTY,
-        group_slot=first if groups else EMPTY,
-        group_kv_end=np.full(groups, prefix, np.int32),
+        levels=[*around, _level(first, members, inner, prefix)] if groups else [],
         prefill_slot=slot[decode:],
         prefill_start=np.full(chunks, cached, np.int32),
         prefill_count=count,
@@ -71,3 +73,7 @@ def trial_step(
         all_greedy=greedy,
         max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
     )
+
+
+def _level(first: Int32, members: Int32, start: int, end: int) -> GroupLevel:
+    return GroupLevel(first, members, first, np.full_like(first, start), np.full_like(first, end))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tok_core.messages import StepInput
+from tok_core.messages import MOST_LEVELS, StepInput
 from tok_core.worker.draw import CHUNK
 from tok_core.worker.graphs import sizes
 from tok_core.worker.memory import SLACK, Measured, largest_step
@@ -26,14 +26,16 @@ def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
 
 
 def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInput]:
-    """A step for each way in which kernels are chosen: few rows and many, with prefix groups and without, prompts
-    alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw."""
+    """A step for each way in which kernels are chosen: few rows and many, with prefix groups, nested ones and none,
+    prompts alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw."""
     prefix, most = max_len // 2 // page_size * page_size, min(slots, tokens)
+    nested = [(levels, prefix // page_size // levels * levels * page_size) for levels in range(2, MOST_LEVELS + 1)]
     found = [largest_step(slots, tokens, max_len)]
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(trial_step(decode=rows))
         if rows > 1 and prefix:
             found += [trial_step(decode=rows, groups=groups, prefix=prefix) for groups in {1, rows // 2}]
+            found += [trial_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in nested if end]
     few = min(8, slots - 1, tokens - 1)
     if few > 0:
         long = min(max_len - few, tokens - few)

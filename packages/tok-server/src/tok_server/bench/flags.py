@@ -1,4 +1,4 @@
-"""The flags of `tok bench offline` and `tok bench serve`."""
+"""The flags of `tok bench`, those of `tok bench kernels` aside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ EXAMPLES = """examples:
   tok bench offline --workload monkeys --workload-dir DIR --limit 16 --model ./config-only \\
       --load-format dummy --eos-probability 0.0078125 --json
   tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream
+  tok bench manager --workload monkeys --sequences 8192 --json
 """
+
+MANAGER_WORKLOADS = {
+    "decode": "512 tokens of prompt and 256 of output: the steps that only decode",
+    "monkeys": "many samples each of 64 to 256 prompts of 704 tokens, of geometric lengths around 128",
+    "sharegpt": "one sample a prompt, log-normal lengths of both",
+    "churn": "outputs of 1 to 8 tokens",
+    "regroup": "samples of 256 prompts, 1 %% of them replaced before every step",
+    "admission": "the start of as many requests of 1,000 tokens, half of each shared with others",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +49,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Measure each kernel of a model beside the time that its bytes or its products take here.",
     )
     add_bench_kernels(kernels)
+    manager = kinds.add_parser(
+        "manager",
+        help="the manager alone, its worker simulated",
+        description="Measure what the manager's CPU costs a generated token; its worker computes nothing.",
+    )
+    add_manager(manager)
+
+
+def add_manager(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tok bench manager`."""
+    told = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
+    add = parser.add_argument
+    add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=told)
+    add("--sequences", type=int, default=8192, metavar="N", help="that run at once (default: %(default)s)")
+    add("--stop", metavar="STRING", help="a stop string that every request asks for (default: none)")
+    add("--step-time", type=float, default=0.0, metavar="MS", help="ms that the worker takes a step (default: 0)")
+    add("--json", action="store_true", help="print one line of JSON instead of a table")
+    parser.set_defaults(module="tok_server.commands.bench_manager")
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,151 @@
+"""A manager whose worker computes nothing: to measure what the manager itself costs.
+
+Every message is encoded and decoded as between processes. What the worker's side of that costs, and the worker, lies
+outside of `Simulation.turn`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.config import EngineConfig
+from tok_core.manager.loop import Manager
+from tok_core.manager.run_ahead import FEWEST
+from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
+
+Lives = Callable[[NDArray[np.float64]], Int64]
+"""Tokens [n] that samples generate before a model's end id, at least 1, of uniform random numbers [n] in [0, 1)."""
+
+
+class SimulatedWorker:
+    """Random tokens; each sample ends when its life is over, which depends on its seed and index alone."""
+
+    def __init__(self, info: EngineInfo, lives: Lives) -> None:
+        self._end, self._vocab = info.eos_token_ids[0], info.vocab_size
+        self._lives = lives
+        self._rng = np.random.default_rng(0)
+        self._length = np.zeros(info.max_running, np.int64)
+        self._ends_at = np.zeros(info.max_running, np.int64)  # length in the cache at which the end id is drawn
+
+    def run(self, step: StepInput, seconds: float) -> StepOutput:
+        """The tokens of `step`, which is said to have taken so long."""
+        if (new := step.new) is not None:
+            self._length[new.slot] = new.length
+            life = self._lives(_uniform(new.seed, new.sample))
+            self._ends_at[new.slot] = np.maximum(new.prompt_len + life - 1, new.ends_from)
+        self._length[step.decode_slot] += 1
+        self._length[step.prefill_slot] = step.prefill_start + step.prefill_count
+        slots, count = step.sample_slot, len(step.sample_slot)
+        token = self._rng.integers(0, self._vocab - 1, count, np.int32)
+        token += token >= self._end  # every id but the end id
+        token[self._length[slots] >= self._ends_at[slots]] = self._end
+        top = np.zeros((count, step.top_logprobs), np.int32)
+        logprob = np.zeros(count, np.float32)
+        return StepOutput(step.step, token, logprob, top, top.astype(np.float32), 0.0, seconds)
+
+
+class SimulatedPorts:
+    """Ports of a manager over messages as bytes, and their other ends: `submit` and `work`.
+
+    step_seconds  what each step takes, one after the other; 0: its tokens are there at once, but are handed over
+                  only when two steps are queued or nothing is left to schedule, so that the manager runs ahead
+    """
+
+    def __init__(self, worker: SimulatedWorker, step_seconds: float) -> None:
+        self._worker = worker
+        self._step_seconds = step_seconds
+        self._requests: deque[bytes] = deque()
+        self._steps: deque[bytes] = deque()
+        self._outputs: deque[tuple[float, bytes]] = deque()  # with the time at which they are there
+        self._idle = False
+        self._to_manager = decoder(ToManager)
+        self._from_worker = decoder(FromWorker)
+        self._to_worker = decoder(StepInput)
+        self.steps = self.tokens = self.finished = 0
+        self.input_bytes = self.output_bytes = self.progress_bytes = 0
+
+    def submit(self, message: bytes) -> None:
+        """Queues an encoded Submit or Cancel."""
+        self._requests.append(message)
+
+    def work(self) -> None:
+        """Carries out the steps that have been sent."""
+        while self._steps:
+            began = max(time.monotonic(), self._outputs[-1][0] if self._outputs else 0.0)
+            step: StepInput = self._to_worker.decode(self._steps.popleft())
+            output = encode(self._worker.run(step, self._step_seconds))
+            self.output_bytes += len(output)
+            self._outputs.append((began + self._step_seconds, output))
+
+    def requests(self) -> list[ToManager]:
+        arrived = [self._to_manager.decode(one) for one in self._requests]
+        self._requests.clear()
+        return arrived
+
+    def outputs(self) -> list[StepOutput]:
+        there: list[StepOutput] = []
+        while self._outputs and self._may_come(len(there)):
+            there.append(self._from_worker.decode(self._outputs.popleft()[1]))
+        self._idle = False
+        return there
+
+    def _may_come(self, already: int) -> bool:
+        if self._step_seconds:
+            return self._outputs[0][0] <= time.monotonic()
+        return not already and (self._idle or len(self._outputs) >= FEWEST)
+
+    def send(self, step: StepInput) -> None:
+        message = encode(step)
+        self.steps += 1
+        self.input_bytes += len(message)
+        self._steps.append(message)
+
+    def report(self, progress: Progress) -> None:
+        self.tokens += len(progress.token)
+        self.finished += len(progress.finished)
+        self.progress_bytes += len(encode(progress))
+
+    def wait(self, seconds: float) -> None:
+        self._idle = True
+        if self._outputs:
+            time.sleep(min(max(self._outputs[0][0] - time.monotonic(), 0.0), seconds))
+
+
+class Simulation:
+    """A manager over a simulated worker, in this process and thread."""
+
+    def __init__(
+        self, info: EngineInfo, lives: Lives, pieces: Sequence[bytes] | None = None, step_seconds: float = 0.0
+    ) -> None:
+        self.ports = SimulatedPorts(SimulatedWorker(info, lives), step_seconds)
+        self.manager = Manager(EngineConfig(model="simulated"), info, self.ports, pieces)
+
+    def submit(self, message: msgspec.Struct) -> None:
+        """Sends a Submit or a Cancel."""
+        self.ports.submit(encode(message))
+
+    def turn(self) -> float:
+        """One turn of the manager's loop, then the worker's; CPU seconds of this thread that the manager took."""
+        began = time.thread_time()
+        active = self.manager.turn()
+        spent = time.thread_time() - began
+        self.ports.work()
+        if not active:
+            self.ports.wait(1.0)
+        return spent
+
+
+def _uniform(seed: Int64, sample: NDArray[np.int32]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each pair; SplitMix64's mix (Steele, Lea & Flood 2014)."""
+    z = (seed.astype(np.uint64) << np.uint64(20)) + sample.astype(np.uint64) + np.uint64(1)
+    z *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)) / float(1 << 53)

@@ -1,0 +1,44 @@
+"""What a step's groups become on their way to the kernels: where rows begin by themselves, and places left free."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tok_core.worker import rows
+from tok_core.worker.graphs import _arrays
+from tok_core.worker.trial import trial_step
+
+
+def test_a_row_begins_where_the_innermost_of_its_groups_ends() -> None:
+    step = trial_step(decode=6, groups=2, prefix=96, levels=3)
+    inner = step.levels[2]
+    inner.count[1] = 2  # the last row is in the outer groups alone
+    assert rows.own_start(step).tolist() == [96, 96, 96, 96, 96, 64]
+    assert rows.own_start(trial_step(decode=3)).tolist() == [0, 0, 0]
+
+
+def test_levels_become_cascade_levels_with_the_bounds_of_their_groups() -> None:
+    step = trial_step(decode=7, groups=3, prefix=64, levels=2)
+    put = {name: torch.from_numpy(array) for name, array in rows.arrays(step).items()}
+    outer, inner = rows._cascade(step, put)
+    assert (outer.max_rows, outer.max_kv, inner.max_rows, inner.max_kv) == (7, 32, 3, 32)
+    assert outer.kv_end.tolist() == [32]
+    assert inner.row_start.tolist() == inner.slot.tolist() == [0, 2, 4]
+    assert inner.row_count.tolist() == [2, 2, 3]
+    assert inner.kv_start.tolist() == [32] * 3
+    assert put["kv_start"].tolist() == [64] * 7
+
+
+def test_a_step_fills_the_places_that_its_graph_was_recorded_with() -> None:
+    recorded = _arrays(None, 16, 8, padding=99)
+    for step in (trial_step(decode=10, groups=3, prefix=32), trial_step(decode=16, groups=8, prefix=32)):
+        filled = _arrays(step, 16, 8, padding=99)
+        assert [(name, array.shape, array.dtype) for name, array in filled.items()] == [
+            (name, array.shape, array.dtype) for name, array in recorded.items()
+        ]
+        groups = len(step.levels[0].start)
+        assert filled["count_0"].tolist() == [*step.levels[0].count, *[0] * (8 - groups)]
+        assert filled["slots"][len(step.decode_slot) :].tolist() == [99] * (16 - len(step.decode_slot))
+    assert not any(name.startswith("start_") for name in _arrays(None, 16, 0, padding=99))
+    assert np.unique(recorded["slots"]).tolist() == [99]

@@ -1,0 +1,27 @@
+"""`tok bench manager`: what the manager's CPU costs a token, as a table or one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import msgspec
+
+from tok_core import InvalidField
+
+MOST_SEQUENCES = 65_536
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures and prints. Errors: InvalidField."""
+    sequences, milliseconds = options.sequences, options.step_time
+    if not 1 <= sequences <= MOST_SEQUENCES:
+        raise InvalidField("sequences", sequences, f"integers from 1 to {MOST_SEQUENCES}")
+    if not math.isfinite(milliseconds) or milliseconds < 0:
+        raise InvalidField("step_time", milliseconds, "milliseconds from 0")
+    from tok_server.bench.manager import run_manager
+    from tok_server.bench.manager_result import table
+
+    result = run_manager(options.workload, sequences, options.stop, milliseconds / 1e3)
+    print(msgspec.json.encode(result).decode() if options.json else table(result))
+    return 0

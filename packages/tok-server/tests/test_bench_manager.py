@@ -1,0 +1,112 @@
+"""`tok bench manager`: the real manager over a worker that computes nothing, step by step and part by part."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tok_core.manager.clockwork import PARTS
+from tok_server.bench.manager import PAIRS, STEPS, run_manager
+from tok_server.bench.manager_load import LOADS
+from tok_server.bench.manager_result import table
+from tok_server.cli import main, make_parser
+from tok_server.commands.bench_manager import MOST_SEQUENCES
+
+KEYS = ["engine", "workload", "sequences", "us_per_token", "ms_per_step", *PARTS]
+
+
+@pytest.mark.parametrize("name", sorted(LOADS.keys() - {"admission"}))
+def test_every_workload_keeps_its_slots_full_and_tells_what_each_part_of_a_step_costs(name: str) -> None:
+    result = run_manager(name, 64)
+    assert (result.engine, result.workload, result.sequences) == ("tok", name, 64)
+    assert 60 <= result.running <= 64
+    assert result.steps >= 2 * PAIRS * STEPS
+    assert result.us_per_token is not None
+    # Of the sequences of a step all but those that have ended or just start bring a token.
+    assert result.ms_per_step * 1e3 / 64 * 0.8 < result.us_per_token < result.ms_per_step * 1e3 / 64 * 2.5
+    parts = [getattr(result, part) for part in PARTS]
+    assert sum(parts) == pytest.approx(result.ms_per_step, rel=0.02)
+    for part in ("schedule", "pages", "messages", "outputs", "stops"):
+        assert getattr(result, part) > 0, part
+
+
+def test_only_workloads_whose_prompts_are_shared_spend_time_on_groups_and_only_where_ends_come_on_admission() -> None:
+    decode, monkeys = run_manager("decode", 64), run_manager("monkeys", 64)
+    assert decode.groups < monkeys.groups
+    assert decode.forecast < monkeys.forecast
+    assert decode.discarded_share == 0 < monkeys.discarded_share
+
+
+def test_a_step_that_only_decodes_sends_its_slots_and_new_pages_and_no_more() -> None:
+    small, large = run_manager("decode", 64), run_manager("decode", 256)
+    for result in (small, large):  # 4 bytes each for slot, row and place, and 12 for every 16th's new page
+        assert 3 * 4 * result.sequences < result.input_bytes < 4 * 4 * result.sequences + 1024
+        assert 2 * 4 * result.sequences < result.output_bytes < 2 * 4 * result.sequences + 512
+
+
+def test_admission_counts_until_every_request_has_started() -> None:
+    result = run_manager("admission", 48)
+    assert result.us_per_token is None
+    assert result.running == 48
+    assert result.seconds is not None
+    assert result.us_per_request == pytest.approx(result.seconds / 48 * 1e6, rel=0.01)
+    assert result.input_bytes * result.steps / 2 > 48 * 500 * 4  # at least the halves that are not shared
+
+
+def test_a_step_takes_the_worker_as_long_as_it_is_told_and_the_managers_cpu_no_longer() -> None:
+    began = time.monotonic()
+    result = run_manager("churn", 16, step_seconds=2e-3)
+    took = time.monotonic() - began
+    assert took >= result.steps * 2e-3
+    assert result.step_time_ms == 2.0
+    assert result.ms_per_step * result.steps * 1e-3 < took
+
+
+def test_json_is_one_object_that_begins_with_the_same_keys_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "manager", "--workload", "churn", "--sequences", "16", "--stop", "stop", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    values = json.loads(out)
+    assert list(values)[: len(KEYS)] == KEYS
+    assert (values["workload"], values["sequences"], values["stop"]) == ("churn", 16, "stop")
+    assert "seconds" not in values
+
+
+def test_the_table_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "manager", "--workload", "decode", "--sequences", "16", "--stop", "the end"]) == 0
+    told = capsys.readouterr().out
+    assert "decode, 16 sequences, stop 'the end'" in told
+    for word in ("CPU per token, µs", "CPU per step, ms", "bytes to the engine", *PARTS):
+        assert word in told
+    assert "CPU until all started, s" in table(run_manager("admission", 4))
+
+
+def test_the_flags_are_these() -> None:
+    options = make_parser(["bench"]).parse_args(["bench", "manager", "--workload", "decode"])
+    values = {name: value for name, value in vars(options).items() if name not in ("command", "kind", "module")}
+    assert values == {"workload": "decode", "sequences": 8192, "stop": None, "step_time": 0.0, "json": False}
+    assert options.module == "tok_server.commands.bench_manager"
+
+
+@pytest.mark.parametrize("name", sorted(LOADS))
+def test_the_command_takes_every_workload_there_is(name: str) -> None:
+    assert make_parser(["bench"]).parse_args(["bench", "manager", "--workload", name]).workload == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--sequences", "0"], f"--sequences is 0; allowed: integers from 1 to {MOST_SEQUENCES}"),
+        (["--sequences", "65537"], f"--sequences is 65537; allowed: integers from 1 to {MOST_SEQUENCES}"),
+        (["--step-time", "-1"], "--step-time is -1.0; allowed: milliseconds from 0"),
+        (["--step-time", "nan"], "--step-time is nan; allowed: milliseconds from 0"),
+        (["--stop", ""], "--stop is ''; allowed: strings of 1 to 4096 characters"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_by_name(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "manager", "--workload", "decode", *flags]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""A backlog of samples whose lengths nobody knows in advance, and how well a manager fills its memory with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from support.schedules import EOS, submit
+from tok_core import EngineConfig, SamplingParams
+from tok_core.manager.loop import Manager
+from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
+
+Lengths = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def geometric(random: np.random.Generator, count: int) -> np.ndarray:
+    """Mean 128."""
+    return random.geometric(1 / 128, count)
+
+
+def log_normal(random: np.random.Generator, count: int) -> np.ndarray:
+    """Median 90, mean 148."""
+    return np.ceil(random.lognormal(np.log(90), 1.0, count)).astype(np.int64)
+
+
+def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
+    """Half of them around 24, half around 300."""
+    return np.where(random.random(count) < 0.5, random.poisson(24, count), random.poisson(300, count)) + 1
+
+
+class LengthWorker:
+    """Ends sample i of request r after `lengths[r, i]` tokens, whatever it computes; steps come back `delay` later."""
+
+    def __init__(self, info: EngineInfo, lengths: np.ndarray, delay: int) -> None:
+        self.lengths = lengths
+        self.delay = delay
+        self.length = np.zeros(info.max_running, np.int64)
+        self.end = np.zeros(info.max_running, np.int64)
+        self.inbox: list[ToManager] = []
+        self.queued: deque[StepOutput] = deque()
+        self.tokens = self.recomputed = 0
+        self.idle = False
+
+    def requests(self) -> list[ToManager]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def outputs(self) -> list[StepOutput]:
+        if self.queued and (self.idle or len(self.queued) > self.delay):
+            self.idle = False
+            return [self.queued.popleft()]
+        return []
+
+    def send(self, step: StepInput) -> None:
+        new = step.new
+        if new is not None:
+            self.length[new.slot] = new.length
+            self.end[new.slot] = new.prompt_len + self.lengths[new.seed, new.sample]
+        self.length[step.decode_slot] += 1
+        self.length[step.prefill_slot] = step.prefill_start + step.prefill_count
+        slots = step.sample_slot
+        token = np.where(self.length[slots] + 1 >= self.end[slots], EOS, 0).astype(np.int32)
+        none = np.empty((len(slots), 0))
+        self.queued.append(
+            StepOutput(step.step, token, np.zeros(len(slots), np.float32), none.astype(np.int32), none, 0.25, 0.5)
+        )
+
+    def report(self, progress: Progress) -> None:
+        self.tokens += len(progress.token)
+
+    def wait(self, seconds: float) -> None:
+        self.idle = True
+
+
+@dataclass
+class Filled:
+    """Shares: of the pages, in the mean over steps with a backlog, from the start and once a fifth had ended; of the
+    samples, preempted; of the tokens computed, computed once more."""
+
+    pages: float
+    pages_settled: float
+    preempted: float
+    recomputed: float
+    steps: int
+
+
+def fill(info: EngineInfo, lengths: np.ndarray, prompt: int, max_tokens: int, shared: int = 0) -> Filled:
+    """Runs requests of `lengths` [requests, samples], all there at once, to their end."""
+    requests, samples = lengths.shape
+    ports = LengthWorker(info, np.minimum(lengths, max_tokens), delay=1)
+    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None)
+    random = np.random.default_rng(7)
+    for rid in range(requests):
+        ids = random.integers(10, info.vocab_size, prompt)
+        ids[:shared] = 9
+        ports.inbox.append(submit(rid, ids.tolist(), SamplingParams(n=samples, max_tokens=max_tokens, seed=rid)))
+    used, settled, total = [], [], int(ports.lengths.sum())
+    while True:
+        if not manager.turn():
+            if not manager.requests:
+                break
+            ports.wait(0)
+        if manager.scheduler.waiting:
+            used.append(manager.paging.used / info.num_pages)
+            if ports.tokens > total / 5:
+                settled.append(used[-1])
+    assert ports.tokens == total
+    stats = manager.stats()
+    once = total - ports.lengths.size + requests * prompt
+    return Filled(
+        float(np.mean(used)),
+        float(np.mean(settled)) if settled else 0.0,
+        stats.preemptions / ports.lengths.size,
+        (stats.computed_tokens - stats.discarded_tokens + 0.0) / once - 1,
+        stats.steps,
+    )

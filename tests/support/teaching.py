@@ -1,0 +1,9 @@
+"""What an engine is shown so that it takes the next samples for short ones, and runs out of memory for them."""
+
+from __future__ import annotations
+
+from tok_core import SamplingParams
+
+PROMPT = [1]
+SHORT = SamplingParams(n=64, max_tokens=64, temperature=0, stop_token_ids=(0,), logit_bias={0: 100.0})
+"""64 samples of PROMPT that end with their first token although they may have as many."""
