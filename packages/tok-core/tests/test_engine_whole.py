@@ -189,8 +189,8 @@ async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> N
 async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -> None:
     engine = AsyncEngine(config(path), in_process=True)
     await engine.start()
+    first = engine.generate(PROMPT, LONG)  # starts first, however few may start at a time
     streams = [engine.generate(PROMPT, LONG, stream=False) for _ in range(4)]
-    first = engine.generate(PROMPT, LONG)
     assert (await anext(aiter(first))).token_ids
     await engine.close()
     results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
