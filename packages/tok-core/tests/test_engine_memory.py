@@ -117,7 +117,6 @@ def has_loaded(pid: int | None, library: str) -> bool:
     return pid is not None and library in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded from /proc")
 @pytest.mark.parametrize(("role", "loaded"), [("worker", "python"), ("worker", "libtorch_cpu"), ("manager", "numpy")])
 async def test_a_process_killed_while_it_starts_ends_the_start_with_an_error(
     path: Path, role: str, loaded: str
