@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from support.engines import cpu_engine
+from support.engines import cpu_engine, manager_of
+from support.grouping import group_eagerly
 from support.teaching import PROMPT, SHORT
 from support.tiny_models import reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
@@ -97,6 +98,7 @@ def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
 @pytest.mark.parametrize("groups", [True, False])
 def test_eight_samples_of_a_prompt_equal_each_other(wanted: list[Case], groups: bool) -> None:
     with cpu_engine(MODEL_DIR, prefix_groups=groups) as engine:
+        group_eagerly(manager_of(engine))
         outputs = generate(engine, wanted[:4], n=8)
         assert (engine.stats()["group_rows"] > 0) == groups
     assert_equal(outputs, wanted[:4], n=8)

@@ -15,9 +15,9 @@ from tok_core.manager.loop import Manager
 from tok_core.processes.replica import ThreadReplica
 
 
-def manager_of(core: object) -> Manager:
-    """The manager of an engine that runs in this process."""
-    replica = core._core._replica  # type: ignore[attr-defined]
+def manager_of(core: object, replica_number: int = 0) -> Manager:
+    """The manager of a replica of an engine that runs in this process."""
+    replica = core._core._fleet.lives[replica_number].replica  # type: ignore[attr-defined]
     assert isinstance(replica, ThreadReplica)
     assert replica.manager is not None
     return replica.manager
@@ -43,7 +43,8 @@ def cpu_engine(path: Path, **options: Any) -> Iterator[Engine]:
     settings: dict[str, Any] = {"kv_cache_tokens": 65_536, "max_running": 64, "dtype": "float32", "device": "cpu"}
     with Engine(EngineConfig(model=str(path), **{**settings, **options}), in_process=True) as engine:
         yield engine
-        assert_all_given_back(manager_of(engine))
+        for number in range(settings.get("dp", 1)):
+            assert_all_given_back(manager_of(engine, number))
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from support.grouping import group_eagerly
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
+from tok_core.manager.deferral import Deferral
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
 from tok_core.manager.stems import Stem
@@ -37,11 +39,19 @@ def engine_info(**sizes: int) -> EngineInfo:
     return msgspec.structs.replace(SMALL, **sizes)
 
 
-def make_manager(info: EngineInfo, run_ahead: int = 2, *, groups: bool = True) -> tuple[Manager, SimulatedPorts]:
-    """A manager and the ports through which its simulated worker answers."""
+def make_manager(
+    info: EngineInfo, run_ahead: int = 2, *, groups: bool = True, pp: int = 1
+) -> tuple[Manager, SimulatedPorts]:
+    """A manager and the ports through which its simulated worker, or pipeline of `pp` stages, answers.
+
+    Short prompts are grouped, too.
+    """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
-    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups)
-    return Manager(config, info, ports, None), ports
+    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
+    manager = Manager(config, info, ports, None)
+    manager.scheduler.cohorts.fewest = 1
+    group_eagerly(manager)
+    return manager, ports
 
 
 def submit(rid: int, prompt: Sequence[int], params: SamplingParams) -> Submit:
@@ -107,6 +117,14 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
     return victims
 
 
+def hurry(manager: Manager, hurries: Iterable[bool], deferral: Deferral | None = None) -> None:
+    """From now on the worker is about to run dry whenever `hurries` says so; with another policy, if one is given."""
+    ask = iter(hurries)
+    setattr(manager, "_hurried", lambda: next(ask))  # noqa: B010
+    if deferral is not None:
+        manager.scheduler.deferral = deferral
+
+
 def kept(manager: Manager) -> list[Stem]:
     """The prompts that are kept for samples that have not started."""
     return list(manager.scheduler.stems._stems.values())
@@ -127,7 +145,8 @@ def check(manager: Manager) -> None:
     for stem in stems:
         assert stem.request.undrawn > 0
         assert paging.tree.node(stem.node).depth == len(stem.pages) == (len(stem.request.prompt) - 1) // table.page_size
-    assert table.requests_running == len({rid for rid, state in zip(table.rid, table.state, strict=True) if state})
+    assert table.requests_running == len(set(table.rid[np.isin(table.state, (State.FREE, State.ENDED), invert=True)]))
+    assert table.ended == np.count_nonzero(table.state == State.ENDED)
     paging.tree.check()
 
 

@@ -3,7 +3,8 @@
 Every wrong page, stale page table entry, lost copy or wrong position changes the hash, so what a sequence generates is
 right exactly if the manager handed out its pages rightly. Steps are carried out as on a device: pages are copied before
 anything is written, all keys of a step are written before any is read, and a sequence that has drawn an end id computes
-nothing more.
+nothing more. What a step draws is taken over when a later step says so, as at the first stage of a pipeline; until then
+its sequences cannot decode.
 """
 
 from __future__ import annotations
@@ -40,18 +41,22 @@ class SimulatedWorker:
         self.sample = np.zeros(info.max_running, np.int64)
         self.ends_from = np.zeros(info.max_running, np.int64)
         self.ended = np.zeros(info.max_running, np.bool_)
+        self.renewed = np.zeros(info.max_running, np.int64)  # the step that gave each slot to its present owner
+        self.drawn: deque[tuple[int, int, int]] = deque()  # step, slot and token of draws to be taken over
 
     def run(self, step: StepInput) -> StepOutput:
         """Carries out one step."""
+        self._take_over(step.draws_upto)
         self._apply(step)
+        owed = {slot for number, slot, _ in self.drawn if self.renewed[slot] <= number}
+        assert not owed.intersection(step.decode_slot.tolist()), "a row decodes before its last token is there"
         slots = [*step.decode_slot.tolist(), *step.prefill_slot.tolist()]
         assert len(set(slots)) == len(slots)
         self._write(step)
         contexts = [self._context(step, row, slot) for row, slot in enumerate(slots)]
-        token = [
-            self._draw(contexts[row], slot)
-            for row, slot in zip(step.sample_row.tolist(), step.sample_slot.tolist(), strict=True)
-        ]
+        sampled = list(zip(step.sample_row.tolist(), step.sample_slot.tolist(), strict=True))
+        token = [self._draw(contexts[row], slot) for row, slot in sampled]
+        self.drawn.extend((step.step, slot, one) for (_, slot), one in zip(sampled, token, strict=True))
         count = len(token)
         return StepOutput(
             step=step.step,
@@ -63,8 +68,17 @@ class SimulatedWorker:
             device_seconds=0.5,
         )
 
+    def _take_over(self, draws_upto: int) -> None:
+        while self.drawn and self.drawn[0][0] <= draws_upto:
+            number, slot, token = self.drawn.popleft()
+            if self.renewed[slot] <= number and token != NOTHING:
+                self.last_token[slot] = token
+                ends = token in self.info.eos_token_ids and self.length[slot] >= self.ends_from[slot]
+                self.ended[slot] |= ends
+
     def _apply(self, step: StepInput) -> None:
         if step.new is not None:
+            self.renewed[step.new.slot] = step.step
             for name in ("length", "last_token", "sample", "ends_from"):
                 getattr(self, name)[step.new.slot] = getattr(step.new, name)
             self.ended[step.new.slot] = False
@@ -77,10 +91,7 @@ class SimulatedWorker:
     def _draw(self, context: np.ndarray, slot: int) -> int:
         if self.ended[slot]:
             return NOTHING
-        token = next_token(context, int(self.sample[slot]), self.info.vocab_size)
-        self.last_token[slot] = token
-        self.ended[slot] = token in self.info.eos_token_ids and self.length[slot] >= self.ends_from[slot]
-        return token
+        return next_token(context, int(self.sample[slot]), self.info.vocab_size)
 
     def _write(self, step: StepInput) -> None:
         written: list[int] = []
@@ -130,6 +141,7 @@ class SimulatedPorts:
         self.reports: list[Progress] = []
         self.steps: list[StepInput] = []
         self.idle = False
+        self.most_queued = 0
 
     def requests(self) -> list[ToManager]:
         inbox, self.inbox = self.inbox, []
@@ -144,6 +156,7 @@ class SimulatedPorts:
     def send(self, step: StepInput) -> None:
         self.steps.append(step)
         self.queued.append(self.worker.run(step))
+        self.most_queued = max(self.most_queued, len(self.queued))
 
     def report(self, progress: Progress) -> None:
         self.reports.append(progress)

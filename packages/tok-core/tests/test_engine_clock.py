@@ -1,13 +1,15 @@
-"""The engine asks only clocks that cannot be set: a wall clock that steps backwards harms nothing."""
+"""Clocks that jump, step backwards or stand still lose no request, change no token and end no replica."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.engines import cpu_engine, manager_of
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 
@@ -41,9 +43,62 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
     return asked
 
 
-def assert_sane(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+def turn_clocks(monkeypatch: pytest.MonkeyPatch, hours: Callable[[int], int], *names: str) -> None:
+    """From now on the i-th look at any of these clocks finds it `hours(i)` off."""
+    asked = itertools.count()
+
+    def seconds() -> float:
+        return 2e9 + 3600.0 * hours(next(asked))
+
+    for name in names:
+        monkeypatch.setattr(time, name, (lambda: int(seconds() * 1e9)) if name.endswith("_ns") else seconds)
+
+
+WALL, STEADY = ("time", "time_ns"), ("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
+
+
+@pytest.mark.parametrize(
+    ("hours", "names"),
+    [
+        (lambda i: i, WALL + STEADY),
+        (lambda i: i > 40, WALL + STEADY),
+        (lambda i: 0, WALL + STEADY),
+        (lambda i: -i, WALL),  # no other clock goes back
+        (lambda i: (-1) ** i, WALL),
+    ],
+    ids=["runs ahead", "jumps once", "stands still", "runs back", "jumps to and fro"],
+)
+def test_an_engine_whose_clocks_go_wrong_serves_as_before(
+    hours: Callable[[int], int], names: tuple[str, ...], config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cpu_engine(Path(config.model), step_timeout=60, max_running=4) as engine:
+        wanted = engine.generate(PROMPTS, PARAMS)
+        before = engine.stats()
+        with monkeypatch.context() as patch:
+            turn_clocks(patch, hours, *names)
+            manager_of(engine)._watch._clock = time.monotonic
+            outputs = engine.generate(PROMPTS, PARAMS, progress=True)
+        assert_same(outputs, wanted)
+        for output in outputs:
+            timings = output.timings
+            assert timings.first_token is not None
+            assert timings.finished is not None
+            assert timings.submitted <= timings.first_token <= timings.finished
+        assert engine.health().ok
+        after = engine.stats()
+        assert after["restarts"] == 0
+        for part in ("schedule", "launch", "device", "output"):
+            assert 0 <= after[f"{part}_seconds"] - before[f"{part}_seconds"] < 60
+
+
+def assert_same(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
     for output, expected in zip(outputs, wanted, strict=True):
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+
+
+def assert_sane(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    assert_same(outputs, wanted)
+    for output in outputs:
         timings = output.timings
         assert timings.first_token is not None
         assert timings.finished is not None

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import cpu_engine, random_prompts
+from support.engines import cpu_engine, manager_of, random_prompts
+from support.grouping import group_eagerly
 from support.teaching import PROMPT, SHORT
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import RequestOutput, SamplingParams
@@ -127,6 +128,7 @@ def test_generated_tokens_are_cached_too(directory: Path) -> None:
 def test_samples_of_one_prompt_share_it_and_equal_each_other(path: Path, groups: bool) -> None:
     wanted = cases(path, (1, 16, 17, 65, 200))
     with cpu_engine(path, prefix_groups=groups) as one:
+        group_eagerly(manager_of(one))
         assert_equal(one.generate(asked(wanted), greedy(n=8)), wanted, n=8)
         stats = one.stats()
         assert (stats["group_rows"] > 0) == groups

@@ -10,8 +10,9 @@ import torch
 
 from support.after_ready import set_up_late
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.grouping import group_eagerly
 from support.tiny_models import KINDS, make_model, reference_greedy
-from tok_core import Engine, EngineConfig, SamplingParams
+from tok_core import Engine, EngineConfig, EngineError, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +27,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=KINDS)
 def path(request: pytest.FixtureRequest, directory: Path) -> Path:
-    target = directory / request.param
-    return target if target.exists() else make_model(request.param, target)
+    return made(request.param, directory)
+
+
+def made(kind: str, directory: Path) -> Path:
+    target = directory / kind
+    return target if target.exists() else make_model(kind, target)
 
 
 def engine(path: Path, **options: object) -> Engine:
@@ -53,6 +58,7 @@ def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
     answers = []
     for groups in (True, False):
         with engine(path, dtype="float32", prefix_groups=groups) as one:
+            group_eagerly(manager_of(one))
             answers.append([[s.token_ids for s in output.outputs] for output in one.generate(ASKED, params)])
             assert (one.stats()["group_rows"] > 0) == groups
     assert answers[0] == answers[1]
@@ -100,11 +106,11 @@ def test_an_eight_bit_cache_gives_the_tokens_of_the_cpu_but_where_rounding_decid
 
 @pytest.mark.parametrize("running", [1, 3])
 def test_few_slots_start_with_steps_that_no_context_fills(directory: Path, running: int) -> None:
-    path = directory / "few"
-    if not path.exists():
-        make_model("llama", path)
+    path = made("llama", directory)
     wanted = reference_greedy(path, ASKED, 64)
-    with engine(path, dtype="float32", max_running=running, kv_cache_tokens=None, gpu_memory_fraction=0.2) as one:
+    # A fixed cache: what memory is left beside tests that run at the same time says nothing here.
+    with engine(path, dtype="float32", max_running=running) as one:
+        assert running * one.info.max_model_len < one.info.max_step_tokens
         outputs = one.generate(ASKED, GREEDY)
     for output, (tokens, _) in zip(outputs, wanted, strict=True):
         assert output.outputs[0].token_ids == list(tokens)
@@ -115,6 +121,13 @@ def test_the_cache_takes_the_memory_it_may(path: Path) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         assert 0.1 * total < torch.cuda.memory_allocated() < 0.2 * total
         assert len(one.generate(ASKED, GREEDY)) == len(ASKED)
+
+
+def test_a_share_of_the_memory_that_is_used_already_is_refused_with_who_uses_it(directory: Path) -> None:
+    path = made("llama", directory)
+    wanted = r"of the 0\.\d GiB .* steps take \d+\.\d GiB, and CUDA and other processes \d+\.\d GiB"
+    with pytest.raises(EngineError, match=wanted), engine(path, kv_cache_tokens=None, gpu_memory_fraction=0.001):
+        pass
 
 
 def test_a_worker_process_serves_from_the_gpu(path: Path) -> None:

@@ -123,7 +123,7 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
     engine = AsyncEngine(config, in_process=True)
     await engine.start()
     try:
-        replica = engine._core._replica
+        replica = engine._core._fleet.lives[0].replica
         assert isinstance(replica, ThreadReplica)
         hear, failing, go_on = replica._report, asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()

@@ -107,7 +107,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def child(engine: AsyncEngine, role: str) -> int | None:
     """Process id of a child of the engine, once there is one."""
-    replica = engine._core._replica
+    replica = engine._core._fleet.lives[0].replica
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
     return replica.children[role].pid

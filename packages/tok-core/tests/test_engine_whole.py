@@ -77,8 +77,8 @@ class Twins(ThreadReplica):
 
     _first: Submit | None = None
 
-    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
-        super().__init__(config, lambda message: report(_doubled(message)), death)
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
+        super().__init__(config, index, lambda message: report(_doubled(message)), death)
 
     def send(self, message: Submit | Cancel) -> None:
         assert isinstance(message, Submit)
@@ -112,7 +112,7 @@ def test_streamed_deltas_add_up_to_what_is_not_streamed(path: Path) -> None:
         assert output.cached_tokens == stream.cached_tokens
 
     twins = AsyncEngine(config(path), in_process=True)
-    twins._core._kind = Twins
+    twins._core._fleet._kind = Twins
     with asyncio.Runner() as runner:
         runner.run(twins.start())
 

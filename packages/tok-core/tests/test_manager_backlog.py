@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from support.backlog import Lengths, bimodal, fill, geometric, log_normal
 from support.schedules import engine_info
-from tok_core.manager.pace import FULL, Pace
+from tok_core.manager.forecast import admissible
+from tok_core.manager.pace import FULL, KEPT, STREAM, Pace
 from tok_core.manager.slow_start import VOUCHED, SlowStart
+from tok_core.messages import Int64
 
 INFO = engine_info(
     page_size=16, num_pages=4096, max_running=2048, max_step_tokens=8192, max_model_len=2048, vocab_size=1000
@@ -36,21 +39,50 @@ def test_many_samples_that_start_before_anything_is_known_do_not_overrun_memory(
     assert filled.recomputed <= 0.02
 
 
-def test_the_pace_binds_once_memory_has_been_full_and_samples_still_wait() -> None:
-    pace, cost = Pace(), np.full(100, 500.0)
-    assert pace.allow(50, cost, capacity=1000, used=0, step=1) == 50
-    assert pace.allow(50, cost, capacity=1000, used=int(FULL * 1000), step=2) <= 3
-    allowed = [pace.allow(50, cost, capacity=1000, used=1000, step=step) for step in range(3, 103)]
-    assert sum(allowed) == pytest.approx(100 * 1000 / 500, abs=3)
-    assert max(allowed) <= 3
-    assert pace.allow(2, cost[:2], capacity=1000, used=1000, step=120) == 2
-    assert pace.allow(50, cost, capacity=1000, used=0, step=121) == 50
+@pytest.mark.parametrize(("lengths", "pages"), [(geometric, 0.95), (log_normal, 0.94), (bimodal, 0.91)])
+def test_a_small_memory_is_nearly_full_too(lengths: Lengths, pages: float) -> None:
+    info = msgspec.structs.replace(INFO, num_pages=1024)
+    filled = fill(info, lengths(np.random.default_rng(1), 1500).reshape(-1, 1), prompt=100, max_tokens=1024)
+    assert filled.pages_settled >= pages
+    assert filled.pages >= 0.88
+    assert filled.recomputed <= 0.02
 
 
-def test_a_sample_that_costs_more_than_is_ever_saved_starts_nevertheless() -> None:
-    pace, cost = Pace(), np.full(10, 1e6)
-    starts = [pace.allow(1, cost, capacity=1000, used=950, step=step) for step in range(1, 3000)]
-    assert 2 <= sum(starts) <= 4
+def drawn(length: int, remaining: Int64) -> Pace:
+    """The pace of samples of a prompt of so many tokens."""
+    pace, same = Pace(), np.ones(len(remaining), np.int64)
+    assert pace.outdated(0)
+    pace.draw(0, length * same, remaining, 0 * same, 16)
+    return pace
+
+
+def test_a_stream_comes_to_hold_its_share_of_memory_as_soon_as_the_first_of_it_has_ended() -> None:
+    reserve = drawn(1600, np.full(5, 300)).reserve(1000, np.arange(0, 601))
+    assert reserve[0] == 0
+    assert (np.diff(reserve) >= 0).all()
+    assert reserve[150] == pytest.approx(STREAM * 500, rel=0.1)  # they hardly grow
+    assert (reserve[300:] == int(STREAM * 1000)).all()
+
+
+def test_samples_that_would_all_end_together_start_one_after_the_other() -> None:
+    """None of 300 tokens each may be started that would leave the stream too little when they are at their largest."""
+    pace, none, many = drawn(160, np.full(5, 300)), np.empty(0, np.int64), np.ones(100, np.int64)
+    columns = none, none, none, 160 * many, 300 * many, 0 * many
+    assert admissible(*columns, 1000, 16) == 34
+    assert admissible(*columns, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 3
+
+
+def test_a_curve_is_drawn_anew_after_some_steps() -> None:
+    pace = drawn(10, np.array([1]))
+    assert not pace.outdated(KEPT - 1)
+    assert pace.outdated(KEPT)
+
+
+def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None:
+    pace = Pace()
+    for used, waits, binds in ((0.5, True, False), (FULL, True, True), (0.5, True, True), (1.0, False, False)):
+        pace.observe(int(used * 1000), 1000, waits=waits)
+        assert pace.binds is binds
 
 
 def test_few_start_until_as_many_have_finished_as_run_unless_they_fit_for_sure() -> None:

@@ -64,6 +64,28 @@ def test_as_many_are_admitted_in_order_as_the_simulation_bears(
     assert admissible(*running, *waiting, capacity, page_size) == max(bearable, default=0)
 
 
+@given(st.data(), page_sizes, st.integers(0, 150), st.integers(0, 4))
+def test_what_is_to_be_left_free_is_left_at_every_step_unless_all_fit_anyhow(
+    data: st.DataObject, page_size: int, capacity: int, slope: int
+) -> None:
+    running, waiting = data.draw(demands(page_size)), data.draw(demands(page_size))
+    last = max(int(columns[1].max(initial=0)) for columns in (running, waiting))
+
+    def bears(count: int) -> bool:
+        length, remaining, shared = joined(running, waiting, count)
+        return all(
+            int((-(-(length + t) // page_size) - shared)[remaining >= t].sum()) + slope * t <= capacity
+            for t in range(last + 1)
+        )
+
+    length, remaining, shared = joined(running, waiting, len(waiting[0]))
+    if int((-(-(length + remaining) // page_size) - shared).sum()) <= capacity:
+        most = len(waiting[0])
+    else:
+        most = max((count for count in range(len(waiting[0]) + 1) if bears(count)), default=0)
+    assert admissible(*running, *waiting, capacity, page_size, lambda moments: slope * moments) == most
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_thousands_of_sequences_are_forecast_exactly(page_size: int) -> None:
     random = np.random.default_rng(page_size)

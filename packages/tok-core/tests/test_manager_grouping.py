@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tok_core.manager import branches, grouping
-from tok_core.manager.cascade import best_cascade, choices
+from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
 from tok_core.manager.grouping import Grouping, Groups, find_groups
 from tok_core.manager.prefix_tree import Node, PrefixTree
 from tok_core.messages import Int32, Int64
@@ -38,8 +38,8 @@ class Rows:
         self.node_ids = np.array([node.id for node in self.nodes], np.int32)
         self.slots = np.arange(len(prompts))[::-1] * 3
 
-    def groups(self, merge_pages: float = 1, level_pages: float = 0) -> Groups:
-        return find_groups(self.tree, self.node_ids, self.slots, merge_pages, level_pages)
+    def groups(self, member: float = 1, group: float = 0, level: float = 0) -> Groups:
+        return find_groups(self.tree, self.node_ids, self.slots, Costs(member, group, level))
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
@@ -50,6 +50,12 @@ def tokens(prompt: tuple[int, ...]) -> Int32:
 def rows(most: int, deepest: int = 8) -> st.SearchStrategy[Rows]:
     prompt = st.lists(st.integers(0, 1), max_size=deepest).map(tuple)
     return st.lists(prompt, min_size=1, max_size=most).map(Rows)
+
+
+def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[Costs]:
+    """Of a group, too; all are whole quarters, so that sums of them are exact."""
+    group = st.integers(0, 16).map(lambda quarters: quarters / 4)
+    return st.builds(Costs, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels))
 
 
 @dataclass
@@ -71,13 +77,13 @@ def listed(made: Rows, groups: Groups) -> list[Group]:
     return found
 
 
-def saving(made: Rows, groups: Groups, merge_pages: float) -> float:
-    """Pages that are read without groups, less those that are read with them, less what merging costs."""
+def saving(made: Rows, groups: Groups, cost: Costs) -> float:
+    """Pages that are read without groups, less those that are read with them, less what members and groups cost."""
     found = listed(made, groups)
-    return sum((len(g.rows) - 1) * (g.end - g.start) - merge_pages * len(g.rows) for g in found)
+    return sum((len(g.rows) - 1) * (g.end - g.start) - cost.member * len(g.rows) - cost.group for g in found)
 
 
-def best_saving(made: Rows, levels: int, merge_pages: float) -> float:
+def best_saving(made: Rows, levels: int, cost: Costs) -> float:
     """Over every choice of nodes with rows to share, and of where each one's group begins to read.
 
     A row is in the group of the deepest chosen node on its path, in the group above that ends where that begins, and
@@ -91,11 +97,11 @@ def best_saving(made: Rows, levels: int, merge_pages: float) -> float:
     best = 0.0
     for chosen in product(*starts):
         start = dict(zip(nodes, chosen, strict=True))
-        best = max(best, saved_by(made, start, levels, merge_pages))
+        best = max(best, saved_by(made, start, levels, cost))
     return best
 
 
-def saved_by(made: Rows, start: dict[int, int | None], levels: int, merge_pages: float) -> float:
+def saved_by(made: Rows, start: dict[int, int | None], levels: int, cost: Costs) -> float:
     members = dict.fromkeys(start, 0)
     for held in made.nodes:
         links, at = 0, None
@@ -106,7 +112,7 @@ def saved_by(made: Rows, start: dict[int, int | None], levels: int, merge_pages:
         if at or links > levels:  # nothing ends where a group begins; too deep
             return 0.0
     groups = [(members[i], made.tree.node(i).depth - begin) for i, begin in start.items() if begin is not None]
-    return sum(m * pages - pages - merge_pages * m for m, pages in groups if m)
+    return sum(m * pages - pages - cost.member * m - cost.group for m, pages in groups if m)
 
 
 def count(made: Rows, node: Node) -> int:
@@ -121,58 +127,91 @@ def path_of(node: Node) -> list[Node]:
 
 
 @settings(max_examples=60)
-@given(rows(most=6, deepest=5), st.integers(1, 3), st.sampled_from([0, 0.25, 1, 2.5]))
-def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, merge_pages: float) -> None:
-    found = best_cascade(branches.meet(made.tree, np.bincount(made.node_ids)), levels, merge_pages)
-    assert found.saved == best_saving(made, levels, merge_pages)
+@given(rows(most=6, deepest=5), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
+def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, cost: Costs) -> None:
+    found = best_cascade(branches.meet(made.tree, np.bincount(made.node_ids)), levels, cost)
+    assert found.saved == best_saving(made, levels, cost)
 
 
-@given(rows(most=30), st.sampled_from([0.25, 1, 2.5]), st.sampled_from([0, 5, 20]))
-def test_groups_save_what_their_choice_promised(made: Rows, merge_pages: float, level_pages: float) -> None:
-    groups = made.groups(merge_pages, level_pages)
+@given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
+def test_groups_save_what_their_choice_promised(made: Rows, cost: Costs) -> None:
+    groups = made.groups(*cost)
     meeting = branches.meet(made.tree, np.bincount(made.node_ids))
-    promised = [best_cascade(meeting, levels, merge_pages).saved for levels in (1, 2, 3)]
-    assert saving(made, groups, merge_pages) == pytest.approx(promised[max(0, len(groups.levels) - 1)])
+    promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
+    assert saving(made, groups, cost) == pytest.approx(promised[max(0, len(groups.levels) - 1)])
     for more, less in zip(promised[1 : len(groups.levels)], promised, strict=False):
-        assert more - less > level_pages
+        assert more - less > cost.level
 
 
-@given(rows(most=30), st.sampled_from([0, 0.25, 1]), st.sampled_from([0, 5]))
-def test_members_stand_side_by_side_and_share_all_pages_of_their_group(
-    made: Rows, merge_pages: float, level_pages: float
-) -> None:
-    groups = made.groups(merge_pages, level_pages)
-    assert sorted(groups.order.tolist()) == list(range(len(made.nodes)))
-    covered = [0] * len(made.nodes)
+@given(rows(most=30), costs([0, 0.25, 1], [0, 5]))
+def test_members_stand_side_by_side_and_share_all_pages_of_their_group(made: Rows, cost: Costs) -> None:
+    assert_sound(made, made.slots, made.paths, made.groups(*cost))
+
+
+def assert_sound(made: Rows, slots: Int64, paths: Sequence[list[int]], groups: Groups) -> None:
+    """Of rows in `slots` that hold the pages `paths`."""
+    assert sorted(groups.order.tolist()) == list(range(len(slots)))
+    covered = [0] * len(slots)
     for group in listed(made, groups):
         assert len(group.rows) > 1
         for row in group.rows:
             assert covered[row] == group.start < group.end  # in one group of a level, and levels without a gap
             covered[row] = group.end
-        assert len({tuple(made.paths[row][: group.end]) for row in group.rows}) == 1
+        assert len({tuple(paths[row][: group.end]) for row in group.rows}) == 1
     for level in groups.levels:
         for start, number, slot in zip(level.start, level.count, level.slot, strict=True):
-            assert slot in made.slots[groups.order[start : start + number]]
+            assert slot in slots[groups.order[start : start + number]]
     assert groups.rows == sum(end > 0 for end in covered)
     assert all(covered[row] for row in groups.order[: groups.rows])
 
 
 def test_samples_of_two_prompts_make_two_groups_by_default() -> None:
-    made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
+    made = Rows([(0, *range(10, 25)), (0, *range(30, 45))] * 4)
     found = listed(made, find_groups(made.tree, made.node_ids, made.slots))
     assert sorted(group.rows for group in found) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 4)}
+    assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 16)}
+
+
+def test_a_group_that_saves_less_than_it_costs_is_not_made() -> None:
+    # Both groups of questions save 3 · 10 − 4 pages, the one of the system prompt 7 · 6 − 8.
+    made = Rows([(*range(6), *range(10 * i, 10 * i + 4)) for i in (1, 2)] * 4)
+    found = [
+        sorted((group.end, len(group.rows)) for group in listed(made, made.groups(1, group, 1000)))
+        for group in (17.75, 18.25, 33.75, 34)
+    ]
+    assert found == [[(10, 4), (10, 4)], [(6, 8)], [(6, 8)], []]
+
+
+@pytest.mark.parametrize(
+    ("count", "fan", "system", "question", "shape"),
+    [
+        (1024, 4, 64, 8, [(1, 64)]),
+        (1024, 32, 64, 8, [(32, 72)]),
+        (1024, 32, 32, 44, [(32, 76)]),
+        (1024, 2, 16, 4, [(1, 16)]),
+        (256, 4, 128, 8, [(1, 128)]),
+        (1024, 8, 64, 64, [(1, 64), (128, 128)]),
+        (1024, 2, 0, 23, []),
+        (1024, 2, 0, 25, [(512, 25)]),
+    ],
+)
+def test_by_default_small_groups_of_short_questions_are_not_made(
+    count: int, fan: int, system: int, question: int, shape: list[tuple[int, int]]
+) -> None:
+    made = Rows([(*range(system), *([1000 + row // fan] * question)) for row in range(count)])
+    levels = find_groups(made.tree, made.node_ids, made.slots).levels
+    assert [(len(level.start), int(level.kv_end.max()) // PAGE) for level in levels] == shape
 
 
 def test_a_system_prompt_examples_and_questions_make_three_levels() -> None:
     system, examples = tuple(range(40)), [tuple(range(100 + 30 * i, 130 + 30 * i)) for i in range(3)]
     questions = [system + examples[i % 3] + tuple(range(1000 + 20 * i, 1020 + 20 * i)) for i in range(12)]
     made = Rows([questions[row % 12] for row in range(48)])
-    found = listed(made, made.groups(level_pages=20))
+    found = listed(made, made.groups(level=20))
     assert [(group.level, group.start, group.end, len(group.rows)) for group in found] == (
         [(0, 0, 40, 48)] + [(1, 40, 70, 16)] * 3 + [(2, 70, 90, 4)] * 12
     )
-    assert [len(made.groups(level_pages=pages).levels) for pages in (40, 600)] == [2, 1]
+    assert [len(made.groups(level=pages).levels) for pages in (40, 600)] == [2, 1]
 
 
 def test_a_group_whose_rows_do_not_nest_stands_beside_the_outer_one() -> None:
@@ -193,7 +232,7 @@ def test_a_prefix_that_saves_less_than_merging_costs_makes_no_group() -> None:
 
 
 def test_rows_that_hold_nothing_of_the_tree_are_left_alone() -> None:
-    groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), 0)
+    groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), Costs(0, 0, 0))
     assert groups.levels == []
     assert groups.rows == 0
 
@@ -213,8 +252,9 @@ def test_a_deep_chain_of_holders_is_grouped_well_though_not_each_node_is_asked()
     meeting = branches.meet(tree, counts)
     assert len(meeting.up) <= branches.MOST_HEIGHT + 1
     pages = 3000 * 3001 / 2
-    assert best_cascade(meeting, 1, 1).saved > 0.45 * pages  # a square below a line covers half of what is there
-    assert best_cascade(meeting, 3, 1).saved > 0.7 * pages
+    one, three = (best_cascade(meeting, levels, Costs(1, 0, 0)).saved for levels in (1, 3))
+    assert one > 0.45 * pages  # a square below a line covers half of what is there
+    assert three > 0.7 * pages
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -232,7 +272,8 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
     monkeypatch.setattr(branches, "MOST_HEIGHT", 1000)
     every = branches.meet(made.tree, counts)
     assert len(found.level) - 2 <= 16 < len(every.level) - 2
-    assert best_cascade(found, 1, 1).saved >= 0.95 * best_cascade(every, 1, 1).saved
+    for cost in (Costs(1, 0, 0), COSTS):
+        assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
 
 
 def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +287,7 @@ def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch
 
 def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
     made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
-    found, epochs = Grouping(made.tree), np.zeros(8, np.int64)
+    found, epochs = Grouping(made.tree, Costs(1, 0, 0)), np.zeros(8, np.int64)
     first = found.find(made.slots, made.node_ids, epochs)
     # A row that is not decoding parts from a prompt inside of it: the node is split.
     made.tree.lock(made.tree.match(tokens((0, 1, 2))).node)
@@ -257,3 +298,26 @@ def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
     assert found.find(made.slots, made.node_ids, epochs) is not first
     assert found.find(made.slots, made.node_ids, epochs + 1) is not first
     assert found.find(made.slots[1:], made.node_ids[1:], epochs[1:]).rows == 7
+
+
+@settings(max_examples=60)
+@given(rows(most=30), costs([0, 0.25, 1], [0, 5]), st.data())
+def test_of_groups_that_are_kept_for_now_what_is_left_is_sound(made: Rows, cost: Costs, data: st.DataObject) -> None:
+    count = len(made.slots)
+    found = Grouping(made.tree, cost)
+    epochs = np.zeros(count, np.int64)
+    full = found.find(made.slots, made.node_ids, epochs)
+    for _ in range(2):  # the second time, too, it is the groups found last that are thinned
+        row = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True)))
+        owner = np.array(data.draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=len(row), max_size=len(row))))
+        slots, new = made.slots[row], np.flatnonzero(owner)
+        nodes, paths = made.node_ids[row], [made.paths[i] if not own else [] for i, own in zip(row, owner, strict=True)]
+        nodes[new] = 0  # a slot's next owner holds something else
+        left = found.find(slots, nodes, owner, lambda: True)
+        assert_sound(made, slots, paths, left)
+        old = set(row[owner == 0].tolist())
+        members = [{*group.rows} & old for group in listed(made, full)]
+        assert sorted(sorted(m) for m in members if len(m) > 1) == sorted(
+            sorted(row[group.rows].tolist()) for group in listed(made, left)
+        )
+    assert_sound(made, made.slots, made.paths, found.find(made.slots, made.node_ids, epochs))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.schedules import assert_all_given_back, drive, engine_info, expected, make_manager, submit
+from support.schedules import assert_all_given_back, drive, engine_info, expected, hurry, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
+from tok_core.manager.cascade import Costs
+from tok_core.manager.deferral import WORK, Bound, Deferral
 from tok_core.manager.grouping import Grouping
 from tok_core.manager.loop import Manager
 from tok_core.messages import StepInput, Submit
@@ -15,9 +19,9 @@ from tok_core.messages import StepInput, Submit
 SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]
 
 
-def nest(manager: Manager, merge_pages: float = 0.01) -> None:
+def nest(manager: Manager, member: float = 0.01, group: float = 0.02) -> None:
     """Lets levels cost nothing, so that prompts as short as these are nested."""
-    manager.scheduler.grouping = Grouping(manager.paging.tree, merge_pages, 0)
+    manager.scheduler.groupings = [Grouping(manager.paging.tree, Costs(member, group, 0))]
 
 
 @st.composite
@@ -31,10 +35,15 @@ def prompts(draw: st.DrawFn) -> list[int]:
     st.lists(st.tuples(prompts(), st.integers(1, 6), st.integers(1, 24), st.integers(0, 20)), min_size=1, max_size=9),
     st.sampled_from([1, 4, 16]),
     st.integers(40, 400),
-    st.sampled_from([0, 0.01, 1]),
+    st.sampled_from([(0, 0), (0.01, 0), (0.01, 2), (1, 0), (1, 5)]),
+    st.lists(st.booleans(), min_size=1, max_size=12),
 )
 def test_nested_groups_change_no_token(
-    asked: list[tuple[list[int], int, int, int]], page_size: int, room: int, merge_pages: float
+    asked: list[tuple[list[int], int, int, int]],
+    page_size: int,
+    room: int,
+    costs: tuple[float, float],
+    hurries: list[bool],
 ) -> None:
     info = engine_info(
         max_model_len=96,
@@ -44,7 +53,8 @@ def test_nested_groups_change_no_token(
         max_step_tokens=80,
     )
     manager, ports = make_manager(info)
-    nest(manager, merge_pages)
+    nest(manager, *costs)
+    hurry(manager, cycle(hurries), Deferral({work: Bound(6, 1) for work in WORK} | {"regrouping": Bound(6, 0)}))
     arrivals: dict[int, list[Submit]] = {}
     wanted: dict[tuple[int, int], list[int]] = {}
     for rid, (prompt, n, tokens, turn) in enumerate(asked):

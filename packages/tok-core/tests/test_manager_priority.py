@@ -166,12 +166,13 @@ def test_with_too_little_memory_every_class_comes_to_its_end(rows: list[tuple[in
 
 
 def test_a_sample_that_comes_back_is_known_to_have_been_preempted() -> None:
-    # Two tokens in three are still to come when the first ends: memory is short again and again.
-    manager, ports = make_manager(engine_info(max_running=4, num_pages=16))
+    # Those that ended early have taught that few pages are enough, and then come some that run to their limit.
+    manager, ports = make_manager(engine_info(max_running=6, num_pages=32))
     victims = watch_preemptions(manager)
-    random, most = np.random.default_rng(3), SamplingParams(n=3, max_tokens=40, seed=1)
-    for rid in range(12):
-        ports.inbox.append(submit(rid, random.integers(0, 4, 12).tolist(), most))
+    random, short = np.random.default_rng(3), SamplingParams(n=3, max_tokens=2, seed=1)
+    long = SamplingParams(n=3, max_tokens=40, ignore_eos=True, seed=1)
+    for rid in range(60):
+        ports.inbox.append(submit(rid, random.integers(0, 4, 12).tolist(), short if rid < 30 else long))
     drive(manager, ports, {})
     assert victims
     assert len(victims) == manager.scheduler.preemptions

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 
 from support.schedules import drive, engine_info, make_manager, submit
@@ -35,6 +38,12 @@ def test_one_long_step_among_short_ones_changes_little_and_many_do() -> None:
     assert after(None, *[1.1e-3] * 50, *[40e-3] * 20) == 2
 
 
+@pytest.mark.parametrize("absurd", [3600.0, 1e9, -3600.0])
+def test_a_step_that_seems_to_have_taken_an_hour_or_less_than_nothing_is_one_step_among_many(absurd: float) -> None:
+    assert abs(after(None, *[1.1e-3] * 50, absurd) - 4) <= 1
+    assert after(None, *[1.1e-3] * 50, absurd, *[1.1e-3] * 10) == 4
+
+
 def test_a_number_given_stays() -> None:
     assert after(5) == after(5, 1e-4, 1.0) == 5
 
@@ -65,6 +74,31 @@ def test_the_manager_queues_so_many_steps(given: int | None, queued: int) -> Non
     manager = Manager(EngineConfig(model="m", run_ahead=given), ports.worker.info, ports, None)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))]})
     assert ports.longest == queued
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_no_time_that_is_told_goes_back_or_counts_a_jump_of_the_clock(
+    jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, real = [0.0], (time.perf_counter, time.monotonic)
+    for name, clock in zip(("perf_counter", "monotonic"), real, strict=True):
+        monkeypatch.setattr(time, name, lambda clock=clock: clock() + now[0])
+    manager, ports = make_manager(engine_info())
+    ports.inbox.append(submit(0, [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, seed=1)))
+    while manager.turn() or ports.queued:
+        now[0] += jump
+        ports.wait(0)
+        for output in ports.queued:
+            output.launch_seconds += jump
+            output.device_seconds += jump
+    times = [
+        [getattr(report.stats, f"{part}_seconds") for part in ("schedule", "launch", "device", "output")]
+        for report in ports.reports
+    ]
+    assert len(times) >= 20
+    assert (np.diff(times, axis=0) >= 0).all()
+    assert np.max(times) < 60
+    assert times[-1][1:3] == [0, 0]
 
 
 def test_times_add_up_and_are_no_reason_to_report() -> None:

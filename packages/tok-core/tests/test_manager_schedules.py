@@ -1,8 +1,9 @@
-"""Whatever arrives when, is cancelled or preempted: every sequence reads exactly its own context, and nothing leaks."""
+"""Whatever arrives when, is cancelled, preempted or put off: every sample reads its own context, and nothing leaks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,14 @@ from support.schedules import (
     ends,
     engine_info,
     expected,
+    hurry,
     make_manager,
     submit,
     watch_preemptions,
 )
 from support.simulated_worker import collect
 from tok_core import SamplingParams
+from tok_core.manager.deferral import WORK, Bound, Deferral
 from tok_core.messages import Cancel, EngineInfo, ToManager
 
 
@@ -41,6 +44,9 @@ class Scenario:
     arrivals: list[Arrival]
     run_ahead: int
     groups: bool
+    hurries: list[bool]
+    deferral: Deferral
+    pp: int
 
 
 @st.composite
@@ -76,7 +82,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_running=max_running,
         max_step_tokens=max_running + draw(st.integers(0, 40)),
     )
-    return Scenario(info, arrivals, draw(st.integers(1, 4)), draw(st.booleans()))
+    hurries = draw(st.lists(st.booleans(), min_size=1, max_size=20))
+    bounds = {work: Bound(draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 4]))) for work in WORK}
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
+    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), hurries, Deferral(bounds), pp)
 
 
 def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_computed() -> None:
@@ -96,8 +106,9 @@ def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_comput
 
 @given(scenarios())
 def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
-    manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups)
+    manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)
     watch_preemptions(manager)
+    hurry(manager, cycle(scenario.hurries), scenario.deferral)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
         messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params))

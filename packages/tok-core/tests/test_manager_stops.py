@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from support.stop_search import whole_text_search
 from tok_core.errors import InvalidField
-from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, StopHit, StopSets
+from tok_core.manager.borders import Rows
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
 from tok_core.sampling import SamplingParams
 from tok_core.text import Detokeniser, Tokenizer
 from tok_core.text.pieces import piece_decoder
@@ -32,16 +36,24 @@ SPECIAL = ["<a>", "b<"]
 
 
 def flags(sets: StopSets, set_id: int, tokens: list[int]) -> list[int]:
+    """Of each token, WITHIN left out."""
+    return [flag & ~WITHIN for flag in all_flags(sets, set_id, tokens)]
+
+
+def all_flags(sets: StopSets, set_id: int, tokens: list[int]) -> list[int]:
     ids = np.full(len(tokens), set_id, np.int32)
     found = sets.classify(ids, np.array(tokens, np.int32))
     assert found.dtype == np.uint8
     return [int(flag) for flag in found]
 
 
-def can_complete(piece: bytes, stop: bytes) -> bool:
-    """Whether some beginning of `piece` ends with `stop`, or is a proper end of it."""
+def can_complete(piece: bytes, stop: bytes) -> int:
+    """MAYBE_STRING where some beginning of `piece` ends with `stop` or is a proper end of it, else 0; and WITHIN where
+    one does that ends with it, or is one of more than seven bytes."""
     beginnings = [piece[:end] for end in range(1, len(piece) + 1)]
-    return any(text.endswith(stop) or (len(text) < len(stop) and stop.endswith(text)) for text in beginnings)
+    whole = any(text.endswith(stop) for text in beginnings)
+    sizes = [len(text) for text in beginnings if len(text) < len(stop) and stop.endswith(text)]
+    return MAYBE_STRING * (whole or bool(sizes)) | WITHIN * (whole or max(sizes, default=0) > 7)
 
 
 @given(st.lists(PIECE | st.just(b""), max_size=15), st.lists(STOP, min_size=1, max_size=3), st.integers(0, 2))
@@ -50,9 +62,9 @@ def test_the_tokens_flagged_are_exactly_those_that_can_complete_a_stop_string(
 ) -> None:
     sets = StopSets(len(pieces) + more, [], pieces)
     set_id = sets.acquire(SamplingParams(stop=tuple(stops)))
-    for token, flag in enumerate(flags(sets, set_id, list(range(len(pieces) + more)))):
+    for token, flag in enumerate(all_flags(sets, set_id, list(range(len(pieces) + more)))):
         piece = pieces[token] if token < len(pieces) else b""
-        assert flag == MAYBE_STRING * any(can_complete(piece, stop.encode()) for stop in stops)
+        assert flag == reduce(or_, (can_complete(piece, stop.encode()) for stop in stops))
 
 
 def test_a_stop_string_spelt_by_neighbours_in_the_vocabulary_flags_only_its_end() -> None:
@@ -80,18 +92,6 @@ def tokenizer_of(pieces: list[bytes]) -> Tokenizer:
     return Tokenizer(encoder, piece_decoder({"type": "ByteLevel"}), {})
 
 
-def whole_text_search(pieces: list[bytes], stops: list[str]) -> StopHit | None:
-    """The oracle: after each token, look for each stop string in all of the text so far."""
-    for count in range(1, len(pieces) + 1):
-        text = b"".join(pieces[:count])
-        found = [(text.find(stop.encode()), stop) for stop in stops]
-        ended = [(at + len(stop.encode()), at, stop) for at, stop in found if at >= 0]
-        if ended:
-            _, at, stop = min(ended)
-            return StopHit(stop, count, at)
-    return None
-
-
 def text_before(tokenizer: Tokenizer, ids: list[int], cut: int) -> bytes:
     """Bytes to be shown of those before position `cut`."""
     shown, position = b"", 0
@@ -104,13 +104,29 @@ def text_before(tokenizer: Tokenizer, ids: list[int], cut: int) -> bytes:
 
 
 def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
-    """As the manager does: token by token, and only where the token is flagged."""
-    for count, flag in enumerate(flags(sets, set_id, ids), 1):
+    """As the manager does: token by token, and only where the token is flagged and the bytes before it allow it."""
+    possible = sets.possible(
+        np.full(len(ids), set_id, np.int32), rows_of([ids[:count] for count in range(1, 1 + len(ids))])
+    )
+    for count, flag in enumerate(all_flags(sets, set_id, ids), 1):
         hit = sets.find(set_id, np.array(ids[:count], np.int32))
         assert hit is None or flag & MAYBE_STRING
+        assert hit is None or flag & WITHIN or possible[count - 1]
         if hit is not None:
             return hit
     return None
+
+
+def rows_of(samples: list[list[int]], prompts: Sequence[list[int]] = ()) -> Rows:
+    """Each sample in a slot, the last one in the first, after its prompt if it has one."""
+    prompts = prompts or [[] for _ in samples]
+    known = [prompt + sample for prompt, sample in zip(prompts, samples, strict=True)]
+    tokens = np.full((len(samples), max(map(len, known), default=1)), -1, np.int32)
+    for row, of in zip(tokens[::-1], known, strict=True):
+        row[: len(of)] = of
+    slot = np.arange(len(samples))[::-1]
+    first, last = np.array([[len(prompt) for prompt in prompts], [len(of) - 1 for of in known]], np.int32)
+    return Rows(tokens, slot, first, last)
 
 
 @st.composite
@@ -169,6 +185,82 @@ def test_the_stream_withholds_only_what_may_begin_a_stop_string(
         kept = whole.decode(errors="replace")
         # All of it but an unfinished character at its end, which a whole decode shows as one U+FFFD.
         assert shown in (kept, kept.removesuffix("\ufffd"))
+
+
+ROW = st.tuples(st.integers(0, 3), *[st.lists(st.integers(0, 11), max_size=12)] * 2, st.integers(0, 11))
+
+
+@given(PIECES, st.lists(st.lists(STOP, min_size=1, max_size=4), min_size=4, max_size=4), st.lists(ROW, max_size=20))
+def test_the_bytes_before_many_tokens_of_many_sets_at_once_tell_what_a_search_of_each_does(
+    pieces: list[bytes], stops: list[list[str]], drawn: list[tuple[int, list[int], list[int], int]]
+) -> None:
+    sets = StopSets(len(pieces) + 1, [], pieces)
+    held = [sets.acquire(SamplingParams(stop=tuple(strings))) for strings in stops]
+    samples = [[token % len(pieces) for token in (*before, last)] for _, _, before, last in drawn]
+    samples = [sample if row % 4 else [len(pieces), *sample] for row, sample in enumerate(samples)]
+    rows = rows_of(samples, [[token % len(pieces) for token in prompt] for _, prompt, _, _ in drawn])
+    ids = np.array([held[which] for which, *_ in drawn], np.int32)
+    flag = sets.classify(ids, np.array([sample[-1] for sample in samples], np.int32))
+    possible = sets.possible(ids, rows)
+    for row, (sample, (which, *_)) in enumerate(zip(samples, drawn, strict=True)):
+        hit = sets.find(held[which], np.array(sample, np.int32))
+        if flag[row] & (MAYBE_STRING | WITHIN) == MAYBE_STRING:
+            assert possible[row] or hit is None
+
+
+PLAIN = [b"a", b"b", b"ab", b"ba", b"aab", b"babbb"]
+PLAIN_ROW = st.tuples(st.integers(0, 2), *[st.lists(st.integers(0, 5), max_size=8)] * 2, st.integers(0, 5))
+
+
+@given(st.lists(st.lists(st.text("ab", min_size=1, max_size=8), max_size=3), min_size=3, max_size=3), st.data())
+def test_of_short_stop_strings_and_tokens_with_bytes_only_what_is_completed_is_possible(
+    stops: list[list[str]], data: st.DataObject
+) -> None:
+    sets = StopSets(len(PLAIN), [], PLAIN)
+    held = [sets.acquire(SamplingParams(stop=tuple(strings))) for strings in stops]
+    drawn = data.draw(st.lists(PLAIN_ROW, min_size=1, max_size=30))
+    samples = [[*before, last] for _, _, before, last in drawn]
+    ids = np.array([held[which] for which, *_ in drawn], np.int32)
+    flag = sets.classify(ids, np.array([sample[-1] for sample in samples], np.int32))
+    asked = (flag & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
+    rows = rows_of([samples[row] for row in asked], [drawn[row][1] for row in asked])
+    hits = [sets.find(int(ids[row]), np.array(samples[row], np.int32)) for row in asked]
+    assert sets.possible(ids[asked], rows).tolist() == [hit is not None for hit in hits]
+
+
+def test_a_set_of_one_stop_string_is_told_apart_beside_one_of_several() -> None:
+    sets = StopSets(len(PLAIN), [], PLAIN)
+    ids = [sets.acquire(SamplingParams(stop=stops)) for stops in (("ab",), ("bba", "aaab"), ("bb", "ba", "bab"))]
+    rows = rows_of([[0, 1], [1, 1], [1, 1, 0], [0, 0, 0], [0, 0], [1, 0]])
+    sets_of_rows = np.array([ids[which] for which in (0, 0, 1, 1, 2, 2)], np.int32)
+    assert sets.possible(sets_of_rows, rows).tolist() == [True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("stop", ["abcdefgh", "xabcdefgh", "uvwxabcdefgh"])
+@pytest.mark.parametrize("border", range(1, 12))
+def test_a_long_stop_string_is_told_by_its_last_eight_bytes_wherever_its_border_is(stop: str, border: int) -> None:
+    at = max(len(stop) - border, 1)
+    sets = StopSets(5, [], [stop[:at].encode(), stop[at:].encode() + b"!", b"-" + stop[1:at].encode(), b"", b"y"])
+    ids = np.full(3, sets.acquire(SamplingParams(stop=(stop,))), np.int32)
+    assert sets.find(int(ids[0]), np.array([0, 3, 1], np.int32)) == StopHit(stop, 3, 0)
+    if len(stop) - at > 7:
+        assert all_flags(sets, int(ids[0]), [1]) == [MAYBE_STRING | WITHIN]
+        return
+    assert all_flags(sets, int(ids[0]), [1]) == [MAYBE_STRING]
+    # What is only the last eight bytes of a longer one has to be looked at.
+    assert sets.possible(ids, rows_of([[4, 0, 3, 1], [4, 2, 1], [1]])).tolist() == [True, len(stop) > 8, False]
+
+
+def test_where_only_tokens_without_bytes_lie_before_nothing_is_ruled_out_too_early() -> None:
+    sets = StopSets(3, [], [b"abc", b"", b"d"])
+    ids = np.full(3, sets.acquire(SamplingParams(stop=("abcd",))), np.int32)
+    rows = rows_of([[0, *[1] * 30, 2], [*[1] * 30, 2], [1, 2]])
+    assert sets.possible(ids, rows).tolist() == [True, True, False]
+    assert [sets.find(int(ids[0]), rows.tokens[2 - row, : count + 1]) for row, count in enumerate(rows.last)] == [
+        StopHit("abcd", 32, 0),
+        None,
+        None,
+    ]
 
 
 def test_of_stop_strings_completed_at_once_the_first_to_end_counts_and_then_the_longest() -> None:
@@ -267,7 +359,7 @@ def test_a_step_mixes_sets_in_one_lookup() -> None:
     two = sets.acquire(SamplingParams(ignore_eos=True, stop_token_ids=(2,)))
     rows = np.array([one, two, two, one, one], np.int32)
     tokens = np.array([0, 0, 2, 2, 1], np.int32)
-    assert sets.classify(rows, tokens).tolist() == [END, 0, STOP_ID, 0, MAYBE_STRING]
+    assert sets.classify(rows, tokens).tolist() == [END, 0, STOP_ID, 0, MAYBE_STRING | WITHIN]
 
 
 @pytest.mark.parametrize(

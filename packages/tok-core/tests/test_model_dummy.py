@@ -68,6 +68,7 @@ def test_only_coordinate_0_of_embedding_norm_and_head_differs_from_plain_noise(k
             changed[name] = len(different)
     names = {"model.embed_tokens.weight", "model.norm.weight"}
     assert set(changed) == (names if config.tied else names | {"lm_head.weight"})
+    assert ending.model.embed_tokens is not None
     lifts = set(ending.model.embed_tokens.weight[:, 0].tolist())
     assert len(lifts) == (2 if config.tied else 1)
 

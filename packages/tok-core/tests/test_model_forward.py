@@ -1,7 +1,4 @@
-"""The models' logits equal transformers', however the tokens are cut into chunks, pages and batches.
-
-Axes: S slots, P pages a slot, T tokens of the step.
-"""
+"""The models' logits equal transformers', however the tokens are cut into chunks, pages and batches."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.sequences import Sequences
 from support.tiny_models import KINDS, make_model, reference_greedy, reference_logits
 from tok_core.errors import ModelError
 from tok_core.model import CausalLM, build, load, read_config
-from tok_kernels import AttentionBatch, LayerCache, choose
+from tok_kernels import choose
 
 CPU = torch.device("cpu")
 
@@ -42,64 +40,6 @@ def loaded(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Ca
     model = build(read_config(path), choose(CPU), CPU, dtype)
     load(model, path)
     return model
-
-
-class Sequences:
-    """A few sequences over one paged cache: every forward feeds a chunk to some of them, one slot each.
-
-    Pages are handed out in random order and hold NaN until written.
-    """
-
-    def __init__(self, model: CausalLM, slots: int, page_size: int, max_len: int = 256) -> None:
-        config = model.config
-        pages = -(-max_len // page_size)
-        order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(0))
-        self.model, self.page_size = model, page_size
-        self.page_table_SP = order.to(torch.int32).view(slots, pages)
-        self.length = [0] * slots
-        shape = (slots * pages, page_size, config.num_kv_heads, config.head_dim)
-        dtype = model.model.norm.weight.dtype
-        self.caches = [
-            LayerCache(k=torch.full(shape, torch.nan, dtype=dtype), v=torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(config.num_layers)
-        ]
-
-    def feed(self, chunks: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None) -> Tensor:
-        """Logits after `(slot, tokens)` chunks; those of one token come first and run as decodes."""
-        decodes = sum(1 for _, tokens in chunks if len(tokens) == 1)
-        assert all(len(tokens) == 1 for _, tokens in chunks[:decodes])
-        positions = [torch.arange(self.length[slot], self.length[slot] + len(t)) for slot, t in chunks]
-        kv_index = [self._rows(slot, position) for (slot, _), position in zip(chunks, positions, strict=True)]
-        for slot, tokens in chunks:
-            self.length[slot] += len(tokens)
-        with torch.inference_mode():
-            hidden = self.model(
-                torch.tensor([token for _, tokens in chunks for token in tokens]),
-                torch.cat(positions),
-                torch.cat(kv_index),
-                self.caches,
-                self._batch(chunks, decodes),
-                None if rows is None else torch.tensor(rows),
-            )
-            return self.model.logits(hidden)
-
-    def _rows(self, slot: int, position_T: Tensor) -> Tensor:
-        page_T = self.page_table_SP[slot].long()[position_T // self.page_size]
-        return page_T * self.page_size + position_T % self.page_size
-
-    def _batch(self, chunks: Sequence[tuple[int, Sequence[int]]], decodes: int) -> AttentionBatch:
-        counts = torch.tensor([0] + [len(tokens) for _, tokens in chunks], dtype=torch.int32)
-        kv_len = torch.tensor([self.length[slot] for slot, _ in chunks], dtype=torch.int32)
-        return AttentionBatch(
-            page_table=self.page_table_SP,
-            slots=torch.tensor([slot for slot, _ in chunks], dtype=torch.int32),
-            q_start=counts.cumsum(0).to(torch.int32),
-            kv_len=kv_len,
-            kv_start=torch.zeros_like(kv_len),
-            num_decode=decodes,
-            max_q=int(counts.max()),
-            max_kv=int(kv_len.max()),
-        )
 
 
 def some_tokens(count: int, seed: int = 1) -> list[int]:

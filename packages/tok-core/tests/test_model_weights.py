@@ -14,7 +14,7 @@ from torch import Tensor
 from support.tiny_models import KINDS, make_model
 from tok_core.errors import ModelError
 from tok_core.model import CausalLM, build, dummy, load, read_config
-from tok_core.model.weights import checkpoint_slices
+from tok_core.model.targets import targets
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
@@ -49,10 +49,10 @@ def test_the_slices_of_a_checkpoint_cover_every_parameter_once(kind: str, tmp_pa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        for view in checkpoint_slices(model).values():
-            view.add_(1)
+        for target in targets(model).values():
+            target.view.add_(1)
     assert all(bool((parameter == 1).all()) for parameter in model.parameters())
-    assert set(checkpoint_slices(model)) == set(load_file(tmp_path / WEIGHTS))
+    assert set(targets(model)) == set(load_file(tmp_path / WEIGHTS))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -70,10 +70,10 @@ def test_any_stored_dtype_is_cast_to_the_one_asked_for(
     stored: torch.dtype, target: torch.dtype, tmp_path: Path
 ) -> None:
     path = make_model("qwen2", tmp_path, dtype=stored)
-    slices = checkpoint_slices(loaded(path, target))
+    filled = targets(loaded(path, target))
     for name, tensor in load_file(path / WEIGHTS).items():
         assert tensor.dtype is stored
-        torch.testing.assert_close(slices[name], tensor.to(target), rtol=0, atol=0)
+        torch.testing.assert_close(filled[name].view, tensor.to(target), rtol=0, atol=0)
 
 
 def test_a_tied_model_has_no_lm_head_of_its_own(tmp_path: Path) -> None:
@@ -81,6 +81,7 @@ def test_a_tied_model_has_no_lm_head_of_its_own(tmp_path: Path) -> None:
     assert model.lm_head is None
     untied = loaded(make_model("llama", tmp_path / "untied", tied=False))
     assert untied.lm_head is not None
+    assert untied.model.embed_tokens is not None
     assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.serving import Server, serving, wait_until
+from tok_core.manager.deferral import WORK
 
 LONG = {"prompt": "one", "n": 16, "max_tokens": 1000, "ignore_eos": True}
 SAMPLE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [-+0-9.eE]+(inf|NaN)?$")
@@ -76,7 +77,7 @@ def test_a_request_with_the_key_is_served(locked: Server) -> None:
 def test_health_says_ready(server: Server) -> None:
     answer = server.call("GET", "/health")
     assert answer.status == 200
-    assert answer.json() == {"status": "ready", "detail": ""}
+    assert answer.json() == {"status": "ready", "detail": "", "replicas": [{"state": "ready", "detail": ""}]}
 
 
 def test_a_draining_server_turns_requests_away_and_says_so(server: Server) -> None:
@@ -106,7 +107,14 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Server) -> 
     assert metric(server, "tok_requests_running") == metric(server, "tok_sequences_running") == 0
     for part in ("schedule", "launch", "device", "output"):
         assert metric(server, f"tok_{part}_seconds_total") > 0
+    for work in WORK:
+        assert metric(server, f'tok_deferred_total{{work="{work}"}}') >= 0
     assert metric(server, "tok_pages_total") == 16_384 / 16
+    assert metric(server, "tok_replicas") == metric(server, "tok_replicas_ready") == 1
+    assert metric(server, 'tok_replica_ready{replica="0"}') == 1
+    for name in ("output_tokens_total", "restarts_total", "pages_total"):
+        assert metric(server, f'tok_replica_{name}{{replica="0"}}') == metric(server, f"tok_{name}")
+    assert metric(server, 'tok_replica_deferred_total{replica="0",work="cache"}') >= 0
     assert metric(server, "tok_time_to_first_token_seconds_count") >= 2
     assert metric(server, 'tok_request_seconds_count{endpoint="/v1/completions"}') >= 2
     for line in server.call("GET", "/metrics").body.decode().splitlines():

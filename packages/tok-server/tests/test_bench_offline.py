@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.engines import cpu_engine
+from support.engines import cpu_engine, manager_of
+from support.grouping import group_eagerly
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
@@ -59,6 +60,7 @@ RIVALS_KEYS = {
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     with cpu_engine(tiny_model, max_running=8) as engine:
+        group_eagerly(manager_of(engine))
         yield engine
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tok_core.errors import TokError
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, RequestOutput, Timings, TokenLogprob
+from tok_core.parts import Part
 from tok_core.sampling import SamplingParams
 
 Sink = Callable[[Sequence["OpenRequest"]], None]
@@ -32,6 +33,7 @@ class Told(NamedTuple):
 class OpenRequest(ABC):
     """One request from submission to its last token. `sink` is called, on any thread, when it has news: see `take`.
 
+    parts       what each replica computes of it; changed under the engine's lock
     lock        held while it changes
     error       set where the engine could not go on
     each_token  it is told of each token, not only of the ends of its samples
@@ -45,6 +47,7 @@ class OpenRequest(ABC):
         self.prompt = prompt
         self.params = params
         self.sink = sink
+        self.parts: list[Part] = []
         self.cached_tokens = 0
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
@@ -70,6 +73,10 @@ class OpenRequest(ABC):
     @abstractmethod
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
         """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
+
+    @abstractmethod
+    def restart(self, samples: range) -> bool:
+        """Forgets these samples' tokens, to hear of them anew; False where its owner has been told of some."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -19,6 +20,8 @@ EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MOST_AHEAD = 16  # steps that may be under way at once
+MOST_PARALLEL = 64  # replicas, ranks of a stage, and stages
+_HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +42,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running          most samples that run at once; None: 8192 on a GPU, 256 on a CPU
     max_step_tokens      most tokens one forward computes; None: 8192 on a GPU, 1024 on a CPU
     max_model_len        most tokens of prompt and output together; None: what model and cache allow
-    dp, tp, pp           replicas, tensor-parallel ranks, pipeline stages
+    dp, tp, pp           replicas; of each, tensor-parallel ranks and pipeline stages: dp × tp × pp devices in all
+    ray                  the Ray cluster that this host is a node of, which places the replicas: auto, or the HOST:PORT
+                         of its head; None: all run on this host
+    async_tp_threshold   tokens of a step from which on products and their exchange between ranks overlap, on GPUs; 0:
+                         never; None: as measured at the start
     cuda_graphs          record decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
     prefix_groups        read prefixes shared by running sequences once a step
     run_ahead            steps that may be queued at the worker before their tokens are back; None: two, or more
@@ -70,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ray: str | None = None
+    async_tp_threshold: int | None = None
     cuda_graphs: bool = True
     prefix_groups: bool = True
     run_ahead: int | None = None
@@ -107,8 +116,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):
-            if getattr(self, field) != 1:
-                raise InvalidField(field, getattr(self, field), "1 (this version runs one rank)")
+            _between(field, getattr(self, field), 1, MOST_PARALLEL)
+        self._check_ray()
+        if self.async_tp_threshold is not None:
+            _at_least("async_tp_threshold", self.async_tp_threshold, 0)
+            if self.tp == 1:
+                raise InvalidField("async_tp_threshold", self.async_tp_threshold, "nothing unless tp is above 1")
         if self.run_ahead is not None:
             _between("run_ahead", self.run_ahead, 1, MOST_AHEAD)
         _at_least("max_restarts", self.max_restarts, 0)
@@ -121,6 +134,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidField(field, value, "seconds above 0")
         self._check_eos()
         self._check_trace()
+
+    def _check_ray(self) -> None:
+        if self.ray is None:
+            return
+        if not isinstance(self.ray, str) or not (self.ray == "auto" or _HOST_AND_PORT.fullmatch(self.ray)):
+            raise InvalidField("ray", self.ray, "auto, or HOST:PORT of a cluster's head")
+        if self.trace is not None:
+            raise InvalidField("trace", self.trace, "nothing with ray, whose hosts have files of their own")
 
     def _check_eos(self) -> None:
         probability, temperature = self.eos_probability, self.eos_temperature

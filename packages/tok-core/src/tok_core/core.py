@@ -1,4 +1,4 @@
-"""EngineCore: open requests, and the life of the replica that serves them; `Engine` and `AsyncEngine` stand on it."""
+"""EngineCore: the open requests, and which replicas compute them; `Engine` and `AsyncEngine` stand on it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import random
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, assert_never
 
 import msgspec
 
+from tok_core import parts
 from tok_core.assembly import OpenRequest, Sink
 from tok_core.checks import check_request
 from tok_core.config import EngineConfig
 from tok_core.delivery import NO_ENDS, Delivery, sort_out
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError, from_wire
+from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
+from tok_core.fleet import Fleet, Health
 from tok_core.hub import resolve
 from tok_core.ledger import Ledger
-from tok_core.messages import Cancel, EngineInfo, Failed, Int32, Progress, Stats, Submit, ToEngine
-from tok_core.processes.replica import ProcessReplica, Replica, ThreadReplica
+from tok_core.messages import Cancel, EngineInfo, Int32, Progress, array
+from tok_core.parts import Part
+from tok_core.routing import Asked, Router
 from tok_core.sampling import SamplingParams
 from tok_core.streamed import StreamedRequest
 from tok_core.text.template import ChatTemplate
@@ -33,87 +34,58 @@ from tok_core.whole import WholeRequest
 
 log = logging.getLogger("tok_core")
 
-EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
-
-NOTHING_RUNS = dict.fromkeys(
-    (
-        *("requests_running", "requests_waiting", "sequences_running"),
-        *("pages_used", "pages_cached", "steps_in_flight"),
-    ),
-    0,
-)
-"""Gauges of `Stats` once the replica is gone."""
-
-
-class Health(msgspec.Struct, frozen=True):
-    """Whether requests are served now, and if not, why."""
-
-    ok: bool
-    state: EngineState
-    detail: str = ""
-
 
 class EngineCore:
-    """Thread-safe. Callbacks of requests run on the replica's reporting thread."""
+    """Thread-safe. Callbacks of requests run on the replicas' reporting threads.
+
+    Locks are taken in this order: a request's own, then the core's.
+    """
 
     def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
-        self._name = config.model
         self._config = config
-        self._kind = ThreadReplica if in_process else ProcessReplica
-        self._replica: Replica | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._state: EngineState = "starting"
-        self._detail = ""
-        self._failure: TokError | None = None
+        self._fleet = Fleet(config, in_process=in_process, changed=self._changed, report=self._deliver, lost=self._lose)
+        self._router = Router(config.dp, config.page_size)
         self._open: dict[int, OpenRequest] = {}
         self._by_id: dict[str, OpenRequest] = {}
         self._each_token: set[int] = set()  # open requests that are told of each token
         self._ledger = Ledger()
         self._numbers = itertools.count(1)
         self._seeds = random.Random()  # of the process: asking the system for each is slow while others compute
-        self._deaths: deque[float] = deque()
-        self._stats = Stats()
         self._begun = False
-        self.restarts = 0
-        self._info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
 
     @property
     def info(self) -> EngineInfo:
         """What the engine runs with; known once it is ready."""
-        if self._info is None:
+        if self._fleet.info is None:
             raise EngineClosed("the engine has not been started")
-        return self._info
+        return self._fleet.info
 
     def start(self) -> None:
         """Blocks until ready. To be called once. Raises what kept the engine from starting."""
         with self._lock:
-            if self._begun or self._state == "closed":
+            if self._begun or self._fleet.closed:
                 raise EngineClosed("an engine starts once")
             self._begun = True
         # At the interpreter's exit a thread that still computes would abort the process.
         atexit.register(self.close)
         path = resolve(self._config.model, self._config.data_dir)
-        self._config = msgspec.structs.replace(self._config, model=str(path))
         self.tokenizer, self.chat_template = _load_text(path)
-        self._start_replica()
-        with self._changed:
-            self._changed.wait_for(lambda: self._state != "starting")
-            if self._state != "ready":
-                raise self._failure or (EngineClosed if self._closed() else EngineDead)(self._detail)
+        self._fleet.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
+        self._fleet.await_start()
 
     def close(self, drain: float = 0.0) -> None:
-        """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replica."""
+        """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replicas."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._open or self._state != "ready", drain)
-            if self._state == "closed":
+            self._changed.wait_for(lambda: not self._open or self._fleet.state != "ready", drain)
+            if self._fleet.closed:
                 return
             atexit.unregister(self.close)
-            self._set_state("closed", "the engine was closed")
-            replica, self._replica = self._replica, None
-        if replica is not None:
+            replicas = self._fleet.shut()
+        for replica in replicas:
             replica.close()
         self._fail_open(lambda: EngineClosed("the engine was closed"))
 
@@ -132,7 +104,7 @@ class EngineCore:
         request_id = request_id or f"req-{secrets.token_hex(12)}"
         request = self._make_request(request_id, ids, params, sink, stream)
         try:
-            self._open_request(request, Submit(request.rid, tokens, params))
+            self._open_request(request, self._asked(request, tokens))
         except BaseException:
             self._ledger.close(request.rid)
             raise
@@ -146,27 +118,37 @@ class EngineCore:
             return StreamedRequest(rid, request_id, ids, params, sink, self.tokenizer)
         return WholeRequest(rid, request_id, ids, params, sink, self.tokenizer, self._ledger)
 
-    def _open_request(self, request: OpenRequest, message: Submit) -> None:
+    def _asked(self, request: OpenRequest, tokens: Int32) -> Asked:
+        return self._router.ask(request.rid, tokens, request.params, self.info.max_model_len - len(tokens))
+
+    def _open_request(self, request: OpenRequest, asked: Asked) -> None:
         with self._lock:
             self._require_ready()
-            assert self._replica is not None
             if request.request_id in self._by_id:
                 raise InvalidField("request_id", request.request_id, "an id that no open request has")
             self._open[request.rid] = self._by_id[request.request_id] = request
             if request.each_token:
                 self._each_token.add(request.rid)
             try:
-                self._replica.send(message)
+                shares = self._router.place(asked, range(request.params.n), self._fleet.ready(), split=True)
+                request.parts = [Part(*share) for share in shares]
+                for index in range(len(shares)):
+                    self._send(request, index, asked.tokens)
             except BaseException:
-                self._forget(request)
+                self._withdraw(request)
                 raise
+
+    def _send(self, request: OpenRequest, index: int, tokens: Int32) -> None:
+        part = request.parts[index]
+        self._fleet.send(part.replica, parts.submit(request.rid, index, part, tokens, request.params))
 
     def _require_ready(self) -> None:
         with self._lock:
-            if self._state == "closed":
-                raise EngineClosed("the engine was closed")
-            if self._state != "ready":
-                raise EngineDead(f"the engine is {self._state}" + (f": {self._detail}" if self._detail else ""))
+            state, detail = self._fleet.state, self._fleet.detail
+            if state == "closed":
+                raise EngineClosed(detail)
+            if state != "ready":
+                raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
@@ -199,57 +181,40 @@ class EngineCore:
         with request.lock:
             if request.ended():
                 return
-            with self._lock:
-                self._forget(request)
-                if self._replica is not None:
-                    self._replica.send(Cancel(request.rid))
+            self._withdraw(request)
             request.abort()
         _tell([request])
 
-    def health(self) -> Health:
-        """Whether requests are served now."""
+    def _withdraw(self, request: OpenRequest) -> None:
+        """Forgets the request, and so shall the replicas."""
         with self._lock:
-            return Health(self._state == "ready", self._state, self._detail)
+            self._forget(request)
+            for index, part in enumerate(request.parts):
+                self._fleet.send(part.replica, Cancel(parts.number(request.rid, index)))
+
+    def health(self) -> Health:
+        """Whether requests are served now, and by which replicas."""
+        return self._fleet.health()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the replica's start, and gauges; see `Stats`. `restarts` counts replicas started anew."""
-        return {**msgspec.structs.asdict(self._stats), "restarts": self.restarts}
+        """Counters since the start, and gauges, of all replicas together; see `Fleet.stats`."""
+        return self._fleet.stats()
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The same of each replica."""
+        return self._fleet.replica_stats()
 
     def check(self, ids: list[int], params: SamplingParams) -> Int32:
         """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
         return check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
 
-    def _start_replica(self) -> None:
-        with self._lock:  # `close` either comes first, and nothing is started, or finds what to close
-            if self._state == "closed":
-                return
-            if self._state != "starting":
-                self._failure = None
-            self._replica = replica = self._kind(self._config, self._receive, self._on_death)
-            replica.start()
-
-    def _receive(self, message: ToEngine) -> None:
-        match message:
-            case Progress():
-                self._deliver(message)
-            case EngineInfo():
-                with self._changed:
-                    self._info = msgspec.structs.replace(message, model_id=_model_id(self._name))
-                    if self._state != "closed":
-                        self._set_state("ready", "")
-            case Failed():
-                self._failure = from_wire(message.kind, message.arguments)
-            case _:
-                assert_never(message)
-
-    def _deliver(self, progress: Progress) -> None:
+    def _deliver(self, replica: int, progress: Progress) -> None:
         """Hands out what one report brought: one call a sink. Texts are made outside the core's lock."""
+        if self._router.several:
+            progress = parts.of_requests(progress)
         brought = sort_out(progress, self._ledger, self._each_token)
         with self._lock:
-            self._stats = progress.stats
-            for rid, cached in progress.cached:
-                if rid in self._open:
-                    self._open[rid].cached_tokens = cached
+            self._note_progress(replica, progress, brought)
             begun = [self._open[rid] for rid in brought.begun if rid in self._open]
             changed = [self._open[rid] for rid in brought.rids() if rid in self._open]
         now = time.monotonic()
@@ -258,6 +223,16 @@ class EngineCore:
         for request in changed:
             self._advance(request, brought, progress)
         _tell(changed)
+
+    def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
+        """What the open requests and the router are to know of a report."""
+        for rid, cached in progress.cached:
+            if rid in self._open and self._open[rid].parts[0].replica == replica:
+                self._open[rid].cached_tokens = cached
+        self._router.report(replica, *brought.counted)
+        for rid, ends in brought.ends.items():
+            if rid in self._open:
+                self._router.end(replica, rid, self._open[rid].params, ends)
 
     def _advance(self, request: OpenRequest, brought: Delivery, progress: Progress) -> None:
         with request.lock:  # an abort comes before or after
@@ -271,6 +246,8 @@ class EngineCore:
             if self._open.pop(request.rid, None) is not None:
                 del self._by_id[request.request_id]
                 self._each_token.discard(request.rid)
+                for part in request.parts:
+                    self._router.remove(part.replica, request.rid)
                 self._changed.notify_all()
 
     def _fail_open(self, error: Callable[[], TokError]) -> None:
@@ -284,50 +261,41 @@ class EngineCore:
                     request.fail(error())
         _tell(requests)
 
-    def _on_death(self, replica: Replica, reason: str) -> None:
-        """Fails what is open, and starts the replica anew unless that has been done too often."""
+    def _lose(self, replica: int, reason: str) -> None:
+        """Of what a replica computed when it died, others compute anew what nobody has been told of; the rest fails."""
         with self._lock:
-            if self._state == "closed" or replica is not self._replica:
-                return
-            started = self._state != "starting"
-            again = started and self._may_restart()
-            detail = _why(reason, self._failure, started)
-            self._replica = None
-            self._set_state("restarting" if again else "failed", detail)
-            self._stats = msgspec.structs.replace(self._stats, **NOTHING_RUNS)
-        if started:
-            log.error("the engine's replica ended: %s", reason)
-        self._fail_open(lambda: EngineDead(f"the request was open when {detail}"))
-        if again:
-            self.restarts += 1
-            try:
-                self._start_replica()
-            except Exception as error:
-                log.exception("the engine's replica cannot be started anew")
-                if not self._closed():
-                    self._set_state("failed", f"{type(error).__name__}: {error}")
+            self._router.forget(replica)
+            hit = [one for one in self._open.values() if any(part.replica == replica for part in one.parts)]
+        which = f" (replica {replica})" if self._router.several else ""
+        error = f"the request was open when {reason}{which}"
+        failed = [request for request in hit if not self._rescue(request, replica, error)]
+        _tell(failed)
 
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        while self._deaths and now - self._deaths[0] > self._config.restart_window:
-            self._deaths.popleft()
-        self._deaths.append(now)
-        return len(self._deaths) <= self._config.max_restarts
+    def _rescue(self, request: OpenRequest, replica: int, error: str) -> bool:
+        """Whether the request goes on; if not, it has failed."""
+        with request.lock:
+            if request.ended() or self._replay(request, replica):
+                return True
+            self._withdraw(request)
+            request.fail(EngineDead(error))
+            return False
 
-    def _closed(self) -> bool:
-        return self._state == "closed"
-
-    def _set_state(self, state: EngineState, detail: str) -> None:
-        with self._changed:
-            self._state, self._detail = state, detail
-            self._changed.notify_all()
-
-
-def _why(reason: str, failure: TokError | None, started: bool) -> str:
-    """What to tell of a death: the process's own words where it had any."""
-    if failure is None:
-        return reason
-    return f"{reason}: {failure}" if started else str(failure)
+    def _replay(self, request: OpenRequest, lost: int) -> bool:
+        """Gives the request's parts of a dead replica to others, each part once."""
+        with self._lock:
+            ready = self._fleet.ready()
+            indices = [index for index, part in enumerate(request.parts) if part.replica == lost]
+            if not ready or any(request.parts[index].again for index in indices):
+                return False
+            if not all(request.restart(request.parts[index].samples) for index in indices):
+                return False
+            self._router.remove(lost, request.rid)
+            asked = self._asked(request, array(request.prompt))
+            for index in indices:
+                (share,) = self._router.place(asked, request.parts[index].samples, ready, split=False)
+                request.parts[index] = Part(*share, again=True)
+                self._send(request, index, asked.tokens)
+            return True
 
 
 def _tell(requests: Sequence[OpenRequest]) -> None:

@@ -14,8 +14,13 @@ from tok_core.messages import Finished, Int64, Progress
 
 
 class Delivery(NamedTuple):
-    """What a report brings: the rids of samples that begin, tokens for requests told of each, and ends by rid."""
+    """What a report brings.
 
+    counted: rids, and how many tokens of each, int64 [U]; `begun`: rids of samples that begin; `told`: tokens for
+    requests told of each; `ends` by rid.
+    """
+
+    counted: tuple[list[int], Int64]
     begun: list[int]
     told: Told
     ends: dict[int, dict[int, Finished]]
@@ -33,7 +38,8 @@ def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int]) -> Delive
     ends: dict[int, dict[int, Finished]] = {}
     for end in progress.finished:
         ends.setdefault(end.rid, {})[end.sample] = end
-    return Delivery(begun, _told(progress, rids, which, each_token) if each_token else NOTHING, ends)
+    counted = rids, np.bincount(which, minlength=len(rids))
+    return Delivery(counted, begun, _told(progress, rids, which, each_token) if each_token else NOTHING, ends)
 
 
 def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> Told:

@@ -12,8 +12,9 @@ from typing import Self
 
 from tok_core.assembly import OpenRequest
 from tok_core.config import EngineConfig
-from tok_core.core import EngineCore, Health
+from tok_core.core import EngineCore
 from tok_core.errors import InvalidField
+from tok_core.fleet import Health
 from tok_core.messages import EngineInfo
 from tok_core.outputs import Delta, RequestOutput
 from tok_core.progress import Progressing, progress_bar
@@ -33,7 +34,10 @@ class _Base:
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of model and cache, and every `auto` resolved."""
+        """Sizes of model and cache, and every `auto` resolved.
+
+        With several replicas, pages and samples that run at once are those of all together; limits are the least.
+        """
         return self._core.info
 
     @property
@@ -47,12 +51,20 @@ class _Base:
         return self._core.chat_template
 
     def health(self) -> Health:
-        """Whether requests are served now."""
+        """Whether requests are served now: by any replica, and by which."""
         return self._core.health()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges."""
+        """Counters since the start, and gauges, of all replicas together; see `tok_core.messages.Stats`.
+
+        `restarts` counts replicas started anew, `replicas` and `replicas_ready` what there are. A request whose samples
+        were shared out among replicas counts in each.
+        """
         return self._core.stats()
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The same of each replica, by its number; `ready` is 1 where it serves, else 0."""
+        return self._core.replica_stats()
 
 
 class Engine(_Base):

@@ -14,6 +14,7 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.hub import resolve
 from tok_core.model.config import ModelConfig, read_config
+from tok_core.parallel.place import Place
 from tok_core.worker.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
@@ -98,7 +99,7 @@ def measure(config: EngineConfig) -> KernelsMeasured:
 
 
 def _shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelConfig, AttentionShape]:
-    device = choose_device(config.device)
+    device = choose_device(config, 0, Place())
     dtype = choose_dtype(config.dtype, device)
     model = read_config(resolve(config.model, config.data_dir))
     shape = attention_shape(model, config.page_size, dtype, choose_cache_dtype(config.kv_cache_dtype, dtype))

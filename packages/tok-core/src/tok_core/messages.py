@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
 from tok_core.outputs import FinishReason
+from tok_core.parallel.meeting import Meeting
+from tok_core.parallel.place import Place
 from tok_core.sampling import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -24,11 +26,15 @@ Float32 = NDArray[np.float32]
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A new request. `rid` is the engine's number for it; `params.seed` is set."""
+    """A new request. `rid` is the engine's number for it; `params.seed` is set.
+
+    first_sample: of `params.n`; others of the same request may be with another replica.
+    """
 
     rid: int
     prompt: np.ndarray
     params: SamplingParams
+    first_sample: int = 0
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -87,18 +93,21 @@ class GroupLevel(msgspec.Struct):
 class StepInput(msgspec.Struct):
     """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
 
-    1. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
-    2. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
-    3. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
+    1. The draws of the steps up to `draws_upto` become the last tokens of their slots, where they are not yet; those of
+       a slot that has since been given to another sequence are dropped.
+    2. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
+    3. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
+    4. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
        `prefill_start` on. The first of `levels` has the groups that begin at position 0; a group of each further one
        lies within a group of the level before, and goes on where that ends.
-    4. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
+    5. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
     `filter_row`, `penalty_row`, `bias_row`: which of the R rows ask for these. `max_kv`: longest sequence after it.
     """
 
     step: int
+    draws_upto: int
     new: NewSlots | None
     page_slot: np.ndarray
     page_index: np.ndarray
@@ -182,11 +191,12 @@ class Finished(msgspec.Struct, array_like=True):
 class Stats(msgspec.Struct):
     """Counters since the start, and gauges, of one manager.
 
-    `discarded_tokens`: computed for sequences that had ended. `admissions_deferred`: steps made without looking for
-    samples to start, because the worker was about to run dry.
+    `discarded_tokens`: computed for sequences that had ended. `deferred_*`: steps made without work that can wait,
+    because the worker was about to run dry, by the kinds of `manager.deferral.BOUNDS`; of `statistics`, reports that
+    repeated the last Stats. Fields of the report of an idle manager are never behind.
 
-    Seconds: `schedule_seconds` of the manager, to make steps; `output_seconds` of the manager, to take in what came
-    back; `launch_seconds` and `device_seconds` as in StepOutput.
+    Seconds: `schedule_seconds` of the manager's CPU, to make steps; `output_seconds` of the manager's CPU, to take in
+    what came back; `launch_seconds` and `device_seconds` as in StepOutput.
     """
 
     requests_running: int = 0
@@ -199,7 +209,11 @@ class Stats(msgspec.Struct):
     output_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
-    admissions_deferred: int = 0
+    deferred_admission: int = 0
+    deferred_forecast: int = 0
+    deferred_regrouping: int = 0
+    deferred_cache: int = 0
+    deferred_statistics: int = 0
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
@@ -232,15 +246,26 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Launch(msgspec.Struct):
-    """What a child process is told: its role, the level of its log, and the addresses it talks through."""
+    """What a child process is told: its role, the level of its log, and the addresses it talks through.
+
+    replica     of which it is part
+    place       a worker's; None for the manager
+    steps       the addresses of all workers, in order
+    rendezvous  the file through which the workers meet, or where they do on several hosts
+    device      a worker's, among the GPUs it sees; None: by replica and place
+    """
 
     role: str
     log_level: int
     config: EngineConfig
+    replica: int
+    place: Place | None
     requests: str
     reports: str
-    steps: str
+    steps: list[str]
     outputs: str
+    rendezvous: str | Meeting
+    device: int | None = None
 
 
 ToManager = Submit | Cancel

@@ -44,6 +44,17 @@ class WholeRequest(OpenRequest):
         for end in ends.values():
             self._end(end.sample, end.reason, end.stop, end.cut)
 
+    def restart(self, samples: range) -> bool:
+        if any(self._done[index] is not None for index in samples):
+            return False
+        for index in samples:
+            self._ledger.take(self.rid, index)
+            if self._logprobs is not None:
+                self._logprobs[index] = []
+        if len(samples) == self.params.n:
+            self.timings.first_token = None
+        return True
+
     def abort(self) -> None:
         for index, done in enumerate(self._done):
             if done is None:

@@ -15,7 +15,9 @@ from tok_kernels.batch import (
     QKNorm,
     Sampled,
     SamplingBatch,
+    Shards,
 )
+from tok_kernels.exchange import Exchange
 from tok_kernels.merge import merge_states
 from tok_kernels.rope_table import Llama3Scaling, RopeScaling, rope_table
 from tok_kernels.shape import AttentionShape
@@ -28,6 +30,7 @@ __all__ = [
     "Backend",
     "CascadeLevel",
     "DecodeRows",
+    "Exchange",
     "Filters",
     "HostLengths",
     "HostLevel",
@@ -39,6 +42,7 @@ __all__ = [
     "RopeScaling",
     "Sampled",
     "SamplingBatch",
+    "Shards",
     "SlotColumns",
     "choose",
     "merge_states",

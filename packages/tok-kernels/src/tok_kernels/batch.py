@@ -9,11 +9,14 @@ Axes used in names and shapes throughout this package:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from tok_kernels.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,23 @@ class Filters:
     min_p: Tensor
 
 
+class Shards(Protocol):
+    """Logits cut by vocabulary between several ranks: this one's are the entries from `first` on, those of the rank
+    after it follow. Every rank draws the same tokens, at the same time.
+
+    exchange   how kernels of the ranks reach each other; None: by `gather` alone
+    """
+
+    rank: int
+    ranks: int
+    first: int
+    exchange: Exchange | None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, float32 and of one shape, in order: `[ranks, *x.shape]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each of the R rows of logits becomes a token.
@@ -181,6 +201,8 @@ class SamplingBatch:
     penalties, bias, filters   only for the rows that ask; None: no row does
     top_logprobs               how many largest log-probabilities to return, for every row; 0: none
     all_greedy                 the host knows that every temperature is 0, and nothing need be drawn
+    shards                     of which part of the vocabulary the logits are; None: all of it. Rows of a part ask
+                               for no penalties, bias, filters or top_logprobs: these need whole rows
     """
 
     temperature: Tensor
@@ -192,6 +214,14 @@ class SamplingBatch:
     filters: Filters | None = None
     top_logprobs: int = 0
     all_greedy: bool = False
+    shards: Shards | None = None
+
+    def __post_init__(self) -> None:
+        if self.shards is None:
+            return
+        for name in ("penalties", "bias", "filters", "top_logprobs"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is given; allowed: nothing where the vocabulary is cut (shards)")
 
 
 @dataclass(frozen=True, slots=True)

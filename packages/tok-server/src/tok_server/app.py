@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
@@ -17,7 +17,7 @@ from tok_server.answer import FAILED, REQUEST_ID, STARTED
 from tok_server.context import CONTEXT, Context
 from tok_server.errors import of_exception
 from tok_server.ids import new_id
-from tok_server.metrics import Metrics
+from tok_server.metrics import EngineStats, Metrics
 from tok_server.settings import Settings
 from tok_server.wire import encode
 
@@ -53,8 +53,10 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     return app
 
 
-def _stats(context: Context) -> Mapping[str, float]:
-    return context.engine.stats() if context.ready else {}
+def _stats(context: Context) -> EngineStats:
+    if not context.ready:
+        return EngineStats()
+    return EngineStats(context.engine.stats(), context.engine.replica_stats())
 
 
 async def _close_pool(app: web.Application) -> AsyncIterator[None]:
@@ -104,12 +106,12 @@ def _record(context: Context, request: web.Request, status: int) -> None:
 
 
 async def _health(request: web.Request) -> web.Response:
-    """200 while requests are taken, else 503; the body says why."""
+    """200 while requests are taken, else 503; the body says why, and how each replica does."""
     context = request.app[CONTEXT]
     state = context.state
     health = context.engine.health()
     ok = context.ready and health.ok and not context.draining
-    body = encode({"status": state, "detail": "" if ok else health.detail})
+    body = encode({"status": state, "detail": health.detail, "replicas": health.replicas})
     return web.Response(status=200 if ok else 503, body=body, content_type="application/json")
 
 

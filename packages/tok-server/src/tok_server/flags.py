@@ -51,6 +51,8 @@ ENGINE_FLAGS = (
     "dp",
     "tp",
     "pp",
+    "ray",
+    "async_tp_threshold",
     "prefix_groups",
     "cuda_graphs",
     "run_ahead",
@@ -96,9 +98,15 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
     _number(group, "max_running", "most samples that run at once", unset="8192 on a GPU, 256 on a CPU")
     _number(group, "max_step_tokens", "most tokens of a forward pass", unset="8192 on a GPU, 1024 on a CPU")
     _number(group, "max_model_len", "most tokens of prompt and answer together", unset="the model's")
-    _number(group, "dp", "data-parallel replicas; this version allows only 1")
-    _number(group, "tp", "tensor-parallel ranks; this version allows only 1")
-    _number(group, "pp", "pipeline stages; this version allows only 1")
+    _number(group, "dp", "data-parallel replicas, each of --tp times --pp devices")
+    _number(group, "tp", "tensor-parallel ranks that share each layer")
+    _number(group, "pp", "pipeline stages that the layers are split into")
+    group.add_argument(
+        "--ray", metavar="ADDRESS", help="Ray cluster that places the replicas: auto, or HOST:PORT (default: none)"
+    )
+    _number(
+        group, "async_tp_threshold", "step tokens from which products and exchange overlap, 0: never", unset="measured"
+    )
     _off(group, "prefix_groups", "let every sequence read its shared prefix by itself")
     _off(group, "cuda_graphs", "launch every kernel of every step instead of replaying decode steps")
     _number(group, "run_ahead", "steps queued at the worker at most", unset="as many as keep it busy")

@@ -1,8 +1,13 @@
-"""What the server counts, as Prometheus reads it at /metrics."""
+"""What the server counts, as Prometheus reads it at /metrics.
+
+The engine's statistics are there twice: `tok_steps_total` is of all replicas together, `tok_replica_steps_total` of the
+one that its label `replica` names, and so are the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,7 +23,6 @@ COUNTERS = {
     "output_tokens": "Tokens generated.",
     "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
     "preemptions": "Samples interrupted for lack of memory.",
-    "admissions_deferred": "Steps made without looking for samples to start, the worker being about to run dry.",
     "steps": "Forward passes.",
     "group_rows": "Tokens computed for an output as one of a group, which reads a shared prefix once.",
     "schedule_seconds": "Time taken to make steps.",
@@ -27,6 +31,7 @@ COUNTERS = {
     "output_seconds": "Time taken to take in what came of them.",
     "restarts": "Times a replica was started anew.",
 }
+DEFERRED = "deferred_"  # begins the engine's statistics of work put off; the kind of work follows
 GAUGES = {
     "requests_running": "Requests of which at least one sample runs.",
     "requests_waiting": "Requests waiting to run.",
@@ -35,15 +40,25 @@ GAUGES = {
     "pages_used": "Pages of the KV cache that hold something needed.",
     "steps_in_flight": "Forward passes queued at the worker.",
 }
+WHOLE_GAUGES = {
+    "replicas": "Replicas of the model.",
+    "replicas_ready": "Replicas that serve.",
+}
+REPLICA_GAUGES = {"ready": "Whether the replica serves: 1 or 0."}
+REPLICA = "replica"
+
+
+class EngineStats(NamedTuple):
+    """The engine's statistics: of all replicas together, and of each by its number. Empty while it has none."""
+
+    whole: Mapping[str, float] = {}
+    replicas: Sequence[Mapping[str, float]] = ()
 
 
 class Metrics:
-    """Counters and histograms of the HTTP side, beside the engine's own statistics.
+    """Counters and histograms of the HTTP side, beside the engine's own statistics, as `stats` returns them."""
 
-    stats  returns the engine's statistics, or nothing while it has none
-    """
-
-    def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats))
         self.requests = Counter(
@@ -69,14 +84,36 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        for name, text in COUNTERS.items():
-            if name in stats:
-                yield CounterMetricFamily(f"tok_{name}", text, value=stats[name])
-        for name, text in GAUGES.items():
-            if name in stats:
-                yield GaugeMetricFamily(f"tok_{name}", text, value=stats[name])
+        whole, replicas = self._stats()
+        each = {str(number): stats for number, stats in enumerate(replicas)}
+        yield from _families("tok_", {"": whole}, (), {**GAUGES, **WHOLE_GAUGES})
+        yield from _families("tok_replica_", each, (REPLICA,), {**GAUGES, **REPLICA_GAUGES})
+
+
+def _families(
+    prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...], gauges: Mapping[str, str]
+) -> Iterable[Metric]:
+    """Statistics by the value of the one label, if there is one: a family for each of those that are there."""
+    for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, gauges)):
+        for name, text in texts.items():
+            family = kind(prefix + name, text, labels=labels)
+            for label, values in stats.items():
+                if name in values:
+                    family.add_metric((label,)[: len(labels)], values[name])
+            if family.samples:
+                yield family
+    yield _deferred(prefix, stats, labels)
+
+
+def _deferred(prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...]) -> Metric:
+    text = "Steps made without work that can wait, the worker being about to run dry."
+    family = CounterMetricFamily(f"{prefix}deferred", text, labels=(*labels, "work"))
+    for label, values in stats.items():
+        for name in sorted(values):
+            if name.startswith(DEFERRED):
+                family.add_metric((*(label,)[: len(labels)], name.removeprefix(DEFERRED)), values[name])
+    return family

@@ -1,9 +1,41 @@
-"""Deferral: work that can wait is put off while the worker is about to run dry."""
+"""Deferral: optional work is put off while the worker is about to run dry, never for long, and each time counted."""
 
 from __future__ import annotations
 
-MOST = 2  # steps in a row that go without
-FEW = 128  # of so many that run, at most one has left room for another
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple, get_args
+
+Work = Literal["admission", "forecast", "regrouping", "cache", "statistics"]
+WORK: Final[tuple[Work, ...]] = get_args(Work)
+
+
+class Bound(NamedTuple):
+    """How long work may wait.
+
+    steps  that go without at most, one after the other
+    few    the work is due as soon as it concerns one in so many of the sequences that run
+    """
+
+    steps: int
+    few: int
+
+
+BOUNDS: Final[Mapping[Work, Bound]] = {
+    "admission": Bound(2, 128),
+    "forecast": Bound(8, 32),
+    "regrouping": Bound(4, 16),
+    "cache": Bound(2, 64),
+    "statistics": Bound(16, 128),
+}
+"""Every kind of optional work, what a step without it does, and whom it concerns:
+
+admission   the search for samples to start; none starts. Those that have left room
+forecast    the length model is not told how far the running samples are: a search takes it as it was. Those that ended
+regrouping  the last groups, as far as their rows still run; rows that are new read their prefixes alone. These
+cache       what ended sequences hold stays theirs, instead of being cached or freed: there must be pages enough
+            without, nothing prefills and no sample is looked for. Those that have ended
+statistics  the report repeats the last figures. Those that have ended
+"""
 
 
 def runs_low(queued: int, wanted: int) -> bool:
@@ -13,22 +45,32 @@ def runs_low(queued: int, wanted: int) -> bool:
 
 
 class Deferral:
-    """One kind of work that every step would like to do. It is caught up with when the queue has filled, or is due."""
+    """What is put off, by kind. It is caught up with as soon as the queue has filled, or when it is due.
 
-    def __init__(self) -> None:
-        self.count = 0  # steps that went without
-        self._left = 0  # that have ended since the last that did not
-        self._row = 0
+    counts  steps that went without; of `statistics`, reports
+    """
 
-    def puts_off(self, *, hurried: bool, running: int) -> bool:
-        """Whether this step goes without; `hurried`: the worker's queue runs low."""
-        if hurried and self._row < MOST and self._left * FEW < running:
-            self._row += 1
-            self.count += 1
+    def __init__(self, bounds: Mapping[Work, Bound] = BOUNDS) -> None:
+        self._bounds = bounds
+        self.counts: dict[Work, int] = dict.fromkeys(WORK, 0)
+        self._row: dict[Work, int] = dict.fromkeys(WORK, 0)
+        self._concerned: dict[Work, int] = dict.fromkeys(WORK, 0)  # since it was done
+
+    def puts_off(self, work: Work, *, hurried: bool, running: int) -> bool:
+        """Whether this step goes without; if not, it is done now. `hurried`: the worker's queue runs low."""
+        bound = self._bounds[work]
+        if hurried and self._row[work] < bound.steps and self._concerned[work] * bound.few < running:
+            self._row[work] += 1
+            self.counts[work] += 1
             return True
-        self._row = self._left = 0
+        self.done(work)
         return False
 
-    def has_left(self, count: int) -> None:
-        """So many have ended: there is more to gain by the work."""
-        self._left += count
+    def concern(self, count: int, *works: Work) -> None:
+        """So many sequences more are a reason to do the work."""
+        for work in works:
+            self._concerned[work] += count
+
+    def done(self, work: Work) -> None:
+        """Nothing of it is left to do."""
+        self._row[work] = self._concerned[work] = 0

@@ -9,9 +9,14 @@ Legend: n sequences, M moments, P page_size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tok_core.messages import Int64
+
+Reserve = Callable[[Int64], Int64]
+"""Pages to leave free, by moment from now on: int64 [M] of int64 [M] ascending; more, the later."""
 
 TABLE = 1 << 15  # entries, at most, of the table of page crossings
 
@@ -20,7 +25,7 @@ def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -
     """The most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
     if not len(length):
         return 0
-    return int(_usage(length, remaining, shared, page_size, np.unique(remaining)).max())
+    return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max())
 
 
 def admissible(
@@ -32,8 +37,12 @@ def admissible(
     cand_shared: Int64,
     capacity: int,
     page_size: int,
+    reserve: Reserve | None = None,
 ) -> int:
     """How many candidates, in strict order, may start now with the peak of all that run staying within `capacity`.
+
+    All of them may, whatever `reserve` wants to be left free for later ones, where they fit even if everybody has its
+    most pages at once.
 
     The largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never need
     more than `capacity` pages; 0 where the running ones alone do. Found by bisection: a sequence never needs less
@@ -43,12 +52,14 @@ def admissible(
     if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
         return len(cand_length)
     moments = np.unique(np.concatenate((remaining, cand_remaining)))
-    running = _usage(length, remaining, shared, page_size, moments)
+    running = usage(length, remaining, shared, page_size, moments)
+    if reserve is not None:
+        running += reserve(moments)
     low, high = -1, len(cand_length) + 1  # `low` fit or are none at all, `high` do not or are too many
     k = len(cand_length)
     while high - low > 1:
-        # Moments at which none of these finishes are looked at too: what is needed then is no more than the peak.
-        added = _usage(cand_length[:k], cand_remaining[:k], cand_shared[:k], page_size, moments)
+        # Moments at which none of these finishes are looked at too: only a reserve makes these count.
+        added = usage(cand_length[:k], cand_remaining[:k], cand_shared[:k], page_size, moments)
         over = running + added > capacity
         if over.any():  # only where k are too many can fewer be
             high, moments, running = k, moments[over], running[over]
@@ -58,12 +69,7 @@ def admissible(
     return max(low, 0)
 
 
-def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
-    """Pages that are enough whenever the sequences end: each has its most at the end. Quicker found than the peak."""
-    return int((-(-(length + remaining) // page_size) - shared).sum())
-
-
-def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
+def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
     """Pages needed at each of `moments`, int64 [M] ascending.
 
     With length − 1 = q · P + c and t = Q · P + s, a sequence has q + 1 + Q + [c ≥ P − s] pages after t steps: the
@@ -76,6 +82,11 @@ def _usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, momen
     pages = _tail_sums(full + 1 - shared[order])[first]
     pages += (len(order) - first) * turns + _crossed(used, first, steps, page_size)
     return pages
+
+
+def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
+    """Pages that are enough whenever the sequences end: each has its most at the end. Quicker found than the peak."""
+    return int((-(-(length + remaining) // page_size) - shared).sum())
 
 
 def _crossed(used: Int64, first: Int64, steps: Int64, page_size: int) -> Int64:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tok_core.manager.branches import Branches, meet
-from tok_core.manager.cascade import best_cascade, choices
+from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import MOST_LEVELS, GroupLevel, Int32, Int64
-
-MERGE_PAGES = 1
-"""What a group costs a member, in pages of prefix read: its partial result is written, and both are read again."""
-
-LEVEL_PAGES = 4096
-"""What each level after the first must save a step, in pages: more kernels in every layer, and no recorded graph."""
 
 MOST_CHOICES = 1 << 17
 """That are compared to find the best groups of several levels, so that it takes a few milliseconds at most."""
@@ -36,47 +32,64 @@ class Groups(NamedTuple):
 
 
 class Grouping:
-    """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved."""
+    """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved.
 
-    def __init__(self, tree: PrefixTree, merge_pages: float = MERGE_PAGES, level_pages: float = LEVEL_PAGES) -> None:
+    Where that is to wait, there are those found last, without the rows that are gone. Each that is left holds what it
+    shares with the others as it did before: a sequence that decodes changes no page behind its last one.
+    """
+
+    def __init__(self, tree: PrefixTree, costs: Costs = COSTS) -> None:
         self._tree = tree
-        self._merge_pages = merge_pages
-        self._level_pages = level_pages
-        self._known: Int64 = np.empty((3, 0), np.int64)
+        self._costs = costs
+        self._known: Int64 = np.empty((3, 0), np.int64)  # those for which `_groups` were found
         self._groups = Groups(np.empty(0, np.int64), [], 0)
 
-    def find(self, slots: Int64, node_ids: Int32, epochs: Int64) -> Groups:
+    def find(
+        self, slots: Int64, node_ids: Int32, epochs: Int64, puts_off: Callable[[], bool] = lambda: False
+    ) -> Groups:
         """The groups of decode rows; the very same object as before if nothing has changed.
 
         slots     int64 [n], of the rows
         node_ids  int32 [n], the deepest tree nodes of their pages: prefixes that they hold a lock on
         epochs    int64 [n], which of a slot's owners, one after the other, the row belongs to
+        puts_off  asked once where something has changed: whether new groups can wait
 
         What may have happened to the tree meanwhile changes nothing: a lock keeps the path above it as it is, and
         where a node on it is split, nobody holds the upper part before some row here does.
         """
         now = np.array((slots, node_ids, epochs), np.int64)
         if not np.array_equal(self._known, now):
-            self._groups = find_groups(self._tree, node_ids, slots, self._merge_pages, self._level_pages)
+            if puts_off():
+                return self._what_is_left(slots, epochs)
+            self._groups = find_groups(self._tree, node_ids, slots, self._costs)
             self._known = now
         return self._groups
 
+    def _what_is_left(self, slots: Int64, epochs: Int64) -> Groups:
+        """The groups found last, of those of the rows that were there already; rows without a group come last."""
+        known, _, owner = self._known[:, self._groups.order]
+        place = np.full(int(max(known.max(initial=0), slots.max(initial=0))) + 1, -1)
+        place[slots] = np.arange(len(slots))
+        row = place[known]
+        stays = _sociable((row >= 0) & (epochs[row] == owner), self._groups.levels[:1])
+        others = np.ones(len(slots), np.bool_)
+        others[row[stays]] = False
+        order = np.concatenate((row[stays], others.nonzero()[0]))
+        until = np.append(0, np.cumsum(stays))  # rows that stay before each
+        levels = [_thinned(level, until, slots[order]) for level in self._groups.levels]
+        levels = [level for level in levels if len(level.start)]  # a group of a level lies within one of that before
+        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
-def find_groups(
-    tree: PrefixTree,
-    node_ids: Int32,
-    slots: Int64,
-    merge_pages: float = MERGE_PAGES,
-    level_pages: float = LEVEL_PAGES,
-) -> Groups:
-    """The groups that save most pages of reading, where a row's part in each costs `merge_pages`.
 
-    Each level after the first must save `level_pages` more than the best without it. No other groups of as many levels
+def find_groups(tree: PrefixTree, node_ids: Int32, slots: Int64, costs: Costs = COSTS) -> Groups:
+    """The groups that save most pages of reading, less what they and their members cost.
+
+    Each level after the first must save `costs.level` more than the best without it. No other groups of as many levels
     save more, but where very many nodes of one path are held (`branches.meet`). Rows are handled by a fixed number of
     array operations.
     """
     branches = meet(tree, np.bincount(node_ids))
-    chain = _best_chains(branches, merge_pages, level_pages)
+    chain = _best_chains(branches, costs)
     if not chain.any():
         return Groups(np.arange(len(node_ids)), [], 0)
     return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
@@ -99,15 +112,35 @@ def _arranged(branches: Branches, chain: Int64, branch_of: Int64, slots: Int64, 
     return Groups(rows, levels, int(levels[0].count.sum()))
 
 
-def _best_chains(branches: Branches, merge_pages: float, level_pages: float) -> Int64:
+def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
+    """Without the rows that are the only ones of their group to stay."""
+    for level in outermost:
+        until = np.append(0, np.cumsum(stays))
+        first = until[level.start]
+        alone = until[level.start + level.count] - first == 1
+        stays[np.searchsorted(until, first[alone] + 1) - 1] = False
+    return stays
+
+
+def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
+    """A level's groups once `until[i]` of the rows before row i are left, in `slots`, read through one of these."""
+    start = until[level.start]
+    count = until[level.start + level.count] - start
+    left = count > 1
+    start, count = start[left], count[left]
+    columns = (start, count, slots[start], level.kv_start[left], level.kv_end[left])
+    return GroupLevel(*(column.astype(np.int32) for column in columns))
+
+
+def _best_chains(branches: Branches, costs: Costs) -> Int64:
     """The chain of each branch, in as many levels as pay."""
     all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
-    best = best_cascade(branches, 1, merge_pages)
+    best = best_cascade(branches, 1, costs)
     for levels in range(2, 1 + min(MOST_LEVELS, len(branches.level) - 2)):
-        if all_shared - best.saved <= level_pages or choices(branches, levels) > MOST_CHOICES:
+        if all_shared - best.saved <= costs.level or choices(branches, levels) > MOST_CHOICES:
             break
-        more = best_cascade(branches, levels, merge_pages)
-        if more.saved - best.saved <= level_pages:
+        more = best_cascade(branches, levels, costs)
+        if more.saved - best.saved <= costs.level:
             break
         best = more
     return best.chain

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from tok_core.config import EngineConfig
-from tok_core.errors import EngineError
 from tok_core.manager.deferral import runs_low
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
@@ -19,6 +18,7 @@ from tok_core.manager.run_ahead import RunAhead
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.manager.stops import StopSets
+from tok_core.manager.watch import Watch
 from tok_core.messages import (
     Cancel,
     EngineInfo,
@@ -66,8 +66,7 @@ class Manager:
         pieces: Sequence[bytes] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._heard = clock()
+        self._watch = Watch(config.step_timeout, clock)
         self.config = config
         self.info = info
         self.ports = ports
@@ -76,14 +75,15 @@ class Manager:
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
-        self.scheduler = Scheduler(info, self.table, self.paging, self.lengths, self.stops, groups=config.prefix_groups)
+        parts = info, self.table, self.paging, self.lengths, self.stops
+        self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
-        self.run_ahead = RunAhead(config.run_ahead)
+        self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self._cancelled: set[int] = set()  # requests that may still wait in the queue
         self._arrivals = 0
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys(SECONDS, 0.0)
-        self._stats: Stats | None = None
+        self._stats = Stats()  # as reported last
 
     def run(self) -> None:
         """Works until the process ends or a port raises."""
@@ -103,35 +103,38 @@ class Manager:
         for output in outputs:
             self._take_output(output)
         step = self._send_step()
-        self._watch_worker(came_back=bool(outputs))
+        self._watch.look(owing=bool(self.returns.in_flight and not outputs))
         return bool(messages or outputs or step is not None)
 
-    def _watch_worker(self, *, came_back: bool) -> None:
-        """A worker that is stuck is as good as dead; the engine then starts another."""
-        now = self._clock()
-        if came_back or not self.returns.in_flight:
-            self._heard = now
-        elif now - self._heard > self.config.step_timeout:
-            raise EngineError(f"no step has come back for {self.config.step_timeout:g} s: the worker is stuck")
-
     def _take_output(self, output: StepOutput) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
+        self.scheduler.cohorts.returned = output.step
         self._report(self.returns.take(output))
         self.run_ahead.observe(output.device_seconds)
-        self._seconds["launch_seconds"] += output.launch_seconds
-        self._seconds["device_seconds"] += output.device_seconds
-        self._seconds["output_seconds"] += time.perf_counter() - began
+        self._seconds["launch_seconds"] += self._sane(output.launch_seconds)
+        self._seconds["device_seconds"] += self._sane(output.device_seconds)
+        self._seconds["output_seconds"] += time.thread_time() - began
+
+    def _sane(self, seconds: float) -> float:
+        """What a step has taken; nothing where a clock has jumped: it would have been stuck, or back before it went."""
+        return seconds if 0 <= seconds <= self.config.step_timeout else 0.0
 
     def _send_step(self) -> StepInput | None:
         if len(self.returns.in_flight) >= self.run_ahead.steps:
+            self.scheduler.settle()
             return None
-        began = time.perf_counter()
-        step = self.scheduler.next_step(hurried=runs_low(len(self.returns.in_flight), self.run_ahead.steps))
+        began = time.thread_time()
+        step = self.scheduler.next_step(hurried=self._hurried(), depth=self.run_ahead.depth)
         if step is not None:
             self.returns.expect(step)
             self.ports.send(step)
-            self._seconds["schedule_seconds"] += time.perf_counter() - began
+            self._seconds["schedule_seconds"] += time.thread_time() - began
         return step
+
+    def _hurried(self) -> bool:
+        """Whether the worker is about to run dry, so that what can wait does."""
+        wanted = min(self.run_ahead.steps, self.run_ahead.depth * self.scheduler.cohorts.used)
+        return runs_low(len(self.returns.in_flight), wanted)
 
     def _take(self, message: ToManager) -> None:
         match message:
@@ -144,7 +147,14 @@ class Manager:
 
     def _submit(self, message: Submit) -> None:
         self._arrivals += 1
-        request = Request(message.rid, message.prompt, message.params, self._arrivals, self.info.max_model_len)
+        request = Request(
+            message.rid,
+            message.prompt,
+            message.params,
+            self._arrivals,
+            self.info.max_model_len,
+            message.first_sample,
+        )
         self.requests[message.rid] = request
         self._prompt_tokens += len(message.prompt)
         self.scheduler.submit(request)
@@ -164,24 +174,32 @@ class Manager:
         for rid in {end.rid for end in reported.finished}:
             if self.requests[rid].left == 0:
                 del self.requests[rid]
+        running, deferral = self.table.sequences_running, self.scheduler.deferral
+        if not deferral.puts_off("statistics", hurried=self._hurried(), running=running):
+            self._stats = self.stats()
+        self._tell(reported)
+
+    def _tell(self, reported: Reported) -> None:
         starts = self.scheduler.starts
         cached, starts.newly_cached = starts.newly_cached, []
-        self._stats = self.stats()
         self.ports.report(Progress(*reported, cached, self._stats))
 
     def _report_if_changed(self) -> None:
         """Once what was counted has changed; time that has passed is no news."""
         stats = self.stats()
-        if self._stats is None or stats != msgspec.structs.replace(self._stats, **self._seconds):
-            self._report(NOTHING)
+        if stats != msgspec.structs.replace(self._stats, **self._seconds):
+            self._stats = stats
+            self.scheduler.deferral.done("statistics")
+            self._tell(NOTHING)
 
     def stats(self) -> Stats:
         """Counters since the start, and gauges."""
         requests_running = self.table.requests_running
+        deferred = self.scheduler.deferral.counts
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self.requests) - requests_running,
-            sequences_running=self.table.slots - self.table.free_slots,
+            sequences_running=self.table.sequences_running,
             requests_finished=self.returns.requests_finished,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.scheduler.starts.cached_tokens,
@@ -189,7 +207,11 @@ class Manager:
             output_tokens=self.returns.output_tokens,
             discarded_tokens=self.returns.discarded_tokens,
             preemptions=self.scheduler.preemptions,
-            admissions_deferred=self.scheduler.deferral.count,
+            deferred_admission=deferred["admission"],
+            deferred_forecast=deferred["forecast"],
+            deferred_regrouping=deferred["regrouping"],
+            deferred_cache=deferred["cache"],
+            deferred_statistics=deferred["statistics"],
             pages_total=self.info.num_pages,
             pages_used=self.paging.used,
             pages_cached=self.paging.tree.evictable,

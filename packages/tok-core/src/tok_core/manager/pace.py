@@ -1,9 +1,9 @@
-"""Pace: samples start one after the other, not all at the moment that others leave room.
+"""Pace: room is kept for a steady stream of later samples, so that samples do not all start whenever others leave room.
 
 Samples that start together end together: memory is full only just before they do, and whoever takes their room at once
-keeps it so for ever. Memory has as many page-steps to give as it has pages, each step. A sample costs the pages it is
-expected to hold, summed over the steps it is expected to run. So once memory has been full, those that start may
-together cost little more than what the steps since have given: their ages, and with them their ends, spread out.
+keeps it so for ever. Where samples start evenly, one after the other, and as many as memory bears, each age holds the
+same share of it at any time. So those that start now may take no more than leaves most of such a stream its room at
+every moment to come: their ages, and with them their ends, spread out.
 """
 
 from __future__ import annotations
@@ -11,34 +11,43 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-FULL = 0.85  # share of the pages in use from which on the pace is kept
-HASTE = 0.3  # page-steps that may be spent beyond those there are, for each page that is not in use
-SAVED = 8  # steps whose page-steps are kept, at most
+from tok_core.manager.forecast import usage
+from tok_core.messages import Int64
+
+FULL = 0.85  # share of the capacity in use from which on the pace is kept
+STREAM = 0.9  # share of the capacity that a stream is to find
+KEPT = 8  # steps for which a curve is good
+KNOTS = 64
 
 
 class Pace:
-    """An account of page-steps. It binds from when memory is full until no sample waits for memory."""
+    """The curve along which a stream that starts now comes to hold all of the memory.
+
+    `binds`: from when memory is full until no sample waits for memory.
+    """
 
     def __init__(self) -> None:
-        self._account = 0.0
-        self._step = 0
-        self._binds = False
+        self.binds = False
+        self._drawn: float | None = None  # the step in which the curve was
+        self._knots: NDArray[np.float64] = np.zeros(1)
+        self._share: NDArray[np.float64] = np.zeros(1)
 
-    def allow(self, fitting: int, cost: NDArray[np.float64], capacity: int, used: int, step: int) -> int:
-        """How many of the `fitting` first candidates may start in `step`; `cost`, float64 [m], is of all candidates.
+    def observe(self, used: int, capacity: int, *, waits: bool) -> None:
+        """Of the `capacity` pages so many are in use, and there are samples that wait for some."""
+        self.binds = waits and (self.binds or used >= FULL * capacity)
 
-        `capacity` pages may be used, `used` of them are.
-        """
-        income = capacity + HASTE * max(0, capacity - used)
-        self._account = min(self._account + (step - self._step) * income, SAVED * income)
-        self._step = step
-        spent = np.cumsum(cost[:fitting])
-        self._binds = fitting < len(cost) and (self._binds or used >= FULL * capacity)
-        if not self._binds:
-            self._account = 0.0
-            return fitting
-        allowed = 0
-        if self._account > 0 and fitting:  # the last one may overdraw the account
-            allowed = min(int(np.searchsorted(spent, self._account)) + 1, fitting)
-            self._account -= float(spent[allowed - 1])
-        return allowed
+    def outdated(self, step: float) -> bool:
+        """Whether `step`, which only grows, needs another curve."""
+        return self._drawn is None or step - self._drawn >= KEPT
+
+    def draw(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
+        """The curve of a stream of samples like these; int64 [n] each, as of `forecast`, and at least one."""
+        knots = np.linspace(0, max(1, int(remaining.max())), KNOTS).astype(np.int64)
+        held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
+        area = np.append(0.0, np.cumsum((held[1:] + held[:-1]) / 2 * np.diff(knots)))
+        self._drawn, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
+
+    def reserve(self, capacity: int, moments: Int64) -> Int64:
+        """Pages of `capacity` that a stream from now on holds at each of `moments`, steps from now; int64 [M]."""
+        pages: Int64 = (STREAM * capacity * np.interp(moments, self._knots, self._share)).astype(np.int64)
+        return pages

@@ -42,7 +42,7 @@ class PageAllocator:
         self.free += len(pages)
 
     def _assert_in_use(self, pages: Int32) -> None:
-        known = (pages >= 0) & (pages < self.num_pages)
+        known = pages.view(np.uint32) < self.num_pages  # what is negative is large
         assert known.all(), f"pages {pages[~known]} released, ids end at {self.num_pages - 1}"
         used = self._in_use[pages]
         assert used.all(), f"pages {pages[~used]} released, which are free"

@@ -25,6 +25,7 @@ class Paging:
         self.copies = Copies(self.allocator)
         self.tree = PrefixTree(table.page_size)
         self._changes: list[tuple[Int64, Int64]] = []  # slots and indices
+        self._runs: list[tuple[int, int, int]] = []  # changes of one slot each: first index, how many
 
     @property
     def locked(self) -> int:
@@ -75,7 +76,7 @@ class Paging:
         count = self.missing(slot, tokens)
         if count:
             first = int(self.table.num_pages[slot])
-            self._set(np.array([slot]), first, self.allocator.allocate(count))
+            self._set_one(slot, first, self.allocator.allocate(count))
             self.table.num_pages[slot] = first + count
 
     def share(self, slots: Int64, node_id: int, pages: Int32) -> None:
@@ -86,8 +87,9 @@ class Paging:
         self.table.num_pages[slots] = self.table.num_shared[slots] = len(pages)
 
     def start(self, slot: int) -> None:
-        """A slot begins at the root of the tree."""
-        self.share(np.array([slot]), self.tree.root.id, EMPTY)
+        """A slot that has no pages yet begins at the root of the tree."""
+        self.tree.lock(self.tree.root)
+        self.table.node[slot] = self.tree.root.id
 
     def adopt(self, slot: int) -> None:
         """Takes over whatever more of the slot's prompt the tree holds by now; its last token is always computed."""
@@ -102,8 +104,9 @@ class Paging:
             return
         held = int(table.num_pages[slot])
         self._hold(slot, match.node.id)
-        self.allocator.release(table.pages[slot, shared : min(depth, held)].copy())
-        self._set(np.array([slot]), shared, match.pages[shared:depth])
+        if held > shared:
+            self.allocator.release(table.pages[slot, shared : min(depth, held)].copy())
+        self._set_one(slot, shared, match.pages[shared:depth])
         table.num_pages[slot] = max(depth, held)
         table.num_shared[slot] = depth
         table.length[slot] = max(int(table.length[slot]), match.length)
@@ -117,7 +120,8 @@ class Paging:
         shared, depth = int(table.num_shared[slot]), int(table.length[slot]) // page_size
         if depth <= shared:
             return
-        if self.tree.match(table.tokens[slot, : depth * page_size]).length > shared * page_size:
+        node = self.tree.node(int(table.node[slot]))  # it ends with the slot's shared pages
+        if self.tree.continues(node, table.tokens[slot, shared * page_size : (shared + 1) * page_size]):
             return
         added = self._extend(slot, shared, depth)
         self.allocator.release(added.duplicates)
@@ -160,6 +164,9 @@ class Paging:
 
         One that was set several times comes as often, each time with the page that is there now.
         """
+        if self._runs:
+            self._changes.append(_one_by_one(np.array(self._runs)))
+            self._runs = []
         if not self._changes:
             return EMPTY, EMPTY, EMPTY
         slot, index = (np.concatenate(part) for part in zip(*self._changes, strict=True))
@@ -179,9 +186,22 @@ class Paging:
             self.tree.unlock(self.tree.node(old))
             self.table.node[slot] = node_id
 
+    def _set_one(self, slot: int, first: int, pages: Int32) -> None:
+        """Page table entries of `slot` from `first` on."""
+        count = len(pages)
+        self.table.pages[slot, first : first + count] = pages
+        self._runs.append((slot, first, count))
+
     def _set(self, slots: Int64, first: int, pages: Int32) -> None:
         """Page table entries from `first` on: the same for all of `slots`, or with a row for each."""
         count = pages.shape[-1]
         if count:
             self.table.pages[slots, first : first + count] = pages
             self._changes.append((np.repeat(slots, count), np.tile(np.arange(first, first + count), len(slots))))
+
+
+def _one_by_one(runs: Int64) -> tuple[Int64, Int64]:
+    """The slots and indices of `runs`, int64 [n, 3] of slot, first index and count."""
+    slot, first, count = runs.T
+    before = np.cumsum(count) - count
+    return np.repeat(slot, count), np.arange(count.sum()) + np.repeat(first - before, count)

@@ -76,6 +76,7 @@ class PrefixTree:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self._width = page_size * 4  # bytes of a page's tokens
         self.root = Node(0, None, EMPTY, EMPTY)
         self.pages = 0
         self.evictable = 0
@@ -103,18 +104,22 @@ class PrefixTree:
 
     def locked_depth(self, tokens: Int32) -> int:
         """Pages of the longest prefix of `tokens` under lock. Only looks: it is no use, and nothing is split."""
-        size, node, at = self.page_size, self.root, 0
-        whole = len(tokens) // size * size
+        data, width, node, at = tokens.tobytes(), self._width, self.root, 0
+        whole = len(data) // width * width
         while at < whole:
-            child = node.children.get(tokens[at : at + size].tobytes())
+            child = node.children.get(data[at : at + width])
             if child is None or not child.locks:
                 break
-            common = _common(child.tokens, tokens[at:whole]) // size
-            at += common * size
+            common = self._common(child, data, at)
+            at += common * width
             if common < len(child.pages):
                 break
             node = child
-        return at // size
+        return at // width
+
+    def continues(self, node: Node, tokens: Int32) -> bool:
+        """Whether a page of `tokens`, int32 [page_size], follows on `node`. Only looks."""
+        return bool(node.children) and tokens.tobytes() in node.children
 
     def lock(self, node: Node, count: int = 1) -> None:
         """Keeps `node` and all above it until as many times `unlock`."""
@@ -184,17 +189,29 @@ class PrefixTree:
 
     def _descend(self, node: Node, tokens: Int32) -> tuple[Node, Int32]:
         """The node below `node` where the cached part of `tokens` ends, and the pages down to there."""
-        size, at, pages = self.page_size, 0, [EMPTY]
-        whole = len(tokens) // size * size
+        if not node.children:
+            return node, EMPTY
+        data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
+        whole = len(data) // width * width
         while at < whole:
-            child = node.children.get(tokens[at : at + size].tobytes())
+            child = node.children.get(data[at : at + width])
             if child is None:
                 break
-            common = _common(child.tokens, tokens[at:whole]) // size
+            common = self._common(child, data, at)
             node = child if common == len(child.pages) else self._split(child, common)
             pages.append(node.pages)
-            at += common * size
+            at += common * width
         return node, np.concatenate(pages) if len(pages) > 1 else EMPTY
+
+    def _common(self, node: Node, data: bytes, start: int) -> int:
+        """How many of the node's pages stand in `data`, the bytes of tokens, from byte `start` on; not none."""
+        if data.startswith(node.tokens.tobytes(), start):  # as bytes they are compared in a tenth of the time
+            return len(node.pages)
+        tokens = np.frombuffer(data, np.int32, offset=start)
+        length = min(len(tokens), len(node.tokens))
+        differ = tokens[:length] != node.tokens[:length]
+        first = int(differ.argmax())
+        return (first if differ[first] else length) // self.page_size
 
     def _insert_below(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
@@ -312,14 +329,6 @@ class PrefixTree:
         assert node.used <= node.parent.used
         assert node.parent.children[self._key(node)] is node
         assert node.queued or node.locks or node.children
-
-
-def _common(left: Int32, right: Int32) -> int:
-    """How many leading tokens agree; neither side is empty."""
-    length = min(len(left), len(right))
-    differ = left[:length] != right[:length]
-    first = int(differ.argmax())
-    return first if differ[first] else length
 
 
 def _head(array: Int32, count: int) -> Int32:

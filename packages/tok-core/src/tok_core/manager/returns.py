@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.borders import Rows
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, StopHit, StopSets
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
 from tok_core.messages import Finished, Int64, StepInput, StepOutput
 from tok_core.outputs import FinishReason
 
@@ -75,6 +76,7 @@ class Returns:
         known = table.known[slots]
         kind = self.stops.classify(table.stop_set[slots], token)
         kind = np.where(known > table.min_total[slots], kind, 0)
+        self._rule_out(slots, kind)
         rows = ((kind != 0) | (known >= table.limit[slots])).nonzero()[0]
         finished = [self._finished(int(slots[i]), int(token[i]), int(kind[i])) for i in rows]
         over = np.array([one is not None for one in finished], np.bool_)
@@ -83,6 +85,17 @@ class Returns:
             self._learn(slots[rows[over]], np.array([one.reason != "length" for one in ended]))
             self._end(slots[rows[over]])
         return ended
+
+    def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
+        """Takes MAYBE_STRING from those of `kind` that what stands before the new token speaks against."""
+        table = self.table
+        maybe = (kind & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
+        if not len(maybe):
+            return
+        of = slots[maybe]
+        rows = Rows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
+        over = maybe[~self.stops.possible(table.stop_set[of], rows)]
+        kind[over] &= END | STOP_ID
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
         """From the lengths of sequences that are over; not all have `ended` of their own."""

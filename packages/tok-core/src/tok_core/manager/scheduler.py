@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import numpy as np
 
 from tok_core.manager.admission import Admission
+from tok_core.manager.cohorts import Cohorts
 from tok_core.manager.deferral import Deferral
+from tok_core.manager.evenness import Evenness
 from tok_core.manager.grouping import Grouping, Groups
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
@@ -38,6 +41,7 @@ class Scheduler:
         stops: StopSets,
         *,
         groups: bool,
+        stages: int = 1,
     ) -> None:
         self.info = info
         self.table = table
@@ -47,8 +51,11 @@ class Scheduler:
         self.waiting = self.starts.waiting
         self.followers = self.starts.followers
         self.admission = Admission(table, paging, lengths, self.stems)
-        self.grouping = Grouping(paging.tree) if groups else None
-        self.deferral = Deferral()  # of the forecast and the search for samples to start
+        self.cohorts = Cohorts(table, stages)
+        self.evenness = Evenness(info.max_step_tokens, self.cohorts.count)
+        self.groupings = [Grouping(paging.tree) for _ in range(self.cohorts.count)] if groups else []  # a cohort each
+        self.deferral = Deferral()
+        self._ended: list[Int64] = []  # slots whose sequences have ended, and that hold pages
         self.preemptions = 0
         self.computed_tokens = 0
         self.group_rows = 0
@@ -56,37 +63,57 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """A new request joins the queue."""
-        self.waiting.append(Pending(request, deque(range(request.params.n)), request.prompt))
+        self.waiting.append(Pending(request, deque(request.samples), request.prompt))
 
-    def next_step(self, *, hurried: bool = False) -> StepInput | None:
+    def next_step(self, *, hurried: bool = False, depth: int = 1) -> StepInput | None:
         """The next step, or None where nothing can be computed now. Lengths and states move on at once.
 
-        `hurried`: the worker runs dry soon, so that what can wait does.
+        hurried  the worker runs dry soon, so that what can wait does
+        depth    steps under way that may wait for each other's draws, one for the one before it
         """
+        for turn in range(self.cohorts.count):
+            if self.cohorts.waits(depth):
+                return None
+            step = self._next_turn(hurried=hurried, first=turn == 0)
+            self.cohorts.next_turn()
+            if step is not None:
+                return step
+        # Where nobody runs who could end, what is kept for others is in the way of those that wait.
+        idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
+        return self.next_step(depth=depth) if idle and self.stems.drop_youngest() else None
+
+    def _next_turn(self, *, hurried: bool, first: bool) -> StepInput | None:
+        """The step of the cohort whose turn it is, or None where nothing can be computed in it.
+
+        `first`: no other turn has just found nothing that could start.
+        """
+        self.cohorts.balance()
         builder = StepBuilder(self.table, self.info.eos_token_ids)
         preempted = self.preemptions
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
-        budget = self.info.max_step_tokens - len(decode)
-        for slot in self._prefilling():
+        budget = max(0, self.evenness.tokens - len(decode))
+        prefilling = self._prefilling()
+        admitting = first and self._catch_up(len(prefilling), hurried=hurried, running=len(decode))
+        for slot in prefilling:
             if budget and self.table.state[slot] == State.PREFILL:
                 budget -= self._prefill(builder, int(slot), budget, preempting=True)
-        waits = len(decode) and self.waiting and self.deferral.puts_off(hurried=hurried, running=len(decode))
-        if preempted == self.preemptions and not waits:
-            self._admit(builder, budget)
+        if admitting and preempted == self.preemptions:
+            budget = self._admit(builder, budget)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
-            # Where nobody runs who could end, what is kept for others is in the way of those that wait.
-            idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
-            return self.next_step() if idle and self.stems.drop_youngest() else None
-        groups = self._find_groups(decode)
+            return None
+        self.evenness.observe(exhausted=not budget)
+        groups = self._find_groups(decode, hurried=hurried)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
-        return builder.build(self.steps, decode, groups, changes)
+        step = builder.build(self.steps, self.cohorts.step(self.steps, decode), decode, groups, changes)
+        self.cohorts.drew(self.steps, step.sample_slot)
+        return step
 
     def preempt(self, slot: int) -> None:
         """The sequence gives up its pages. It waits again at once, or when its last scheduled token is back."""
@@ -101,17 +128,47 @@ class Scheduler:
             self.starts.requeue(slot)
 
     def release(self, slots: Int64) -> None:
-        """The sequences have ended, or are not wanted any more."""
-        self.paging.surrender(slots[self.table.state[slots] != State.PREEMPTED])
+        """The sequences have ended, or are not wanted any more. They hold slots and pages until `settle`."""
         for slot in slots.tolist() if self.followers else ():
             self.followers.pop(slot, None)
-        self.table.free(slots)
-        self.deferral.has_left(len(slots))
+        if not len(slots):
+            return
+        holding = self.table.state[slots] != State.PREEMPTED
+        self.table.free(slots[~holding])
+        self.table.end(slots[holding])
+        self._ended.append(slots[holding])
+        self.deferral.concern(len(slots), "admission", "forecast", "cache", "statistics")
+
+    def settle(self) -> None:
+        """Sequences that have ended give up their slots and pages; full pages stay cached."""
+        self.deferral.done("cache")
+        if self._ended:
+            slots, self._ended = np.concatenate(self._ended), []
+            self.paging.surrender(slots)
+            self.table.free(slots)
 
     def cancel(self, request: Request) -> None:
         """Gives up all that the request holds; samples of it that wait stay in the queue."""
         self.release(np.array(list(request.slots.values()), np.int64))
         self.stems.drop(request.rid)
+
+    def _catch_up(self, prefilling: int, *, hurried: bool, running: int) -> bool:
+        """Settles unless that can wait; returns whether samples are to be started, and then has settled."""
+        if self.waiting and not (running and self.deferral.puts_off("admission", hurried=hurried, running=running)):
+            self.settle()
+            if self.table.free_slots and not self.deferral.puts_off("forecast", hurried=hurried, running=running):
+                self.admission.refresh()
+            return True
+        # Who prefills or forks takes pages and looks for cached ones.
+        if self.table.ended and (prefilling or not self.deferral.puts_off("cache", hurried=hurried, running=running)):
+            self.settle()
+        return False
+
+    def _room_for(self, count: int) -> bool:
+        """Whether `count` pages are free. Nothing cached is given up for them as long as ended sequences hold some."""
+        if count > self.paging.allocator.free:
+            self.settle()
+        return self.paging.room_for(count)
 
     def _running(self) -> Int64:
         return np.concatenate((self.table.in_state(State.PREFILL), self.table.in_state(State.DECODE)))
@@ -123,18 +180,18 @@ class Scheduler:
         return in_order
 
     def _grow_decoders(self) -> Int64:
-        """Gives a page to each decoder that has filled its last one; makes room by preempting others.
+        """Gives a page to each decoder of this turn that has filled its last one; makes room by preempting others.
 
-        Returns the decoding slots whose next token has a place in the cache.
+        Returns the decoding slots of this turn whose next token has a place in the cache.
         """
         table = self.table
         while True:
-            slots = table.in_state(State.DECODE)
+            slots = self.cohorts.rows()
             full = table.length[slots] == table.num_pages[slots] * table.page_size
             count = int(np.count_nonzero(full))
             if not count:
                 return slots
-            if self.paging.room_for(count):
+            if self._room_for(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
             if self.stems.drop_youngest():
@@ -146,7 +203,7 @@ class Scheduler:
 
     def _make_room(self, count: int, slot: int) -> bool:
         """Room for `count` pages of `slot`, preempting sequences that come after it where that is needed."""
-        while not self.paging.room_for(count):
+        while not self._room_for(count):
             if self.stems.drop_youngest():
                 continue
             running = self._running()
@@ -166,7 +223,7 @@ class Scheduler:
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = self.paging.missing(slot, start + count)
-        if not (self._make_room(missing, slot) if preempting else self.paging.room_for(missing)):
+        if not (self._make_room(missing, slot) if preempting else self._room_for(missing)):
             return 0
         self.paging.reserve(slot, start + count)
         builder.chunk(slot, start, count)
@@ -177,22 +234,25 @@ class Scheduler:
             builder.draw(slot, forks)
             table.state[slot] = State.DECODE
             table.state[forks] = State.DECODE
+            self.deferral.concern(1 + len(forks), "regrouping")
             self._drain(np.append(forks, slot))
         return count
 
-    def _admit(self, builder: StepBuilder, budget: int) -> None:
-        """Starts waiting samples in their order while budget, slots and the forecast allow."""
+    def _admit(self, builder: StepBuilder, budget: int) -> int:
+        """Starts waiting samples in their order while budget, slots and the forecast allow; returns what is left."""
         if budget <= 0 or not self.waiting:
-            return
-        allowed = self.admission.count(self.waiting, {s: len(f) for s, f in self.followers.items()}, self.steps)
+            return budget
+        reserved = {slot: len(forks) for slot, forks in self.followers.items()}
+        allowed = self.admission.count(self.waiting, reserved, self.cohorts.cycles)
         while allowed > 0 and budget > 0 and self.waiting:
             pending = self.waiting.pop()
             stem = self.stems.find(pending.request) if pending.fresh else None
             if stem is not None:
                 slots = self.starts.start_late(stem, pending, min(allowed, budget), self.steps + 1)
                 if not len(slots):
-                    return
+                    return budget
                 builder.start(slots)
+                self.deferral.concern(len(slots), "regrouping")
                 allowed, budget = allowed - len(slots), budget - len(slots)
             elif pending.fresh and pending.request.leader is not None:
                 allowed -= self.starts.follow(pending, allowed)
@@ -201,14 +261,20 @@ class Scheduler:
                 # A sample that returns may be older than others of this step: it must not preempt them now.
                 count = self._prefill(builder, slot, budget, preempting=False)
                 if not count:
-                    return
+                    return budget
                 allowed, budget = allowed - 1 - forks, budget - count
+        return budget
 
-    def _find_groups(self, decode: Int64) -> Groups:
-        """Those that save most reading; none among fewer than two rows."""
-        if self.grouping is None or len(decode) < 2:
+    def _find_groups(self, decode: Int64, *, hurried: bool) -> Groups:
+        """Those that save most reading, or what is left of the last ones; none among fewer than two rows."""
+        if not self.groupings or len(decode) < 2:
             return NO_GROUPS
-        groups = self.grouping.find(decode, self.table.node[decode], self.table.epoch[decode])
+        table, deferral = self.table, self.deferral
+        # Of cohorts it might be the same that does without each time.
+        hurried = hurried and self.cohorts.count == 1
+        puts_off = partial(deferral.puts_off, "regrouping", hurried=hurried, running=len(decode))
+        grouping = self.groupings[self.cohorts.turn]
+        groups = grouping.find(decode, table.node[decode], table.epoch[decode], puts_off)
         self.group_rows += groups.rows
         return groups
 

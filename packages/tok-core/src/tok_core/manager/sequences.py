@@ -14,7 +14,7 @@ from tok_core.sampling import SamplingParams
 
 
 class State:
-    """What a slot is doing. FREE → PREFILL → DECODE → DRAIN → FREE; PREEMPTED leaves from PREFILL or DECODE.
+    """What a slot is doing. FREE → PREFILL → DECODE → DRAIN → ENDED → FREE; PREEMPTED leaves from PREFILL or DECODE.
 
     Plain integers: NumPy takes ten times as long to compare a column with a member of an enumeration.
     """
@@ -24,6 +24,7 @@ class State:
     DECODE: Final = 2  # one token a step
     DRAIN: Final = 3  # every token it may have is scheduled; the last ones are not back yet
     PREEMPTED: Final = 4  # without pages; tokens scheduled before are not back yet
+    ENDED: Final = 5  # its pages are not given up yet
 
 
 class Request:
@@ -35,10 +36,12 @@ class Request:
 
     __slots__ = (
         *("arrival", "family", "leader", "left", "limit", "params", "preempted", "prompt", "reported", "rid", "slots"),
-        *("stop_set", "undrawn"),
+        *("samples", "stop_set", "undrawn"),
     )
 
-    def __init__(self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, max_len: int) -> None:
+    def __init__(
+        self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, max_len: int, first_sample: int = 0
+    ) -> None:
         self.rid = rid
         self.prompt = prompt
         self.params = params
@@ -46,6 +49,7 @@ class Request:
         self.family = ALONE  # of `Families`; set when the first of its samples starts
         self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
         self.limit = min(max_len, len(prompt) + (params.max_tokens or max_len))
+        self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
         self.leader: int | None = None
@@ -91,7 +95,9 @@ class SequenceTable:
     followed    output tokens that the length model has been told of
     pages       page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to the slot
     announced   whether the worker knows the slot's present owner
-    epoch       grows whenever the slot is freed: tells late tokens of an earlier owner from the present one's
+    epoch       grows whenever the slot's owner has ended: tells its late tokens from those of the next one
+    cohort      a pipeline's: in whose turns it decodes
+    drawn       the last step, of a pipeline, in which its present owner drew
     order       age: smaller came first
     priority    class: the smallest is served first and preempted last
     preempted   whether it was, before
@@ -104,6 +110,8 @@ class SequenceTable:
         self.state = np.zeros(slots, np.uint8)
         self.announced = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(slots, np.int64)
+        self.cohort = np.zeros(slots, np.int64)
+        self.drawn = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.preempted = np.zeros(slots, np.bool_)
@@ -132,12 +140,18 @@ class SequenceTable:
         self.pages: Int32 = np.zeros((slots, per_slot), np.int32)
         self.requests: list[Request | None] = [None] * slots
         self.requests_running = 0  # that have a slot
+        self.ended = 0  # slots in that state
         self._free = list(range(slots - 1, -1, -1))
 
     @property
     def free_slots(self) -> int:
         """Slots that nobody uses."""
         return len(self._free)
+
+    @property
+    def sequences_running(self) -> int:
+        """Slots whose sequence has not ended."""
+        return self.slots - len(self._free) - self.ended
 
     def in_state(self, state: int) -> Int64:
         """Slots in `state`, ascending."""
@@ -164,6 +178,7 @@ class SequenceTable:
         assert request.stop_set is not None
         self.state[slots] = State.PREFILL
         self.announced[slots] = False
+        self.drawn[slots] = 0
         self.order[slots] = request.arrival * (1 << 20) + samples
         self.priority[slots] = params.priority
         self.rid[slots] = request.rid
@@ -186,19 +201,25 @@ class SequenceTable:
         self.top_logprobs[slots] = params.logprobs or 0
         self.tokens[slots, : len(tokens)] = tokens
 
-    def free(self, slots: Int64) -> None:
-        """Takes the slots back. Their pages and node locks must have been given up before."""
-        assert not self.num_pages[slots].any()
-        freed = slots.tolist()
-        for slot, sample in zip(freed, self.sample[slots].tolist(), strict=True):
+    def end(self, slots: Int64) -> None:
+        """The sequences are over. Their slots are not free yet, and hold what they did."""
+        for slot, sample in zip(slots.tolist(), self.sample[slots].tolist(), strict=True):
             request = self.requests[slot]
             assert request is not None
             del request.slots[sample]
             self.requests_running -= not request.slots
             self.requests[slot] = None
-        self.state[slots] = State.FREE
+        self.state[slots] = State.ENDED
         self.epoch[slots] += 1
-        self._free += freed
+        self.ended += len(slots)
+
+    def free(self, slots: Int64) -> None:
+        """Takes the slots back. Their pages and node locks must have been given up before."""
+        assert not self.num_pages[slots].any()
+        self.end(slots[self.state[slots] != State.ENDED])
+        self.state[slots] = State.FREE
+        self.ended -= len(slots)
+        self._free += slots.tolist()
 
 
 NEVER: Final = 2**31 - 1

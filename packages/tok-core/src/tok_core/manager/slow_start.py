@@ -5,7 +5,7 @@ The first samples to end are the short ones. To take them for all fills memory w
 
 from __future__ import annotations
 
-VOUCHED = 6  # samples that may start for each one that has finished
+VOUCHED = 4  # samples that may start for each one that has finished
 
 
 class SlowStart:

@@ -101,6 +101,8 @@ class Starts:
 
     def _fork(self, leader: int, request: Request, samples: deque[int]) -> Int64:
         """Slots of as many of the samples as there are slots and pages for; the others wait again."""
+        if not samples:
+            return NOBODY
         cost, room = self.paging.fork_cost(leader), self.table.free_slots
         taken = _take(samples, min(room, self.paging.available // cost) if cost else room)
         self._put_back(Pending(request, samples, request.prompt))

@@ -60,7 +60,7 @@ class StepBuilder:
         self.fresh += slots
         self.fresh_length += [length] * len(slots)
 
-    def build(self, step: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+    def build(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """The StepInput, with the table's lengths as they will be after the step."""
         table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
         sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
@@ -73,6 +73,7 @@ class StepBuilder:
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
             step=step,
+            draws_upto=draws_upto,
             new=self._new_slots() if self.fresh else None,
             page_slot=changes.page_slot,
             page_index=changes.page_index,

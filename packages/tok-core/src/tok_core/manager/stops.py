@@ -2,9 +2,10 @@
 
 Legend: V vocabulary, S rows of the mask matrix, n tokens of a step.
 
-Whether a token may complete a stop string is known beforehand (`EndingIndex`), so only samples whose new
-token is flagged are searched, and only at their end. Stop strings are searched in the bytes of the pieces of
-all generated tokens, special tokens' content included.
+Whether a token may complete a stop string is known beforehand (`EndingIndex`). Most that may do not, since
+the string's beginning is not before them: a few bytes of all flagged samples at once tell (`Borders`). Only
+the others are searched, and only at their end. Stop strings are searched in the bytes of the pieces of all
+generated tokens, special tokens' content included.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tok_core.errors import InvalidField
+from tok_core.manager.borders import Bools, Borders, Rows
 from tok_core.sampling import SamplingParams
-from tok_core.text.endings import EndingIndex
+from tok_core.text.endings import EndingIndex, Endings
+from tok_core.text.piece_bytes import PieceBytes
 
 Int32s = npt.NDArray[np.int32]
 
 END = 1  # one of the model's own end ids
 STOP_ID = 2  # one of the request's stop_token_ids
 MAYBE_STRING = 4  # may complete one of the request's stop strings: ask `find`
+WITHIN = 8  # may do so whatever the bytes before it are; without it, ask `possible` first
 
 CACHED_STRINGS = 256
 
@@ -58,12 +62,15 @@ class StopSets:
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], pieces: Sequence[bytes] | None) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = [token for token in eos_ids if token < vocab_size]
-        self._pieces = None if pieces is None else list(pieces[:vocab_size])
-        self._sizes = np.zeros(vocab_size, np.int64)
-        self._sizes[: len(self._pieces or ())] = [len(piece) for piece in self._pieces or ()]
-        self._index = EndingIndex(self._pieces or [])
-        self._completing: OrderedDict[str, npt.NDArray[np.int64]] = OrderedDict()
+        self._has_text = pieces is not None
+        self._pieces = list(pieces or ())[:vocab_size]
+        self._pieces += [b""] * (vocab_size - len(self._pieces))
+        arrays = PieceBytes(self._pieces)
+        self._sizes = arrays.sizes
+        self._index = EndingIndex(arrays)
+        self._completing: OrderedDict[str, Endings] = OrderedDict()
         self._masks = np.zeros((4, vocab_size), np.uint8)
+        self._borders = Borders(arrays, len(self._masks))
         self._free = list(range(len(self._masks)))[::-1]
         self._ids: dict[_StopSet, int] = {}
         self._sets: dict[int, _StopSet] = {}
@@ -92,9 +99,13 @@ class StopSets:
             self._free.append(set_id)
 
     def classify(self, set_ids: Int32s, tokens: Int32s) -> npt.NDArray[np.uint8]:
-        """Flags uint8 [n] of each row's new token under its set: END, STOP_ID and MAYBE_STRING, or 0."""
+        """Flags uint8 [n] of each row's new token under its set: END, STOP_ID, MAYBE_STRING and WITHIN, or 0."""
         places = set_ids.astype(np.int64) * self._vocab_size + tokens
         return self._masks.reshape(-1).take(places)
+
+    def possible(self, set_ids: Int32s, rows: Rows) -> Bools:
+        """Bool [n]: whether to ask `find` about rows flagged MAYBE_STRING and not WITHIN. False is certain."""
+        return self._borders.possible(set_ids, rows)
 
     def find(self, set_id: int, tokens: Int32s) -> StopHit | None:
         """The stop string of `set_id` that the last of `tokens` completes; `tokens` are all of the sample.
@@ -102,7 +113,7 @@ class StopSets:
         Of several, the one that ends first; of those that end at the same byte, the longest.
         """
         stops = self._stops[set_id]
-        last = self._piece(int(tokens[-1]))
+        last = self._pieces[tokens[-1]]
         before = self._end(tokens[:-1], len(stops[0]) - 1)
         text = before + last
         hit, end = b"", len(text) + 1
@@ -120,18 +131,14 @@ class StopSets:
         end, at = b"", len(tokens)
         while len(end) < size and at:
             at -= 1
-            end = self._piece(int(tokens[at])) + end
+            end = self._pieces[tokens[at]] + end
         return end
-
-    def _piece(self, token: int) -> bytes:
-        pieces = self._pieces or ()
-        return pieces[token] if token < len(pieces) else b""
 
     def _check(self, params: SamplingParams) -> None:
         for token in params.stop_token_ids:
             if token >= self._vocab_size:
                 raise InvalidField("stop_token_ids", token, f"ids from 0 to {self._vocab_size - 1}")
-        if params.stop and self._pieces is None:
+        if params.stop and not self._has_text:
             raise InvalidField("stop", params.stop, "none: the model has no tokenizer, so no text to search")
 
     def _add(self, key: _StopSet) -> None:
@@ -144,14 +151,16 @@ class StopSets:
         if not key.ignore_eos:
             row[self._eos_ids] |= END
         row[list(key.token_ids)] |= STOP_ID
-        for stop in key.strings:
-            row[self._completing_ids(stop)] |= MAYBE_STRING
+        for endings in map(self._endings, key.strings):
+            row[endings.border] |= MAYBE_STRING
+            row[endings.within] |= MAYBE_STRING | WITHIN
         self._ids[key] = set_id
         self._sets[set_id] = key
         self._stops[set_id] = sorted((stop.encode() for stop in key.strings), key=len, reverse=True)
+        self._borders.put(set_id, self._stops[set_id])
         self._users[set_id] = 0
 
-    def _completing_ids(self, stop: str) -> npt.NDArray[np.int64]:
+    def _endings(self, stop: str) -> Endings:
         if stop not in self._completing:
             self._completing[stop] = self._index.completing(stop.encode())
             if len(self._completing) > CACHED_STRINGS:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from tok_core.model.config import ModelConfig
 from tok_core.model.layers import MLP, Attention, Embedding, Linear, Placement, RMSNorm, Step
+from tok_core.parallel.share import Part
+from tok_core.parallel.tensor import VocabularyShards
+from tok_core.parallel.tensor_forms import form
 from tok_kernels import AttentionBatch, LayerCache, rope_table
 
 
@@ -35,34 +38,43 @@ class DecoderLayer(nn.Module, ABC):
         return MLP(config, place, bias=False)
 
     def forward(self, x_TN: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """The residual stream, which this layer changes in place."""
+        """The residual stream behind this layer, which may change `x` in place."""
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
-        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm: what of them is one stage's own.
+
+    The first stage embeds; where the embedding is also the LM head the last one has it too, beside the norm.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement, layer: type[DecoderLayer]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, place)
-        self.layers = nn.ModuleList(layer(config, place) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        stage = place.share.place
+        embeds = stage.first or (stage.last and config.tied)
+        self.embed_tokens = Embedding(config, place) if embeds else None
+        self.layers = nn.ModuleDict({str(number): layer(config, place) for number in place.share.layers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
 
-    def forward(self, token_T: Tensor, caches: Sequence[LayerCache], step: Step) -> Tensor:
-        """The residual stream `[T, N]`; `norm` is left to what makes logits of it."""
-        x_TN: Tensor = self.embed_tokens(token_T)
-        for layer, cache in zip(self.layers, caches, strict=True):
+    def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: Step) -> Tensor:
+        """The residual stream behind this stage's layers; `norm` is left to what makes logits of it."""
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
             x_TN = layer(x_TN, cache, step)
         return x_TN
 
 
 class CausalLM(nn.Module):
-    """A decoder with its LM head, over a paged cache.
+    """A decoder with its LM head, over a paged cache; or one worker's share of it.
 
     Parameters are uninitialised until `weights.load` or `weights.dummy` fills them. Module names are those
     of checkpoints, so that a tensor's name says where it goes.
+
+    config   of the whole model
+    share    which part of it is here
+    local    the config of that part, as attention and KV cache see it: `share.local(config)`
+    shards   how to draw from `logits` that are one rank's part of the vocabulary; None: they are all of it
     """
 
     layer: type[DecoderLayer]
@@ -70,33 +82,55 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.share, self.dtype = config, place.share, place.dtype
+        self.local = place.share.local(config)
+        self.tensor = place.tensor
+        vocabulary = place.share.vocabulary
+        self.shards = None if place.tensor is None else VocabularyShards(place.tensor, vocabulary)
         self.model = Decoder(config, place, self.layer)
-        head = {"lm_head": config.vocab_size}
-        self.lm_head = None if config.tied else Linear(config.hidden_size, head, place)
+        heads = place.share.place.last and not config.tied
+        hidden = Part.whole(config.hidden_size)
+        self.lm_head = Linear(hidden, {"lm_head": vocabulary}, place) if heads else None
         table_LD = rope_table(config.head_dim, config.max_positions, config.rope_base, config.rope_scaling)
         self.register_buffer("cos_sin_LD", table_LD.to(place.device), persistent=False)
 
+    def stream_rows(self, tokens: int) -> int:
+        """Rows of the residual stream that this rank hands to the next stage in a step of `tokens`, or gets."""
+        return tokens if self.tensor is None else self.tensor.rows(tokens)
+
     def forward(
         self,
-        token_T: Tensor,
+        x: Tensor,
         position_T: Tensor,
         kv_index_T: Tensor,
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         logit_row_R: Tensor | None,
     ) -> Tensor:
-        """Hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
+        """The last stage: hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
 
-        `token_T`, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches`
-        holds one entry a layer and receives this step's keys and values.
+        Another one: the residual stream to hand on, `[stream_rows(T), N]`. `x` is token ids `[T]` at the first stage,
+        and elsewhere the stream that the stage before has handed on, which may be changed in place. `x` of the first
+        stage, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches` holds one
+        entry for each layer of the stage and receives this step's keys and values.
         """
-        x_TN: Tensor = self.model(token_T, caches, Step(position_T, kv_index_T, batch, self.cos_sin_LD))
-        return x_TN if logit_row_R is None else x_TN[logit_row_R]
+        shared = None if self.tensor is None else form(self.tensor, len(position_T))
+        if self.share.place.first:
+            assert self.model.embed_tokens is not None
+            x = self.model.embed_tokens(x, shared)
+        x = self.model(x, caches, Step(position_T, kv_index_T, batch, self.cos_sin_LD, shared))
+        if not self.share.place.last:
+            return x
+        if shared is not None:
+            return shared.rows(x, logit_row_R)
+        return x if logit_row_R is None else x[logit_row_R]
 
     def logits(self, x_RN: Tensor) -> Tensor:
-        """`[R, N] -> [R, V]`, in the model's dtype: the final norm and the LM head."""
-        if self.lm_head is None:
-            return self.model.embed_tokens.logits(x_RN, self.model.norm)
-        logits_RV: Tensor = self.lm_head(x_RN, norm=self.model.norm)
-        return logits_RV
+        """`[R, N] -> [R, V]`, in the model's dtype: the final norm and the LM head. V is this rank's own part."""
+        norm = self.model.norm
+        assert norm is not None, "only the last stage makes logits"
+        if self.lm_head is not None:
+            logits_RV: Tensor = self.lm_head(x_RN, norm=norm)
+            return logits_RV
+        assert self.model.embed_tokens is not None
+        return self.model.embed_tokens.logits(x_RN, norm)

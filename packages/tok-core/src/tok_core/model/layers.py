@@ -1,29 +1,37 @@
-"""The building blocks of a decoder, each a few tensors and one formula.
+"""The building blocks of a decoder, each a few tensors and one formula, or one rank's part of it.
 
 Axes: T tokens of the step, N hidden size, F intermediate size, H query heads, K key/value heads, D head size,
-V vocabulary, L positions.
+V vocabulary, L positions. F, H, K and V are a rank's own part of the model's where several share it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tok_core.model.config import ModelConfig
+from tok_core.parallel.share import Part, Share
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
+
+if TYPE_CHECKING:
+    from tok_core.parallel.tensor import TensorParallel
+    from tok_core.parallel.tensor_forms import Form
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives and who computes it."""
+    """Where a model lives, who computes it, and which share of it; `tensor` joins the ranks of a stage, if several."""
 
     backend: Backend
     device: torch.device
     dtype: torch.dtype
+    share: Share
+    tensor: TensorParallel | None = None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; no gradient is ever taken."""
@@ -32,39 +40,57 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers of one forward pass share: positions and cache rows, int64 `[T]`; what to attend to."""
+    """What the layers of one forward pass share: positions and cache rows, int64 `[T]`; what to attend to; how the
+    ranks compute it together, None for one that is alone."""
 
     position_T: Tensor
     kv_index_T: Tensor
     batch: AttentionBatch
     cos_sin_LD: Tensor
+    form: Form | None = None
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) · weight` over the last axis; computed by what reads the result."""
+    """`x / rms(x) · weight` over the last axis; computed by what reads the result, where that can."""
 
     def __init__(self, size: int, eps: float, place: Placement) -> None:
         super().__init__()
+        self.backend = place.backend
         self.weight = place.parameter(size)
         self.eps = eps
+
+    def forward(self, x_TN: Tensor) -> Tensor:
+        return self.backend.rms_norm(x_TN, self.weight, self.eps)
 
 
 class Linear(nn.Module):
     """`x Wᵀ + b`; where `parts` names several matrices they are stacked by rows: one multiplication for all.
 
-    `parts` maps the name of each matrix in a checkpoint to its number of rows.
+    `parts` maps the name of each matrix in a checkpoint to the rows of it that are here; `inputs` says which of its
+    columns are. A `gated` one makes `silu(gate) · up` of its two matrices' results.
     """
 
-    def __init__(self, inputs: int, parts: Mapping[str, int], place: Placement, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: Part, parts: Mapping[str, Part], place: Placement, *, bias: bool = False, gated: bool = False
+    ) -> None:
         super().__init__()
-        self.parts = dict(parts)
+        self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = place.backend
-        self.weight = place.parameter(sum(parts.values()), inputs)
-        self.bias = place.parameter(sum(parts.values())) if bias else None
+        rows = sum(part.count for part in parts.values())
+        self.weight = place.parameter(rows, inputs.count)
+        self.bias = place.parameter(rows) if bias else None
 
     def forward(self, x_TN: Tensor, *, norm: RMSNorm | None = None, residual_TN: Tensor | None = None) -> Tensor:
         """Of `norm(x)` where one is given; added, in place, to the residual stream where that is given."""
+        if self.gated:
+            return self.backend.gated_linear(x_TN, self.weight, self.bias, norm=_weight(norm))
         return self.backend.linear(x_TN, self.weight, self.bias, norm=_weight(norm), residual_TN=residual_TN)
+
+    def finish(self, out_TF: Tensor) -> Tensor:
+        """What `forward` makes of its product, which is changed in place, once that was computed elsewhere."""
+        if self.bias is not None:
+            out_TF += self.bias
+        return self.backend.silu_and_mul(out_TF) if self.gated else out_TF
 
 
 def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
@@ -74,13 +100,20 @@ def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
 class Embedding(nn.Module):
     """One row of `weight` a token: `[T] -> [T, N]`; `logits` compares normed hidden states with every row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.backend = place.backend
-        self.weight = place.parameter(vocab_size, hidden_size)
+        self.part = place.share.vocabulary
+        self.weight = place.parameter(self.part.count, config.hidden_size)
 
-    def forward(self, token_T: Tensor) -> Tensor:
-        return functional.embedding(token_T, self.weight)
+    def forward(self, token_T: Tensor, form: Form | None = None) -> Tensor:
+        """The residual stream; each rank looks up the tokens it has, for zeros else."""
+        if form is None:
+            return functional.embedding(token_T, self.weight)
+        local_T = form.pad(token_T) - self.part.start
+        other_T = (local_T < 0) | (local_T >= self.part.count)
+        x_TN = functional.embedding(local_T.masked_fill_(other_T, 0), self.weight)
+        return form.begin(x_TN.masked_fill_(other_T.unsqueeze(1), 0))
 
     def logits(self, x_TN: Tensor, norm: RMSNorm) -> Tensor:
         """`[T, N] -> [T, V]`: the embedding as LM head (Press & Wolf 2017)."""
@@ -94,28 +127,30 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.backend = place.backend
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, parts, place, bias=qkv_bias)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, place, bias=o_bias)
+        q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
+        hidden = Part.whole(config.hidden_size)
+        self.qkv_proj = Linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, place, bias=qkv_bias)
+        self.o_proj = Linear(q, {"o_proj": hidden}, place, bias=o_bias)
+        self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: Step) -> Tensor:
-        """Adds the attention of `norm(x)` to the residual stream `x`, in place."""
-        q_THD, k_TKD, v_TKD = self.heads(x_TN, norm)
+        """The residual stream `x`, which may change in place, with the attention of `norm(x)` added."""
+        form = step.form
+        if form is None:
+            qkv_TF = self.qkv_proj(x_TN, norm=norm)
+        else:
+            qkv_TF = form.enter(x_TN, norm, self.qkv_proj)[: form.tokens]
+        q_THD, k_TKD, v_TKD = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv_TF.split(self.sizes, dim=-1))
         q_THD = self.backend.rope_and_write_kv(
             q_THD, k_TKD, v_TKD, step.position_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()
         )
-        out_THD = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5)
-        out_TN: Tensor = self.o_proj(out_THD.flatten(1), residual_TN=x_TN)
+        out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5).flatten(1)
+        if form is not None:
+            return form.leave(out_TF, self.o_proj, x_TN)
+        out_TN: Tensor = self.o_proj(out_TF, residual_TN=x_TN)
         return out_TN
-
-    def heads(self, x_TN: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[T, H, D]`, keys and values `[T, K, D]`: views of one product."""
-        parts = self.qkv_proj(x_TN, norm=norm).split(list(self.qkv_proj.parts.values()), dim=-1)
-        q_THD, k_TKD, v_TKD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return q_THD, k_TKD, v_TKD
 
     def qk_norm(self) -> QKNorm | None:
         """How queries and keys are normed ahead of their rotation, if the model does so."""
@@ -129,15 +164,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement, *, bias: bool) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.backend = place.backend
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = Linear(config.hidden_size, parts, place, bias=bias)
-        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, place, bias=bias)
+        hidden, own = Part.whole(config.hidden_size), place.share.intermediate
+        self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, place, bias=bias, gated=True)
+        self.down_proj = Linear(own, {"down_proj": hidden}, place, bias=bias)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm) -> Tensor:
-        """Adds the MLP of `norm(x)` to the residual stream `x`, in place."""
-        gate_up = self.gate_up_proj
-        gated_TF = self.backend.gated_linear(x_TN, gate_up.weight, gate_up.bias, norm=_weight(norm))
-        out_TN: Tensor = self.down_proj(gated_TF, residual_TN=x_TN)
+    def forward(self, x_TN: Tensor, norm: RMSNorm, form: Form | None = None) -> Tensor:
+        """The residual stream `x`, which may change in place, with the MLP of `norm(x)` added."""
+        if form is not None:
+            return form.leave(form.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
+        out_TN: Tensor = self.down_proj(self.gate_up_proj(x_TN, norm=norm), residual_TN=x_TN)
         return out_TN

@@ -14,6 +14,9 @@ from tok_core.model.layers import Placement
 from tok_core.model.llama import LlamaForCausalLM
 from tok_core.model.qwen2 import Qwen2ForCausalLM
 from tok_core.model.qwen3 import Qwen3ForCausalLM
+from tok_core.parallel.place import Place
+from tok_core.parallel.share import Share
+from tok_core.parallel.tensor import TensorParallel
 from tok_kernels import Backend
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
@@ -21,9 +24,21 @@ ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
 )
 
 
-def build(config: ModelConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """The model of `config`, parameters uninitialised, of `dtype` on `device`. Unknown one: ModelError."""
+def build(
+    config: ModelConfig,
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: Place = Place(),
+    tensor: TensorParallel | None = None,
+) -> CausalLM:
+    """The model of `config`, or the share of the worker at `place`, parameters uninitialised, of `dtype` on `device`.
+
+    `tensor` joins the ranks of a stage: needed where there are several. Unknown architecture: ModelError; one that
+    cannot be cut so: InvalidField.
+    """
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    return ARCHITECTURES[config.architecture](config, Placement(backend, device, dtype)).eval()
+    placement = Placement(backend, device, dtype, Share.of(config, place), tensor)
+    return ARCHITECTURES[config.architecture](config, placement).eval()

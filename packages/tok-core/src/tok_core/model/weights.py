@@ -1,105 +1,36 @@
-"""Fills a model's parameters: each checkpoint tensor right into its slice of a fused one, or with noise."""
+"""Fills a model's parameters from a checkpoint: of each tensor just the part that is here, right into its place."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
-from tok_core.errors import InvalidField, ModelError
+from tok_core.errors import ModelError
 from tok_core.model.decoder import CausalLM
-from tok_core.model.layers import Linear
+from tok_core.model.targets import StoredTensor, Target, targets
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")
-NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 NAMED_AT_MOST = 8  # tensors an error lists before it only counts
-
-
-class StoredTensor(Protocol):
-    """A tensor of a safetensors file, described but not yet read."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
+_OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def load(model: CausalLM, path: Path) -> None:
-    """Copies the checkpoint in directory `path` into `model`, cast to its dtype.
+    """Copies the checkpoint in directory `path` into `model`, cast to its dtype; reads nothing that is not its own.
 
     Raises ModelError for missing, unexpected, misshapen or non-float tensors and for unreadable files.
     """
-    slices = checkpoint_slices(model)
-    missing = set(slices)
+    wanted = targets(model)
+    missing = set(wanted)
     for file in checkpoint_files(path):
-        missing -= _load_file(file, slices, tied=model.config.tied)
+        missing -= _load_file(file, wanted, model)
     if missing:
-        raise ModelError(f"{path}: missing tensors: {_listed(missing, slices)}")
-
-
-def dummy(
-    model: CausalLM, seed: int = 0, *, eos_probability: float | None = None, eos_temperature: float = 0.6
-) -> None:
-    """Fills every parameter, norms included, uniformly from ±1e-3, so that logits are nearly flat.
-
-    With `eos_probability` each token is an end id with that probability, drawn at `eos_temperature`, whatever came
-    before: lengths are geometric. Raises InvalidField for a model without end ids.
-    Equal seeds give equal weights on one kind of device.
-    """
-    generators: dict[torch.device, torch.Generator] = {}
-    for parameter in model.parameters():
-        device = parameter.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        parameter.uniform_(-NOISE, NOISE, generator=generators[device])
-    if eos_probability is not None:
-        _favour_end_ids(model, eos_probability, eos_temperature)
-
-
-def _favour_end_ids(model: CausalLM, probability: float, temperature: float) -> None:
-    """Makes coordinate 0 of the last hidden state 1 after every token: its column of the LM head then is the logits.
-
-    Every token's embedding has the same `lift` there, and the layers add next to nothing to it. The final norm
-    divides by the root mean square, of which `lift` is twice, and multiplies by 1/2.
-    """
-    config, ends = model.config, list(model.config.eos_token_ids)
-    if not ends:
-        raise InvalidField("eos_probability", probability, "nothing (the model has no end id)")
-    size = config.hidden_size
-    others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
-    embedding, head = model.model.embed_tokens.weight, model.lm_head
-    # As it will be stored: where the head is the embedding, it is also the logit of every other id.
-    lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=embedding.dtype).item()
-    rest = config.vocab_size - len(ends)
-    gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
-    embedding[:, 0] = lift
-    model.model.norm.weight[0] = 0.5
-    if head is None:
-        embedding[ends, 0] = lift + gain
-    else:
-        head.weight[:, 0] = 0.0
-        head.weight[ends, 0] = gain
-
-
-def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
-    """For each tensor name of a checkpoint the view that it fills; together they cover all parameters."""
-    slices: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, Linear):
-                parent = path.rpartition(".")[0]
-                views = parameter.split(list(module.parts.values()))
-                for part, view in zip(module.parts, views, strict=True):
-                    slices[f"{parent}.{part}.{name}".removeprefix(".")] = view
-            else:
-                slices[f"{path}.{name}"] = parameter
-    return slices
+        raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -119,41 +50,55 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _load_file(file: Path, slices: dict[str, Tensor], *, tied: bool) -> set[str]:
+def _load_file(file: Path, wanted: Mapping[str, Target], model: CausalLM) -> set[str]:
     """Copies the tensors of one file; returns their names."""
     loaded = set()
+    elsewhere = _Elsewhere(model, wanted)
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in _wanted(tensors.keys(), tied):
-                target = _target(file, name, tensors.get_slice(name), slices)
-                target.copy_(tensors.get_tensor(name))
+            for name in tensors.keys():  # noqa: SIM118 – no mapping
+                if name not in wanted and name in elsewhere:
+                    continue
+                stored = tensors.get_slice(name)
+                target = _checked(file, name, stored, wanted)
+                target.fill(tensors.get_tensor(name) if target.is_whole else target.part_of(stored))
                 loaded.add(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
     return loaded
 
 
-def _wanted(names: list[str], tied: bool) -> Iterator[str]:
-    """Leaves out what some checkpoints hold although it follows from the rest."""
-    for name in names:
-        if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-            continue
-        yield name
+class _Elsewhere:
+    """Names of tensors that a checkpoint may hold although the model at hand does not: those of other pipeline
+    stages, and what some checkpoints hold although it follows from the rest."""
+
+    def __init__(self, model: CausalLM, wanted: Mapping[str, Target]) -> None:
+        self._layers = range(model.config.num_layers)
+        self._tied = model.config.tied
+        self._of_layer = {found[2] for name in wanted if (found := _LAYER.fullmatch(name))}
+
+    def __contains__(self, name: str) -> bool:
+        if name.endswith("rotary_emb.inv_freq") or (self._tied and name == "lm_head.weight"):
+            return True
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return name in _OUTER
+        return int(found[1]) in self._layers and found[2] in self._of_layer
 
 
-def _target(file: Path, name: str, stored: StoredTensor, slices: dict[str, Tensor]) -> Tensor:
-    if name not in slices:
+def _checked(file: Path, name: str, stored: StoredTensor, wanted: Mapping[str, Target]) -> Target:
+    if name not in wanted:
         raise ModelError(f"{file}: tensor {name} {stored.get_shape()} has no place in the model")
-    expected = list(slices[name].shape)
+    expected = wanted[name].shape
     if stored.get_shape() != expected:
         raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
     if stored.get_dtype() not in STORED_DTYPES:
         allowed = ", ".join(STORED_DTYPES)
         raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
-    return slices[name]
+    return wanted[name]
 
 
-def _listed(names: set[str], slices: dict[str, Tensor]) -> str:
-    shown = [f"{name} {list(slices[name].shape)}" for name in sorted(names)[:NAMED_AT_MOST]]
+def _listed(names: set[str], wanted: Mapping[str, Target]) -> str:
+    shown = [f"{name} {wanted[name].shape}" for name in sorted(names)[:NAMED_AT_MOST]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

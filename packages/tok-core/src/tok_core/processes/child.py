@@ -16,8 +16,8 @@ from typing import IO
 import zmq
 
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Failed, Launch, decoder, encode
-from tok_core.processes.sockets import Sender
+from tok_core.messages import Failed, FromWorker, Launch, StepInput, ToManager, decoder, encode
+from tok_core.processes.sockets import Receiver, Sender
 
 log = logging.getLogger("tok_core")
 
@@ -67,14 +67,17 @@ def report_failure(launch: Launch, error: Exception) -> None:
 
 def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
     """Imports late: the manager process never loads torch, and the lifeline is watched during slow imports."""
-    if launch.role == "worker":
+    if launch.place is not None:
+        steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)
         from tok_core.processes.worker import run_worker
 
-        run_worker(context, launch)
+        run_worker(context, launch, launch.place, steps)
     else:
+        requests: Receiver[ToManager] = Receiver(context, launch.requests, ToManager)
+        outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
         from tok_core.processes.manager import run_manager
 
-        run_manager(context, launch)
+        run_manager(context, launch, requests, outputs)
 
 
 def _watch_lifeline() -> None:

@@ -1,4 +1,4 @@
-"""The manager process: one single-threaded loop between the engine's sockets and the worker's."""
+"""The manager process: one single-threaded loop between the engine's sockets and the workers'."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from tok_core.messages import (
     StepInput,
     StepOutput,
     ToManager,
+    encode,
 )
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.text.tokenizer import Tokenizer
 
 
 class SocketPorts:
-    """The manager's Ports over sockets."""
+    """The manager's Ports over sockets. Every worker gets every step; one of them returns its tokens."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
-        self._requests: Receiver[ToManager] = Receiver(context, launch.requests, ToManager)
-        self._outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
-        self._steps = Sender(context, launch.steps)
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        launch: Launch,
+        requests: Receiver[ToManager],
+        outputs: Receiver[FromWorker],
+    ) -> None:
+        self._requests = requests
+        self._outputs = outputs
+        self._steps = [Sender(context, address) for address in launch.steps]
         self._reports = Sender(context, launch.reports)
         self._poller = zmq.Poller()
         self._poller.register(self._requests.socket, zmq.POLLIN)
         self._poller.register(self._outputs.socket, zmq.POLLIN)
 
     def await_worker(self) -> EngineInfo:
-        """The worker's first message: it is ready."""
+        """The first message of the worker that returns tokens: all are ready."""
         info = self._outputs.wait(None)
         assert isinstance(info, EngineInfo)
         return info
@@ -49,7 +56,9 @@ class SocketPorts:
         return [output for output in outputs if isinstance(output, StepOutput)]
 
     def send(self, step: StepInput) -> None:
-        self._steps.send(step)
+        data = encode(step)
+        for worker in self._steps:
+            worker.send_bytes(data)
 
     def report(self, progress: Progress) -> None:
         self._reports.send(progress)
@@ -66,9 +75,14 @@ def load_pieces(model: str) -> list[bytes] | None:
         return None
 
 
-def run_manager(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+def run_manager(
+    context: zmq.Context[zmq.Socket[bytes]],
+    launch: Launch,
+    requests: Receiver[ToManager],
+    outputs: Receiver[FromWorker],
+) -> None:
     """Never returns."""
-    ports = SocketPorts(context, launch)
+    ports = SocketPorts(context, launch, requests, outputs)
     pieces = load_pieces(launch.config.model)
     info = ports.await_worker()
     manager = Manager(launch.config, info, ports, pieces)

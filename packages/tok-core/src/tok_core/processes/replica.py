@@ -1,4 +1,4 @@
-"""Replica: one manager and its worker, started, watched and ended together — as processes, or as one thread."""
+"""Replica: one manager and its workers, started, watched and ended together — as processes, or as one thread."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import zmq
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
 from tok_core.messages import Cancel, Failed, Launch, Submit, ToEngine
+from tok_core.parallel.place import Place, places
 from tok_core.processes.child import write_launch
 from tok_core.processes.local import Closed, LocalPorts
 from tok_core.processes.sockets import Receiver, Sender
@@ -45,10 +46,11 @@ class Replica(Protocol):
 
 
 class ThreadReplica:
-    """Manager and worker in a thread of this process."""
+    """Manager and worker in a thread of this process; `index` counts the engine's replicas."""
 
-    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
+        self._index = index
         self._report = report
         self._death = death
         self._ports: LocalPorts | None = None
@@ -90,7 +92,7 @@ class ThreadReplica:
         from tok_core.processes.manager import load_pieces
         from tok_core.worker.setup import set_up
 
-        runner, info = set_up(self._config)
+        runner, info = set_up(self._config, self._index)
         self._ports = ports = LocalPorts(runner, self._config.run_ahead, self._report)
         if self._closed.is_set():
             return
@@ -100,10 +102,15 @@ class ThreadReplica:
 
 
 class ProcessReplica:
-    """Manager and worker as child processes. When one ends, the other is ended and the death reported once."""
+    """Manager and workers as child processes. When one ends, the others are ended and the death reported once.
 
-    def __init__(self, config: EngineConfig, report: Report, death: Death) -> None:
+    `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
+    """
+
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
+        self._index = index
+        self._places = list(places(config.pp, config.tp))
         self._report = report
         self._death = death
         # The path of a local socket has at most some 107 bytes.
@@ -124,8 +131,9 @@ class ProcessReplica:
             if self._ending:
                 return
             self._reader.start()
-            for role in ("worker", "manager"):
-                self._spawn(role)
+            for place in self._places:
+                self._spawn("worker" if place.workers == 1 else f"worker {place.number}", place)
+            self._spawn("manager", None)
         for role in self.children:
             threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
 
@@ -143,23 +151,26 @@ class ProcessReplica:
     def _address(self, name: str) -> str:
         return f"ipc://{self._directory.name}/{name}"
 
-    def _spawn(self, role: str) -> None:
+    def _spawn(self, role: str, place: Place | None) -> None:
         # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
         code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.processes.child import main; sys.exit(main())"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
-        write_launch(child.stdin, self._launch(role))
+        write_launch(child.stdin, self._launch(role, place))
 
-    def _launch(self, role: str) -> Launch:
+    def _launch(self, role: str, place: Place | None) -> Launch:
         return Launch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),
             config=self._config,
+            replica=self._index,
+            place=place,
             requests=self._address("requests"),
             reports=self._address("reports"),
-            steps=self._address("steps"),
+            steps=[self._address(f"steps-{one.number}") for one in self._places],
             outputs=self._address("outputs"),
+            rendezvous=f"{self._directory.name}/rendezvous",
         )
 
     def _read(self) -> None:

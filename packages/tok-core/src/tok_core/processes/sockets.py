@@ -22,7 +22,11 @@ class Sender:
 
     def send(self, message: msgspec.Struct) -> None:
         """Queues one message."""
-        self.socket.send(encode(message), copy=False)
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queues one message that is encoded already."""
+        self.socket.send(data, copy=False)
 
     def close(self, linger: float) -> None:
         """Closes, once what is queued has been read, at the latest after `linger` seconds."""
@@ -37,6 +41,11 @@ class Receiver(Generic[Message]):
         self.socket.set_hwm(0)
         self.socket.bind(address)
         self._decoder = decoder(kind)
+
+    @property
+    def address(self) -> str:
+        """Where it is bound: of `tcp://HOST:*`, with the port that was free."""
+        return str(self.socket.get_string(zmq.LAST_ENDPOINT))
 
     def next(self) -> Message | None:
         """The next message, None if there is none."""

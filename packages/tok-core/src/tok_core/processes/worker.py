@@ -5,26 +5,32 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from pathlib import Path
 
 import torch
 import zmq
 
 from tok_core.messages import Launch, StepInput
+from tok_core.parallel.place import Place
 from tok_core.processes.child import report_failure
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.worker.runner import Launched
 from tok_core.worker.setup import set_up
 
 
-def run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+def run_worker(
+    context: zmq.Context[zmq.Socket[bytes]], launch: Launch, place: Place, steps: Receiver[StepInput]
+) -> None:
     """Never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0))))
-    steps: Receiver[StepInput] = Receiver(context, launch.steps, StepInput)
-    runner, info = set_up(launch.config)
+        workers = place.workers * launch.config.dp
+        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), workers))
+    rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
+    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device)
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-    outputs = Sender(context, launch.outputs)
-    outputs.send(info)
+    outputs = Sender(context, launch.outputs) if place.returns else None
+    if outputs is not None:
+        outputs.send(info)
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
         step = steps.wait(None)
@@ -32,16 +38,18 @@ def run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
             launched.put(runner.launch(step))
 
 
-def leave_one_core(cores: int) -> int:
-    """Threads for a worker on a CPU: with no core left to manager and server, its threads wait for each other."""
-    return max(1, cores - 1)
+def leave_one_core(cores: int, workers: int = 1) -> int:
+    """Threads for each of the workers on a CPU: with no core left to manager and server, they wait for each other."""
+    return max(1, (cores - 1) // workers)
 
 
-def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender, launch: Launch) -> None:
+def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: Launch) -> None:
     """Errors of the device surface here, where its results are waited for: they end the process."""
     try:
         while True:
-            outputs.send(launched.get().output())
+            output = launched.get().output()
+            if outputs is not None:
+                outputs.send(output)
     except Exception as error:
         report_failure(launch, error)
         os._exit(1)

@@ -1,71 +1,95 @@
 """EndingIndex: which tokens can complete a given string, found without looking at each token in turn.
 
 A token can complete `stop` if its piece holds `stop` whole, or if a beginning of the piece is an end of
-`stop`. All pieces lie one after another in one byte array, in which positions are filtered byte by byte; few
-survive the first two bytes, whatever the vocabulary's size V.
+`stop`. Both are looked up by two bytes at once, and what is found is filtered byte by byte; little is left
+from the start, whatever the vocabulary's size V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from tok_core.text.piece_bytes import WORD, Ints, PieceBytes
+
+SHORT: Final = WORD - 1
+NOBODY: Final[Ints] = np.zeros(0, np.int64)
+
+
+class Endings(NamedTuple):
+    """Ids of the tokens within which an occurrence of a string can end; in no order, and some more than once.
+
+    within  the piece holds the string, or begins with more than its last SHORT bytes
+    border  the piece begins with some of the string's last SHORT bytes, the others being those before it
+    """
+
+    within: Ints
+    border: Ints
 
 
 class EndingIndex:
-    """Over `pieces`, bytes of each token id.
+    """Over the pieces of a vocabulary. Legend: N bytes of all pieces.
 
-    starts   [V + 1] where each piece begins in `text`; piece i ends where i + 1 begins
-    text     bytes of all pieces, padded so that no offset into a piece reaches beyond
-    by_head  [V] ids, sorted by the first two bytes of their pieces; `heads`: these, as big-endian numbers
+    places   [N] places in the pieces' text, sorted by the two bytes that stand there; `place_of`: where those of each
+             number of two bytes begin
+    owner    [N] id of the piece that each place belongs to
+    by_head  [V] ids, sorted by the first two bytes of their pieces; `head_of`: where those of each number begin
     """
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._lengths: Ints = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        self._longest = int(self._lengths.max(initial=0))
-        self._starts: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        self._text = np.frombuffer(b"".join(pieces) + bytes(self._longest + 2), np.uint8)
-        heads = self._two_bytes()
-        self._by_head: Ints = np.argsort(heads, kind="stable")
-        self._heads: Ints = heads[self._by_head].astype(np.int64)
+    def __init__(self, pieces: PieceBytes) -> None:
+        self._pieces = pieces
+        size = int(pieces.starts[-1])
+        first, second = (pieces.text[shift : size + shift].astype(np.uint16) for shift in (0, 1))
+        self._places, self._place_of = _sorted(first << np.uint16(8) | second)
+        self._owner = np.repeat(np.arange(len(pieces.sizes), dtype=np.int32), pieces.sizes)
+        self._by_head, self._head_of = _sorted((pieces.heads >> np.uint64(48)).astype(np.uint16))
 
-    def completing(self, stop: bytes) -> Ints:
-        """Ids, ascending, of the tokens within which an occurrence of `stop` can end. Exact."""
-        can = np.zeros(len(self._lengths), np.bool_)
-        can[self._holding(stop)] = True
-        for count in range(1, min(len(stop) - 1, self._longest) + 1):
-            can[self._beginning_with(stop[len(stop) - count :])] = True
-        return np.flatnonzero(can)
+    def completing(self, stop: bytes) -> Endings:
+        """What can complete `stop`, of at least one byte. Exact."""
+        within, border = [self._holding(stop)], [NOBODY]
+        for count in range(1, min(len(stop) - 1, self._pieces.longest) + 1):
+            ids = self._beginning_with(stop[len(stop) - count :])
+            (border if count <= SHORT else within).append(ids)
+        return Endings(np.concatenate(within), np.concatenate(border))
 
     def _holding(self, stop: bytes) -> Ints:
         """Ids of the pieces in which `stop` occurs."""
-        if len(stop) > self._longest:
-            return np.zeros(0, np.int64)
-        at: Ints = np.flatnonzero(self._text[: self._starts[-1]] == stop[0])
-        for offset, byte in enumerate(stop[1:], 1):
-            at = at[self._text[at + offset] == byte]
-        owner: Ints = np.searchsorted(self._starts, at, side="right") - 1
-        return owner[at + len(stop) <= self._starts[owner + 1]]
+        text, starts = self._pieces.text, self._pieces.starts
+        if len(stop) > self._pieces.longest:
+            return NOBODY
+        at = self._places[_range(self._place_of, stop)]
+        for offset, byte in enumerate(stop[2:], 2):
+            at = at[text[at + offset] == byte]
+            if not len(at):
+                break
+        owner = self._owner[at].astype(np.int64)
+        found: Ints = owner[at + len(stop) <= starts[owner + 1]]
+        return found
 
     def _beginning_with(self, text: bytes) -> Ints:
         """Ids of the pieces that begin with `text`."""
-        low, high = text[0] << 8, text[0] << 8 | 0xFF
-        if len(text) > 1:
-            low = high = low | text[1]
-        first, last = np.searchsorted(self._heads, [low, high + 1])
-        ids = self._by_head[first:last]
-        ids = ids[self._lengths[ids] >= len(text)]
+        ids = self._by_head[_range(self._head_of, text)].astype(np.int64)
+        # Bytes that a piece does not have count as 0 among the first two.
+        ids = ids[self._pieces.sizes[ids] >= len(text)]
         for offset, byte in enumerate(text[2:], 2):
-            ids = ids[self._text[self._starts[ids] + offset] == byte]
+            if not len(ids):
+                break
+            ids = ids[self._pieces.text[self._pieces.starts[ids] + offset] == byte]
         return ids
 
-    def _two_bytes(self) -> npt.NDArray[np.uint16]:
-        # Absent bytes count as 0; `_beginning_with` looks at the lengths as well.
-        starts = self._starts[:-1]
-        first = np.where(self._lengths > 0, self._text[starts], 0)
-        second = np.where(self._lengths > 1, self._text[starts + 1], 0)
-        heads: Ints = first.astype(np.int64) << 8 | second
-        return heads.astype(np.uint16)  # NumPy sorts 16-bit numbers by radix
+
+def _sorted(pairs: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.int32], Ints]:
+    """The places of `pairs` in the order of their values, and where in it each of the 65,536 values begins."""
+    order = np.argsort(pairs, kind="stable").astype(np.int32)  # NumPy sorts 16-bit numbers by radix
+    counts = np.bincount(pairs, minlength=1 << 16)
+    return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def _range(begins: Ints, text: bytes) -> slice:
+    """Where in the order those lie that begin with the first two bytes of `text`, or with its only one."""
+    low, high = text[0] << 8, (text[0] + 1) << 8
+    if len(text) > 1:
+        low, high = low | text[1], (low | text[1]) + 1
+    return slice(int(begins[low]), int(begins[high]))

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from tok_core.config import EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.model.config import ModelConfig
+from tok_core.parallel.place import Place
 from tok_kernels import AttentionShape, Backend, choose
 
 
-def choose_device(requested: str) -> torch.device:
-    """The device asked for; `auto` is the GPU where there is one. Raises InvalidField where there is none."""
-    if requested == "cuda" and not torch.cuda.is_available():
+def choose_device(config: EngineConfig, replica: int, place: Place, index: int | None = None) -> torch.device:
+    """The device asked for, of the worker at `place`; `auto` is the GPU where there is one.
+
+    `index`: of the GPU that was chosen for it; None: by replica and place.
+
+    Raises InvalidField where there is none, or not one for each worker.
+    """
+    requested, found = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "cuda" and not found:
         raise InvalidField("device", requested, "cpu (no CUDA device is available here)")
-    if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(requested, 0) if requested == "cuda" else torch.device(requested)
+    if requested == "cpu" or not found:
+        return torch.device("cpu")
+    if index is not None:
+        return torch.device("cuda", index)
+    if found < config.dp * place.workers:
+        field = next(name for name in ("tp", "pp", "dp") if getattr(config, name) > 1)
+        product = f"{config.dp} × {place.stages} × {place.ranks}"
+        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({product})")
+    return torch.device("cuda", replica * place.workers + place.number)
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tok_core.messages import StepInput
+from tok_core.parallel.tensor import VocabularyShards
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, SamplingBatch
 
@@ -25,13 +26,24 @@ def extras(step: StepInput) -> dict[str, np.ndarray]:
 
 
 def draw(
-    backend: Backend, state: WorkerState, step: StepInput, put: Mapping[str, Tensor], logits_RV: Tensor
+    backend: Backend,
+    state: WorkerState,
+    step: StepInput,
+    put: Mapping[str, Tensor],
+    logits_RV: Tensor,
+    shards: VocabularyShards | None = None,
 ) -> Sampled:
-    """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device."""
+    """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device. `shards`: of which part
+    of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
+    them, on every rank."""
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
-    size = CHUNK if len(step.filter_row) or len(step.penalty_row) else max(rows, 1)
+    wide = len(step.filter_row) or len(step.penalty_row)
+    if shards is not None:
+        wide = wide or len(step.bias_row) or step.top_logprobs
+    size = CHUNK if wide else max(rows, 1)
     parts = [
-        _draw(backend, state, step, put, logits_RV, slot_R, slice(i, i + size)) for i in range(0, max(rows, 1), size)
+        _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
+        for i in range(0, max(rows, 1), size)
     ]
     if len(parts) == 1:
         return parts[0]
@@ -49,12 +61,15 @@ def _draw(
     step: StepInput,
     put: Mapping[str, Tensor],
     logits_RV: Tensor,
+    shards: VocabularyShards | None,
     slot_R: Tensor,
     chunk: slice,
 ) -> Sampled:
     """The tokens of one portion; extras only for the rows of it that ask for them."""
     logits, slots = logits_RV[chunk], slot_R[chunk]
     asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
+    if shards is not None and (step.top_logprobs or any(rows is not None for rows in asking.values())):
+        logits, shards = shards.whole(logits), None
     batch = SamplingBatch(
         temperature=state.temperature[slots],
         seed=state.seed[slots],
@@ -65,6 +80,7 @@ def _draw(
         filters=_filters(state, asking.get("filter_row"), slots),
         top_logprobs=step.top_logprobs,
         all_greedy=step.all_greedy,
+        shards=shards,
     )
     return backend.sample(logits, batch)
 

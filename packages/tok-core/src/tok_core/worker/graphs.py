@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tok_core.messages import StepInput
 from tok_core.model.decoder import CausalLM
+from tok_core.parallel.place import Place
 from tok_core.worker import rows
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
@@ -41,16 +42,17 @@ class Kind(NamedTuple):
 class DecodeGraph:
     """One size: `rows` decode rows in at most `groups` prefix groups.
 
-    forward  from slots to `hidden` `[rows, N]`
-    draw     from `hidden` to `drawn`, int32 `[2, rows]`: tokens and log-probabilities' bits
+    forward  from slots, and from the `inflow` of a stage before, to `hidden`: `[rows, N]`, or what the stage hands on
+    draw     at the last stage: from `hidden` to `drawn`, int32 `[2, rows]`: tokens and log-probabilities' bits
     """
 
     rows: int
     groups: int
     padding: int
     forward: torch.cuda.CUDAGraph
+    inflow: Tensor | None
     hidden: Tensor
-    draw: torch.cuda.CUDAGraph
+    draw: torch.cuda.CUDAGraph | None
     drawn: Tensor
     inputs: tuple[Tensor, ...]  # held, because the graphs read them
 
@@ -67,11 +69,13 @@ class DecodeGraph:
 class DecodeGraphs:
     """The graphs of one model, by size and kind; none until `capture`."""
 
-    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging) -> None:
+    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging, place: Place) -> None:
         self._model = model
         self._backend = backend
         self._state = state
         self._staging = staging
+        self._place = place
+        self._inflow: Tensor | None = None  # of all graphs, since no two of them run at a time
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, Kind], DecodeGraph] = {}
 
@@ -90,8 +94,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, sizes: Iterable[int]) -> None:
         """Records the sizes, largest first, so that smaller ones find room in the memory of larger ones."""
-        recorder, longest = _Recorder(self._state.device), self._state.max_len
-        for size in sorted(sizes, reverse=True):
+        recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(sizes)[::-1]
+        if not self._place.first:
+            self._inflow = self._make_inflow(largest_first)
+        for size in largest_first:
             differs = size <= FEW_ROWS and longest > SHORT
             for groups in (False, True) if size > 1 else (False,):
                 long = self._capture(size, groups, longest, recorder)
@@ -103,15 +109,24 @@ class DecodeGraphs:
         padding, groups = self._state.slots, min(MOST_GROUPS, size // 2) if grouped else 0
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
-        self._draw(put, self._forward(put, q_start, max_kv))  # compiles, and lets libraries set themselves up
+        inflow = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
+        hidden = self._forward(put, inflow, q_start, max_kv)  # compiles, and lets libraries set themselves up
+        drawn = self._draw(put, hidden) if self._place.last else NOTHING
         torch.cuda.synchronize(self._state.device)
         with recorder.recording() as forward:
-            hidden = self._forward(put, q_start, max_kv)
-        with recorder.recording() as draw:
-            drawn = self._draw(put, hidden)
-        return DecodeGraph(size, groups, padding, forward, hidden, draw, drawn, (q_start,))
+            hidden = self._forward(put, inflow, q_start, max_kv)
+        draw = None
+        if self._place.last:
+            with recorder.recording() as draw:
+                drawn = self._draw(put, hidden)
+        return DecodeGraph(size, groups, padding, forward, inflow, hidden, draw, drawn, (q_start,))
 
-    def _forward(self, put: dict[str, Tensor], q_start: Tensor, max_kv: int) -> Tensor:
+    def _make_inflow(self, sizes: Iterable[int]) -> Tensor:
+        """Room for the stream of each size, `[rows, N]`; zeros, because what is recorded is tried before."""
+        rows = max(self._model.stream_rows(size) for size in sizes)
+        return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
+
+    def _forward(self, put: dict[str, Tensor], inflow: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
         state, size = self._state, len(put["slots"])
         made = self._backend.decode_rows(put["slots"], state.columns)
         batch = AttentionBatch(
@@ -125,7 +140,8 @@ class DecodeGraphs:
             max_kv=max_kv,
             levels=(rows.cascade_level(put, 0, size, max_kv),) if "start_0" in put else (),
         )
-        hidden: Tensor = self._model(made.token, made.position, made.kv_index, state.caches, batch, None)
+        x_T = made.token if inflow is None else inflow
+        hidden: Tensor = self._model(x_T, made.position, made.kv_index, state.caches, batch, None)
         return hidden
 
     def _draw(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
@@ -135,9 +151,14 @@ class DecodeGraphs:
             seed=state.seed[slot],
             sample=state.sample[slot],
             position=state.columns.length[slot],
+            shards=self._model.shards,
         )
         sampled = self._backend.sample(self._model.logits(hidden), batch)
         return self._backend.record_draws(put["slots"], sampled.token, sampled.logprob, state.columns)
+
+
+NOTHING = torch.empty((2, 0), dtype=torch.int32)
+"""What a stage draws that is not the last."""
 
 
 class _Recorder:

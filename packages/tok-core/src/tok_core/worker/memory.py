@@ -42,10 +42,13 @@ class Measured:
 
 
 def measure(runner: Runner, max_step_tokens: int, *, graphs: bool) -> Measured:
-    """Runs the largest step, and decode steps of several sizes, on a CUDA device."""
+    """Runs the largest step, and decode steps of several sizes, on a CUDA device.
+
+    All workers of a replica do so together. They agree on `graph_rows`: none has graphs where one cannot.
+    """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len))
-    rows = graph_rows(runner) if graphs else 0
-    graph_bytes = _peak(runner, trial_step(decode=rows)) + kept_rows(rows) * _kept_bytes(runner) if rows else 0
+    rows = graph_rows(runner) if runner.pipeline.peers.least(graphs) else 0
+    graph_bytes = _peak(runner, trial_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
     return Measured(step_bytes, rows, graph_bytes)
 
 
@@ -54,10 +57,10 @@ def measured_len(max_positions: int, slots: int, tokens: int) -> int:
     return min(max_positions, max(CHUNK_TOKENS, -(-tokens // slots)))
 
 
-def _kept_bytes(runner: Runner) -> int:
-    """Of a row's hidden state, token and log-probability."""
-    weight = runner.model.model.norm.weight
-    return weight.nbytes + 8
+def _kept_bytes(runner: Runner, rows: int) -> int:
+    """Bytes of the hidden state, token and log-probability of each row of the graphs, and of what they read."""
+    state = runner.model.config.hidden_size * runner.model.dtype.itemsize
+    return kept_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
 
 
 def largest_step(slots: int, tokens: int, max_len: int) -> StepInput:
@@ -84,7 +87,10 @@ def _peak(runner: Runner, step: StepInput) -> int:
 
 
 def graph_rows(runner: Runner) -> int:
-    """The largest size at which the host takes as long to launch a decode step as half of its time on the device."""
+    """The largest size at which the host takes as long to launch a decode step as half of its time on the device.
+
+    As the first of a replica's workers sees it: all of them carry out the same steps to find out.
+    """
     step = trial_step(decode=1)
     launch = min(try_out(runner, step).launch_seconds for _ in range(5))
     found = sizes(runner.state.slots)
@@ -93,7 +99,8 @@ def graph_rows(runner: Runner) -> int:
         middle = (low + high + 1) // 2
         step = trial_step(decode=found[middle])
         seconds = min(try_out(runner, step).device_seconds for _ in range(3))
-        low, high = (middle, high) if seconds < 2 * launch else (low, middle - 1)
+        faster = runner.pipeline.peers.of_first(seconds < 2 * launch)
+        low, high = (middle, high) if faster else (low, middle - 1)
     return found[low]
 
 
@@ -103,28 +110,30 @@ def cache_tokens(
     """Positions of the KV cache: as configured, else what the memory leaves.
 
     `per_token`: bytes of a position; `tables`: bytes of the page tables; `measured` is needed on a CUDA device. Raises
-    InvalidField, or EngineError where the memory is too small.
+    InvalidField, or EngineError where the memory is too small. A CPU's memory is cut evenly among all workers.
     """
+    per_cpu = psutil.virtual_memory().available // (config.dp * config.pp * config.tp)
     if config.kv_cache_tokens is not None:
         # A CPU's memory is promised before it is there; what takes more than is free is killed later.
-        free = psutil.virtual_memory().available if device.type == "cpu" else None
+        free = per_cpu if device.type == "cpu" else None
         if free is not None and config.kv_cache_tokens * per_token > free:
             raise InvalidField(
                 "kv_cache_tokens", config.kv_cache_tokens, f"at most {free // per_token}, by free memory"
             )
         return config.kv_cache_tokens
     if measured is None:
-        room = int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
+        room = int(per_cpu * CPU_MEMORY_SHARE)
         return max(config.page_size, min(room // per_token, CPU_CACHE_TOKENS))
     free, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * config.gpu_memory_fraction) - others - weights - measured.activations - tables
+    needed = weights + measured.activations + tables
+    room = int(total * config.gpu_memory_fraction) - others - needed
     if room < per_token * 2 * config.page_size:
-        taken = (weights + measured.activations + tables) / 2**30
+        allowed, others_gib, needed_gib = (x / 2**30 for x in (total * config.gpu_memory_fraction, others, needed))
         raise EngineError(
-            f"no memory is left for the KV cache: weights and steps take {taken:.1f} GiB of the "
-            f"{total * config.gpu_memory_fraction / 2**30:.1f} GiB allowed; raise gpu_memory_fraction or lower "
-            "max_step_tokens or max_running"
+            f"no memory is left for the KV cache: of the {allowed:.1f} GiB that may be used of the device, weights and "
+            f"steps take {needed_gib:.1f} GiB, and CUDA and other processes {others_gib:.1f} GiB; raise "
+            "gpu_memory_fraction, lower max_step_tokens or max_running, or end what else uses the device"
         )
     return room // per_token - config.page_size  # a page belongs to nobody

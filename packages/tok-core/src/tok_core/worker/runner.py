@@ -1,4 +1,4 @@
-"""Runner: one step, from its StepInput to its StepOutput, without waiting for the device in between."""
+"""Runner: one step of one worker, from its StepInput to its StepOutput, without waiting for the device in between."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tok_core.config import MOST_AHEAD
 from tok_core.messages import StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
+from tok_core.parallel.pipeline import Pipeline
+from tok_core.parallel.pipeline_draws import Late
 from tok_core.worker import rows
 from tok_core.worker.draw import draw, extras
-from tok_core.worker.graphs import DecodeGraphs
+from tok_core.worker.graphs import NOTHING, DecodeGraph, DecodeGraphs
 from tok_core.worker.staging import Outbox, Staging
 from tok_core.worker.state import WorkerState, changes
 from tok_kernels import Backend
@@ -47,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way: `output` waits until its tokens are on the host."""
+    """A step on its way: `output` waits until it is done and its tokens, at the last stage, are on the host."""
 
     step: int
     launch_seconds: float
@@ -59,7 +62,7 @@ class Launched:
     top_logprob: Tensor
 
     def output(self) -> StepOutput:
-        """The step's tokens; blocks until the device has computed them."""
+        """The step's tokens, none but at the last stage; blocks until the device has done the step."""
         self.done.wait()
         token, logprob = self.draws[:, : self.rows].clone()
         return StepOutput(
@@ -74,20 +77,29 @@ class Launched:
 
 
 class Runner:
-    """Launches steps in order. Each finds the tokens of the one before on the device.
+    """Launches steps in order. Each finds the tokens of those before on the device.
 
     Decode steps replay a CUDA graph where one of their size was captured; all others are launched kernel by kernel.
-    At most MOST_AHEAD may be on their way. A `tracer` hears of every step.
+    At most MOST_AHEAD may be on their way. A `tracer` hears of every step; `pipeline` joins the worker to the stages
+    beside its own, if there are any.
     """
 
-    def __init__(self, model: CausalLM, backend: Backend, state: WorkerState, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: Backend,
+        state: WorkerState,
+        tracer: Tracer | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         self.model = model
         self.backend = backend
         self.state = state
+        self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
         self.staging = Staging(state.device, MOST_AHEAD)
         self.outbox = Outbox(state.device, MOST_AHEAD, state.slots + 1)
         self.mirror = rows.Mirror(state.slots + 1) if backend.needs_host_lengths else None
-        self.graphs = DecodeGraphs(model, backend, state, self.staging)
+        self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
         self._tracer = tracer
 
     @property
@@ -101,46 +113,84 @@ class Runner:
         if self._tracer is not None:
             self._tracer.before(step.step)
         time_began = time.perf_counter()
+        place, late = self.pipeline.place, self.pipeline.late(step)
         graph = self.graphs.find(step)
         arrays = rows.arrays(step) if graph is None else graph.arrays(step)
-        put = self.staging.put({**arrays, **changes(step), **extras(step)})
+        asked = extras(step) if place.last else {}
+        put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
+        if late:
+            self._take_over(late, put)
         began = Mark(self.state.device)  # not before: on an idle device the host's time would be taken for its own
         self.state.apply(step, put)
-        kv_len = None if self.mirror is None else self.mirror.follow(step)
-        if graph is not None and not graph.draws(step):
-            graph.forward.replay()
-            draws, top = self._draw(step, put, graph.hidden[: len(step.decode_slot)])
-        elif graph is not None:
-            graph.forward.replay()
-            graph.draw.replay()
-            draws, top = graph.drawn, NO_TOP
+        stream = None
+        if not place.first:
+            stream = self._receive(step, graph)
+            began = Mark(self.state.device)  # nor is the wait for the stage before
+        hidden = self._compute(step, put, graph, stream)
+        if place.last:
+            draws, top = self._draw(step, put, graph, hidden)
+            self.pipeline.share(draws[0, : len(step.sample_slot)])
         else:
-            made = rows.rows(self.backend, self.state, step, put, kv_len)
-            hidden = self.model(
-                *(made.token_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, made.logit_row_R)
-            )
-            draws, top = self._draw(step, put, hidden)
+            draws, top = NOTHING, NO_TOP
+            self.pipeline.send(hidden)
+            self.pipeline.expect(step)
         return self._send(step, time_began, began, draws, top)
 
     def forget(self) -> None:
         """Forgets all sequences, as if no step had been carried out."""
+        self.pipeline.forget()
         self.state.reset()
         if self.mirror is not None:
             self.mirror.reset()
 
-    def _draw(self, step: StepInput, put: dict[str, Tensor], hidden_RN: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        sampled = draw(self.backend, self.state, step, put, self.model.logits(hidden_RN))
+    def _take_over(self, late: list[Late], put: dict[str, Tensor]) -> None:
+        """Records draws of earlier steps, once they are there."""
+        for draws in late:
+            draws.work.wait()
+        token = late[0].token if len(late) == 1 else torch.cat([draws.token for draws in late])
+        unasked = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
+        self.backend.record_draws(put["late_slot"], token.long(), unasked, self.state.columns)
+
+    def _receive(self, step: StepInput, graph: DecodeGraph | None) -> Tensor:
+        """The stream of the stage before, where the graph looks for it, if there is one."""
+        if graph is not None and graph.inflow is not None:
+            return self.pipeline.receive(len(graph.inflow), graph.inflow)
+        return self.pipeline.receive(self.model.stream_rows(len(step.decode_slot) + len(step.prefill_token)))
+
+    def _compute(
+        self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, stream: Tensor | None
+    ) -> Tensor:
+        """What this stage makes of the step's tokens, or of the stream handed on to it."""
+        kv_len = None if self.mirror is None else self.mirror.follow(step)
+        if graph is not None:
+            graph.forward.replay()
+            return graph.hidden
+        made = rows.rows(self.backend, self.state, step, put, kv_len)
+        x_T, logit_row_R = made.token_T if stream is None else stream, made.logit_row_R
+        hidden: Tensor = self.model(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R)
+        return hidden
+
+    def _draw(
+        self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, hidden: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Int32 `[2, R]` or more of tokens and log-probabilities' bits, and the most likely tokens."""
+        if graph is not None and graph.draw is not None and graph.draws(step):
+            graph.draw.replay()
+            return graph.drawn, NO_TOP
+        hidden_RN = hidden if graph is None else hidden[: len(step.decode_slot)]
+        sampled = draw(self.backend, self.state, step, put, self.model.logits(hidden_RN), self.model.shards)
         draws = self.backend.record_draws(put["sample_slot"], sampled.token, sampled.logprob, self.state.columns)
         return draws, (sampled.top_token.int(), sampled.top_logprob)
 
     def _send(
         self, step: StepInput, time_began: float, began: Mark, draws: Tensor, top: tuple[Tensor, Tensor]
     ) -> Launched:
+        drawn = len(step.sample_slot) if self.pipeline.place.last else 0
         host = self.outbox.send(draws)
-        if step.top_logprobs:
+        if drawn and step.top_logprobs:
             top_token, top_logprob = (_page_locked(x) for x in top)
         else:
-            top_token, top_logprob = (x.new_empty((len(step.sample_slot), 0), device="cpu") for x in NO_TOP)
+            top_token, top_logprob = (x.new_empty((drawn, 0), device="cpu") for x in NO_TOP)
         done = Mark(self.state.device)
         return Launched(
             step=step.step,
@@ -148,13 +198,17 @@ class Runner:
             began=began,
             done=done,
             draws=host,
-            rows=len(step.sample_slot),
+            rows=drawn,
             top_token=top_token,
             top_logprob=top_logprob,
         )
 
 
 NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32))
+
+
+def _late_slots(late: list[Late]) -> dict[str, np.ndarray]:
+    return {"late_slot": np.concatenate([draws.slot for draws in late])} if late else {}
 
 
 def _page_locked(x: Tensor) -> Tensor:

@@ -12,8 +12,16 @@ from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import EngineInfo
 from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
+from tok_core.model.noise import dummy
 from tok_core.model.registry import build
-from tok_core.model.weights import dummy, load
+from tok_core.model.weights import load
+from tok_core.parallel.meeting import Meeting
+from tok_core.parallel.peers import Peers, join
+from tok_core.parallel.pipeline import Pipeline
+from tok_core.parallel.place import Place, places
+from tok_core.parallel.share import Share
+from tok_core.parallel.tensor import TensorParallel
+from tok_core.parallel.tensor_calibrate import calibrate
 from tok_core.worker.backend import (
     attention_shape,
     choose_backend,
@@ -31,35 +39,47 @@ if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
 
 
-def set_up(config: EngineConfig) -> tuple[Runner, EngineInfo]:
-    """A runner and what it found out; `config.model` is a local directory.
+def set_up(
+    config: EngineConfig,
+    replica: int = 0,
+    place: Place | None = None,
+    rendezvous: Path | Meeting | None = None,
+    gpu: int | None = None,
+) -> tuple[Runner, EngineInfo]:
+    """A runner and what it found out; `config.model` is a local directory. Returns when all workers of `replica`,
+    which meet at `rendezvous`, are ready; without a `place` there can be but one. `gpu`: see `choose_device`.
 
     Raises ModelError, InvalidField, or EngineError where the memory is too small.
     """
-    path = Path(config.model)
+    path, place = Path(config.model), place or next(places(config.pp, config.tp))
     model_config = read_config(path)
-    device = choose_device(config.device)
+    local = Share.of(model_config, place).local(model_config)
+    device = choose_device(config, replica, place, gpu)
+    peers = join(place, rendezvous, device)
     dtype = choose_dtype(config.dtype, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-    shape = attention_shape(model_config, config.page_size, dtype, cache_dtype)
+    shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     backend = choose_backend(config.backend, device, shape)
-    model = _load_model(config, path, model_config, backend, device, dtype)
+    model = _load_model(config, path, model_config, backend, peers, dtype)
     most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
     max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
+    calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
+    pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
     measured = None
     if device.type == "cuda":
-        measured = _measure(config, model, backend, device, cache_dtype, max_running, max_step_tokens)
+        measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens)
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    tokens = cache_tokens(config, kv_bytes_per_token(model_config, cache_dtype), tables, device, measured)
+    tokens = peers.least(cache_tokens(config, kv_bytes_per_token(local, cache_dtype), tables, device, measured))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, model_config, device, cache_dtype, max_running, num_pages, max_model_len)
-    runner = Runner(model, backend, state, _tracer(config, device))
+    state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
+    runner = Runner(model, backend, state, _tracer(config, device) if place.returns else None, pipeline)
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens)
+    peers.least(0)  # waits for the others
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -80,13 +100,14 @@ def _load_model(
     path: Path,
     model_config: ModelConfig,
     backend: Backend,
-    device: torch.device,
+    peers: Peers,
     dtype: torch.dtype,
 ) -> CausalLM:
+    tensor = None if peers.tensor is None else TensorParallel(peers.tensor, peers.device)
     try:
-        model = build(model_config, backend, device, dtype)
+        model = build(model_config, backend, peers.device, dtype, peers.place, tensor)
     except torch.OutOfMemoryError as error:
-        raise EngineError(f"the weights of {config.model} do not fit on {device}: {error}") from None
+        raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
     if config.load_format == "dummy":
         dummy(
             model,
@@ -103,7 +124,7 @@ def _measure(
     config: EngineConfig,
     model: CausalLM,
     backend: Backend,
-    device: torch.device,
+    pipeline: Pipeline,
     cache_dtype: torch.dtype,
     max_running: int,
     max_step_tokens: int,
@@ -111,8 +132,8 @@ def _measure(
     """What steps take, seen on a state whose sequences all stand on one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
     state = WorkerState(
-        model.config,
-        device,
+        model.local,
+        pipeline.peers.device,
         cache_dtype,
         slots=max_running,
         num_pages=1,
@@ -121,7 +142,7 @@ def _measure(
     )
     graphs = config.cuda_graphs and backend.capturable
     try:
-        return measure(Runner(model, backend, state), max_step_tokens, graphs=graphs)
+        return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs)
     except torch.OutOfMemoryError as error:
         raise EngineError(
             f"a step of {max_step_tokens} tokens and {max_running} draws does not fit beside the weights: lower "

@@ -52,6 +52,7 @@ def trial_step(
     rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,
+        draws_upto=0,
         new=None,
         page_slot=EMPTY,
         page_index=EMPTY,

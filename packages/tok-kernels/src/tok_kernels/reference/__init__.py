@@ -8,12 +8,13 @@ from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, Sampl
 from tok_kernels.phases import Phase
 from tok_kernels.reference.activation import silu_and_mul
 from tok_kernels.reference.attention import attention, attention_with_lse
+from tok_kernels.reference.inversion import invert_cdf
 from tok_kernels.reference.kv import write_kv
 from tok_kernels.reference.linear import gated_linear, linear
 from tok_kernels.reference.norm import rms_norm
 from tok_kernels.reference.philox import philox4x32, uniform
 from tok_kernels.reference.rope import rope
-from tok_kernels.reference.sampling import invert_cdf, sample
+from tok_kernels.reference.sampling import sample
 from tok_kernels.reference.slots import decode_rows, record_draws
 from tok_kernels.slots import DecodeRows, SlotColumns
 

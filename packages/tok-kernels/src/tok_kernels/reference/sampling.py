@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top
 from tok_kernels.reference.edits import apply_bias, apply_filters, apply_penalties
+from tok_kernels.reference.inversion import heat, invert_cdf
 from tok_kernels.reference.philox import uniform
-
-_CHUNK = 128  # entries whose weights are summed before the search
-_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+from tok_kernels.reference.shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
@@ -25,6 +23,8 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     Penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
     possible takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
+    if batch.shards is not None:
+        return sample_shards(logits_RV, batch, batch.shards)
     raw = logits_RV.float()
     edited = _edit(raw, batch)
     peak, token = edited.max(dim=-1)  # the first of equals
@@ -47,41 +47,11 @@ def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
-    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only; denormal ones may
-    # flush to 0.
-    temperature = torch.where(batch.temperature > 0, batch.temperature, 1.0).clamp(_TINY, _HUGE)
-    score = (logits_RV - peak_R.unsqueeze(-1)).div_(temperature.unsqueeze(-1))
+    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only.
+    score = (logits_RV - peak_R.unsqueeze(-1)).div_(heat(batch.temperature).unsqueeze(-1))
     if batch.filters is not None:
         apply_filters(score, batch.filters)
     return invert_cdf(score.exp_(), uniform(batch.seed, batch.sample, batch.position))
-
-
-def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
-    """The first entry at which the running sum of the weights exceeds `u` × their total: int64 `[R]`.
-
-    `weight_RV` float32, not negative; `u_R` float64 in [0, 1). Never an entry of weight 0 unless all are 0
-    (then the last entry). Sums are float64, over chunks first and then within the chunk found.
-    """
-    rows, vocabulary = weight_RV.shape
-    padded = F.pad(weight_RV, (0, -vocabulary % _CHUNK)) if vocabulary % _CHUNK else weight_RV
-    chunks = padded.view(rows, padded.shape[-1] // _CHUNK, _CHUNK)
-    mass = chunks.sum(-1, dtype=torch.float64)
-    running = mass.cumsum(-1)
-    target = u_R * running[:, -1]
-    chunk = _first_above(mass, running, target).unsqueeze(-1)
-    before = (running - mass).gather(-1, chunk)
-    inside = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, _CHUNK)).squeeze(1).double()
-    entry = _first_above(inside, inside.cumsum(-1), target - before.squeeze(-1))
-    return (chunk.squeeze(-1) * _CHUNK + entry).clamp(max=vocabulary - 1)
-
-
-def _first_above(weight: Tensor, running: Tensor, target: Tensor) -> Tensor:
-    # A parallel scan may round an entry of weight 0 above its predecessor: it must not be hit. Rounding may also
-    # leave no running sum above the target: then the last entry with any weight.
-    possible = weight > 0
-    hit = possible & (running > target.unsqueeze(-1))
-    last = weight.shape[-1] - 1 - possible.flip(-1).to(torch.uint8).argmax(-1)
-    return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)
 
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int) -> Sampled:

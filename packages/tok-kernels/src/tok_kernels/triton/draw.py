@@ -18,8 +18,8 @@ from tok_kernels.batch import SamplingBatch
 
 # Measured on an H200. One warp a program: the sums need no barrier. At temperature 1 and 0 the memory is the
 # limit; at others two exponentials an entry are, which polynomials in place of some of them did not relieve.
-_BLOCK = 1024
-_SUM_WARPS, _PICK_WARPS = 1, 1
+BLOCK = 1024
+_SUM_WARPS, PICK_WARPS = 1, 1
 _PROGRAMS = 1 << 14  # enough to fill a GPU: from there on a program takes several blocks
 _MOST_BLOCKS = 16
 
@@ -67,28 +67,37 @@ def draw(logits_RV: Tensor, keys: Keys, *, greedy: bool = False) -> Draw:
     `greedy`, take their largest logit, the first of equals.
     """
     rows, vocabulary = logits_RV.shape
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    blocks = triton.cdiv(vocabulary, BLOCK)
     device = logits_RV.device
     token = torch.empty(rows, dtype=torch.int64, device=device)
     logprob, log_sum = torch.empty((2, rows), dtype=torch.float32, device=device)
+    sums = sum_blocks(logits_RV, keys, greedy=greedy)
     if rows:
-        sums = torch.empty((3, rows, blocks), dtype=torch.float32, device=device)
-        each = max(1, min(_MOST_BLOCKS, rows * blocks // _PROGRAMS))
-        _sum_blocks[(rows * triton.cdiv(blocks, each),)](
-            *(logits_RV, logits_RV.stride(0), keys.temperature, *sums, vocabulary, blocks, each),
-            DRAW=not greedy,
-            BLOCK=_BLOCK,
-            num_warps=_SUM_WARPS,
-        )
         _pick[(rows,)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
             *(*sums, token, logprob, log_sum, vocabulary, blocks),
             DRAW=not greedy,
-            BLOCK=_BLOCK,
+            BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
-            num_warps=_PICK_WARPS,
+            num_warps=PICK_WARPS,
         )
     return Draw(token, logprob, log_sum)
+
+
+def sum_blocks(logits_RV: Tensor, keys: Keys, *, greedy: bool) -> Tensor:
+    """What `_sum_blocks` finds of every block: float32 `[3, R, blocks]`, the last of them undefined if `greedy`."""
+    rows, vocabulary = logits_RV.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    sums = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_RV.device)
+    if rows:
+        each = max(1, min(_MOST_BLOCKS, rows * blocks // _PROGRAMS))
+        _sum_blocks[(rows * triton.cdiv(blocks, each),)](
+            *(logits_RV, logits_RV.stride(0), keys.temperature, *sums, vocabulary, blocks, each),
+            DRAW=not greedy,
+            BLOCK=BLOCK,
+            num_warps=_SUM_WARPS,
+        )
+    return sums
 
 
 @triton.jit

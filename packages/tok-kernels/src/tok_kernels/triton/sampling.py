@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top
 from tok_kernels.triton.draw import Keys, draw
+from tok_kernels.triton.draw_shards import draw_shards
 from tok_kernels.triton.edited import redraw
 
 
@@ -19,6 +20,9 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     if not 0 <= batch.top_logprobs <= vocabulary:
         raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    if batch.shards is not None:
+        drawn_shards = draw_shards(logits, Keys.of(batch), batch.shards, greedy=batch.all_greedy)
+        return Sampled(*drawn_shards, *empty_top(rows, logits.device))
     drawn = draw(logits, Keys.of(batch), greedy=batch.all_greedy)
     token, logprob = drawn.token, drawn.logprob
     if rows and any(x is not None for x in (batch.penalties, batch.bias, batch.filters)):

@@ -32,6 +32,7 @@ def since(before: Counters, after: Counters) -> Callable[[str], float]:
 def with_counted(result: Result, before: Counters, after: Counters) -> Result:
     """`result` with the figures that the counters before and after the run tell."""
     grown, steps = since(before, after), after["steps"] - before["steps"]
+    replica_seconds = result.seconds * after.get("replicas", 1)
 
     def mean_ms(part: str) -> float:
         return round(ratio(grown(f"{part}_seconds"), steps) * 1e3, 3)
@@ -43,7 +44,7 @@ def with_counted(result: Result, before: Counters, after: Counters) -> Result:
         discarded_tokens=int(grown("discarded_tokens")),
         steps=int(steps),
         # Steps queued behind the last token are counted, too, but lie after the run.
-        gpu_busy_share=round(min(ratio(grown("device_seconds"), result.seconds), 1.0), 4),
+        gpu_busy_share=round(min(ratio(grown("device_seconds"), replica_seconds), 1.0), 4),
         schedule_ms=mean_ms("schedule"),
         launch_ms=mean_ms("launch"),
         device_ms=mean_ms("device"),

@@ -41,8 +41,8 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
                 {
                     "kernel": one.kernel,
                     "size": one.size,
-                    "ms": round(one.ms, 4),
-                    "floor_ms": round(one.floor_ms, 4),
+                    "ms": round(one.ms, 6),
+                    "floor_ms": round(one.floor_ms, 6),
                     "share_of_floor": round(one.share, 3),
                 }
                 for one in kernels

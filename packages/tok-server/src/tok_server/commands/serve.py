@@ -46,8 +46,10 @@ def ready_lines(engine: AsyncEngine, settings: Settings, port: int) -> str:
     body = json.dumps({"model": settings.model_name, "temperature": 0, **members})
     key = "" if settings.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
     info = engine.info
+    count = len(engine.health().replicas)
+    replicas = f", {count} replicas" if count > 1 else ""
     return (
-        f"tok is ready: {settings.model_name} ({info.dtype} on {info.device}) at {url}/v1\n"
+        f"tok is ready: {settings.model_name} ({info.dtype} on {info.device}{replicas}) at {url}/v1\n"
         f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     )
 

@@ -1,0 +1,65 @@
+"""Where each tensor of a checkpoint goes: a view of a parameter, and the part of the tensor that fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from tok_core.model.layers import Embedding, Linear
+from tok_core.parallel.share import Part
+
+
+class StoredTensor(Protocol):
+    """A tensor of a safetensors file, described but not yet read; indexing reads a part of it."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`view`, a part of a parameter, is filled by what `parts`, one an axis, cut out of the checkpoint's tensor."""
+
+    view: Tensor
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the checkpoint's tensor."""
+        return [part.size for part in self.parts]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the tensor is here."""
+        return all(part.is_whole for part in self.parts)
+
+    def part_of(self, stored: StoredTensor | Tensor) -> Tensor:
+        """What of the checkpoint's tensor belongs here."""
+        return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
+
+    def fill(self, own: Tensor) -> None:
+        """Takes over the part that belongs here, cast to the parameter's dtype."""
+        self.view.copy_(own)
+
+
+def targets(model: nn.Module) -> dict[str, Target]:
+    """For each tensor name of a checkpoint its place in the model; together they cover all parameters once."""
+    found: dict[str, Target] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, Linear):
+                parent = path.rpartition(".")[0]
+                views = parameter.split([part.count for part in module.parts.values()])
+                for (part, rows), view in zip(module.parts.items(), views, strict=True):
+                    cut = (rows, module.inputs)[: parameter.dim()]
+                    found[f"{parent}.{part}.{name}".removeprefix(".")] = Target(view, cut)
+            elif isinstance(module, Embedding):
+                found[f"{path}.{name}"] = Target(parameter, (module.part, Part.whole(parameter.shape[1])))
+            else:
+                found[f"{path}.{name}"] = Target(parameter, tuple(Part.whole(size) for size in parameter.shape))
+    return found

@@ -1,0 +1,166 @@
+"""TensorParallel: what the ranks of one stage ask of each other, by whichever collective is fastest for the size."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tok_core.parallel.share import Part
+from tok_kernels.exchange import Exchange
+
+FEW_TOKENS = 64  # where nothing was measured
+_EXCHANGED_BYTES = 512 << 10  # likewise
+
+
+class TensorParallel:
+    """The ranks of a stage, which hold a part each of every weight matrix.
+
+    few_tokens    a step of at most so many tokens keeps the whole residual stream on every rank
+    async_tokens  a step of so many tokens or more overlaps its products with their collectives, whatever few_tokens
+                  is; None: none does. CUDA only
+    most_bytes    of a tensor whose sum is exchanged from within a kernel, rather than by a collective
+    exchange      what kernels do that by; None: devices cannot reach each other's memory
+
+    The first three decide which collectives a step consists of: they must be the same on all workers of a replica.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """To be called by all ranks at the same point; waits for them."""
+        self.group = group
+        self.device = device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.few_tokens = FEW_TOKENS
+        self.async_tokens: int | None = None
+        self.most_bytes = 0
+        self.exchange: Exchange | None = None
+        if device.type == "cuda" and _reach_each_other(group, device):
+            self._shared, self.exchange = _exchange(group, device)
+            self.most_bytes = _EXCHANGED_BYTES
+
+    @property
+    def name(self) -> str:
+        """The group's, by which torch's own operations find it."""
+        return str(self.group.group_name)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the ranks can read each other's memory."""
+        return self.exchange is not None
+
+    def rows(self, tokens: int) -> int:
+        """Of the residual stream that a rank holds in a step of `tokens`: a function of that number alone."""
+        return tokens if self.replicates(tokens) else -(-tokens // self.ranks)
+
+    def overlaps(self, tokens: int) -> bool:
+        """Whether a step of `tokens` overlaps its products with their collectives."""
+        return self.async_tokens is not None and tokens >= self.async_tokens
+
+    def replicates(self, tokens: int) -> bool:
+        """Whether in a step of `tokens` every rank has the whole residual stream."""
+        return tokens <= self.few_tokens and not self.overlaps(tokens)
+
+    def exchanges(self, x: Tensor) -> bool:
+        """Whether tensors like `x` are summed by the exchange: a function of size and dtype alone."""
+        if self.exchange is None or x.nbytes > self.most_bytes:
+            return False
+        from tok_kernels.triton.exchange import can_sum
+
+        return can_sum(x.nbytes, x.dtype)
+
+    def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' `x`, contiguous and of one shape; may be `x` itself, changed.
+
+        What `exchanges` says so of may come with a `residual`, which all ranks have alike: it gains the sum in place.
+        """
+        if self.exchange is not None and self.exchanges(x):
+            from tok_kernels.triton.exchange import exchange_sum
+
+            return exchange_sum(x, self.exchange.sums, residual)
+        assert residual is None, f"a residual of {x.nbytes} bytes is not exchanged"
+        if x.numel():
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, in order: `[ranks, *x.shape]`."""
+        return self.gather_rows(x.contiguous()).view(self.ranks, *x.shape)
+
+    def gather_rows(self, x_SN: Tensor) -> Tensor:
+        """Every rank's rows, one rank's after the other's: `[S, N] -> [ranks × S, N]`."""
+        out = x_SN.new_empty((self.ranks * len(x_SN), *x_SN.shape[1:]))
+        if out.numel():
+            dist.all_gather_into_tensor(out, x_SN, group=self.group)
+        return out
+
+    def scatter_sum(self, x_PN: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' `x`: `[ranks × S, N] -> [S, N]`."""
+        out = x_PN.new_empty((len(x_PN) // self.ranks, *x_PN.shape[1:]))
+        dist.reduce_scatter_tensor(out, x_PN, group=self.group)
+        return out
+
+    def reserve(self, tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Makes room for overlapped products of up to `tokens`, which otherwise their first use would make.
+
+        To be called by all ranks at the same point.
+        """
+        if self.symmetric:
+            from torch.distributed._symmetric_memory import get_symm_mem_workspace
+
+            rows = -(-tokens // self.ranks)
+            get_symm_mem_workspace(self.group.group_name, 2 * rows * hidden_size * dtype.itemsize)
+
+
+class VocabularyShards:
+    """Each rank's part of the vocabulary, as `tok_kernels.Shards`: what a draw from logits cut by it needs."""
+
+    def __init__(self, tensor: TensorParallel, part: Part) -> None:
+        self.rank, self.ranks = tensor.rank, tensor.ranks
+        self.first, self.size = part.start, part.size
+        self.exchange = tensor.exchange
+        self._tensor = tensor
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `TensorParallel.gather`."""
+        return self._tensor.gather(x)
+
+    def whole(self, logits_RV: Tensor) -> Tensor:
+        """All of the vocabulary's logits, on every rank: `[R, own part] -> [R, V]`."""
+        parts = [Part.of(self.size, rank, self.ranks).count for rank in range(self.ranks)]
+        width = max(parts)
+        padded = torch.nn.functional.pad(logits_RV, (0, width - logits_RV.shape[1]))
+        gathered = self._tensor.gather_rows(padded).view(self.ranks, *padded.shape)
+        return torch.cat([gathered[rank, :, :count] for rank, count in enumerate(parts)], dim=1)
+
+
+def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks are on one host, each on a device of its own that can read the others' memory."""
+    host = zlib.crc32(socket.gethostname().encode())
+    own = torch.tensor([host, device.index], dtype=torch.int64, device=device)
+    all_of_them = own.new_empty((dist.get_world_size(group), 2))
+    dist.all_gather_into_tensor(all_of_them, own[None], group=group)
+    hosts, devices = all_of_them.T.tolist()
+    reach = len(set(hosts)) == 1 and all(
+        other == device.index or torch.cuda.can_device_access_peer(device, other) for other in devices
+    )
+    agreed = torch.tensor(int(reach), device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return bool(agreed)
+
+
+def _exchange(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Exchange]:
+    """Memory that all ranks can write to, to be kept, and what they exchange there; all are ready for it."""
+    from torch.distributed import _symmetric_memory
+
+    ranks, size = dist.get_world_size(group), Exchange.bytes(dist.get_world_size(group))
+    shared = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    reach = _symmetric_memory.rendezvous(shared, group)
+    buffers = [reach.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
+    exchange = Exchange.over(buffers, dist.get_rank(group))
+    ready = torch.ones(1, device=device)
+    dist.all_reduce(ready, group=group)
+    torch.cuda.synchronize(device)
+    return shared, exchange

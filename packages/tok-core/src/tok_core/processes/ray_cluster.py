@@ -1,0 +1,106 @@
+"""The Ray cluster that this process has joined: what it has, and which of its hosts a replica gets."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError, InvalidField
+
+JOINING = 30.0  # seconds that the cluster has to answer
+PATIENCE = 60.0  # seconds that a replica waits for room
+
+_joined: list[str] = []  # the address that was given, once
+
+
+def join_cluster(config: EngineConfig) -> None:
+    """Joins the cluster at `config.ray`, for as long as this process lives, unless it is in one already.
+
+    Raises InvalidField where the cluster has too little or is another one, EngineError where there is none.
+    """
+    if not ray.is_initialized():
+        _joined[:] = [str(config.ray)]
+        _init(str(config.ray))
+    elif _joined and config.ray not in ("auto", *_joined):
+        raise InvalidField("ray", config.ray, f"{_joined[0]}, the cluster that this process has joined")
+    kind, have = kind_of_bundle(config), ray.cluster_resources()
+    needed = config.dp * config.pp * config.tp
+    if needed > have.get(kind, 0):
+        field = next((name for name in ("tp", "pp", "dp") if getattr(config, name) > 1), "ray")
+        allowed = f"dp × pp × tp at most {have.get(kind, 0):g}, the {kind}s of the Ray cluster"
+        raise InvalidField(field, getattr(config, field), allowed)
+
+
+def kind_of_bundle(config: EngineConfig) -> str:
+    """What a worker needs one of, "GPU" or "CPU". Raises InvalidField for GPUs where the cluster has none."""
+    found = ray.cluster_resources().get("GPU", 0) >= 1
+    if config.device == "cuda" and not found:
+        raise InvalidField("device", config.device, "cpu (the Ray cluster has no GPU)")
+    return "GPU" if found and config.device != "cpu" else "CPU"
+
+
+def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
+    """Returns once the group is placed, or is not wanted any more. Raises EngineError where that takes too long."""
+    deadline = time.monotonic() + PATIENCE
+    while not group.wait(0.5) and not closing():
+        if time.monotonic() > deadline:
+            ((kind, _),) = group.bundle_specs[0].items()
+            free = ray.available_resources().get(kind, 0)
+            room = f"no room for {group.bundle_count} {kind}s for {PATIENCE:g} s: {free:g} are free"
+            raise EngineError(f"the Ray cluster has had {room}")
+
+
+def side_by_side(group: PlacementGroup) -> list[tuple[int, str]]:
+    """The bundles of a group that is placed, as (index, id of the node): a node's together, the fullest node first."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    sizes = Counter(nodes.values())
+    return sorted(nodes.items(), key=lambda item: (-sizes[item[1]], item[1], item[0]))
+
+
+def _init(address: str) -> None:
+    """In a thread of its own: called in the main thread, Ray would replace the process's handler of SIGTERM."""
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn of that
+    failures: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    threading.Thread(target=_try, args=(address, failures), name="ray-init", daemon=True).start()
+    try:
+        failure = failures.get(timeout=JOINING)
+    except queue.Empty:
+        failure = TimeoutError(f"no answer within {JOINING:g} s")
+    if failure is not None:
+        raise EngineError(f"there is no Ray cluster at {address} that this host is a node of: {failure}")
+
+
+def _try(address: str, failures: queue.SimpleQueue[Exception | None]) -> None:
+    try:
+        if address != "auto":  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=JOINING).close()
+        with _own_handler_of_sigterm():
+            ray.init(address=address, configure_logging=False)
+    except Exception as error:
+        failures.put(error)
+    else:
+        failures.put(None)
+
+
+@contextmanager
+def _own_handler_of_sigterm() -> Iterator[None]:
+    """Takes out the native handler that Ray puts before the process's own, to print a stack when the signal comes."""
+    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a struct sigaction, whatever is in it
+    libc.sigaction(signal.SIGTERM, None, handler)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGTERM, handler, None)

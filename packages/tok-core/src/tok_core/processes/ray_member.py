@@ -1,0 +1,127 @@
+"""RayWorker, RayManager: the actors that are the parts of a replica, on whichever hosts Ray has put them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import psutil
+import ray
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import Argument, ModelError, TokError, to_wire
+from tok_core.hub import resolve
+from tok_core.messages import FromWorker, Launch, StepInput, ToManager, decoder
+from tok_core.parallel.meeting import Meeting
+from tok_core.parallel.place import Place
+from tok_core.processes.sockets import Receiver
+
+log = logging.getLogger("tok_core")
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Where an actor is: its host's address, the GPUs it was given, what it reads from, and where worker 0 listens."""
+
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+    inboxes: tuple[str, ...]
+    meeting: Meeting | None = None
+
+
+class _Member:
+    """An actor's constructor binds its inboxes, so that all know each other's addresses before any of them runs."""
+
+    def __init__(self) -> None:
+        self.host: str = ray.util.get_node_ip_address()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def inbox(self) -> str:
+        """An address to bind to."""
+        return f"tcp://{self.host}:*"
+
+    def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
+        """Returns only to tell what went wrong, as `to_wire` does. `data`: a Launch; `visible`: GPUs, for CUDA."""
+        launch: Launch = decoder(Launch).decode(data)
+        style = f"%(asctime)s %(levelname)s {launch.role}: %(message)s"
+        logging.basicConfig(level=launch.log_level, format=style, force=True)
+        if visible:  # before CUDA is asked for the first time
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        try:
+            self.serve(msgspec.structs.replace(launch, config=self._at_home(launch.config)))
+        except Exception as error:
+            if not isinstance(error, TokError):
+                log.exception("%s failed", launch.role)
+            return to_wire(error)
+        raise AssertionError("what serves never returns")
+
+    def serve(self, launch: Launch) -> None:
+        """Never returns."""
+        raise NotImplementedError
+
+    def _at_home(self, config: EngineConfig) -> EngineConfig:
+        """With the model's directory on this host."""
+        try:
+            return msgspec.structs.replace(config, model=str(resolve(config.model, config.data_dir)))
+        except ModelError as error:
+            raise ModelError(f"{error} (on host {self.host}; each host needs the model)") from None
+
+
+class RayWorker(_Member):
+    """A worker of a replica."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+        self._steps: Receiver[StepInput] = Receiver(self.context, self.inbox(), StepInput)
+        self._listener = None
+        if place.number == 0 and place.workers > 1:
+            self._listener = socket.create_server((self.host, 0))
+
+    def whereabouts(self) -> Whereabouts:
+        """What the others are to know."""
+        gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+        meeting = None if self._listener is None else Meeting(self.host, self._listener.getsockname()[1])
+        return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
+
+    def serve(self, launch: Launch) -> None:
+        from tok_core.processes.worker import run_worker
+
+        if self._listener is not None:
+            assert isinstance(launch.rendezvous, Meeting)
+            meeting = msgspec.structs.replace(launch.rendezvous, listener=self._listener.detach())
+            launch = msgspec.structs.replace(launch, rendezvous=meeting)
+        interface = _interface(self.host)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its own choice may be one that others cannot reach
+        run_worker(self.context, launch, self._place, self._steps)
+
+
+class RayManager(_Member):
+    """The manager of a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: Receiver[ToManager] = Receiver(self.context, self.inbox(), ToManager)
+        self._outputs: Receiver[FromWorker] = Receiver(self.context, self.inbox(), FromWorker)
+
+    def whereabouts(self) -> Whereabouts:
+        """What the others are to know."""
+        return Whereabouts(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
+
+    def serve(self, launch: Launch) -> None:
+        from tok_core.processes.manager import run_manager
+
+        run_manager(self.context, launch, self._requests, self._outputs)
+
+
+def _interface(host: str) -> str | None:
+    """The network interface that has the address, if any."""
+    found: dict[str, str] = {
+        one.address: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
+    }
+    return found.get(host)

@@ -1,0 +1,116 @@
+"""RayReplica: a replica whose manager and workers are actors of a Ray cluster, on whichever hosts it places them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import ray
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import TokError, to_wire
+from tok_core.messages import Cancel, Failed, Submit, ToEngine
+from tok_core.processes.ray_actors import RayActors
+from tok_core.processes.replica import Death, Report
+from tok_core.processes.sockets import Receiver, Sender
+
+log = logging.getLogger("tok_core")
+
+GLANCE = 0.2  # seconds between looks at whether all actors serve
+
+
+class RayReplica:
+    """One thread starts the actors, reads their reports, and ends them all when one of them has ended.
+
+    They die with this process, however it ends: Ray sees to that. `index` counts the engine's replicas. `model`: a
+    directory that all hosts have, or a hub id.
+    """
+
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death, *, model: str) -> None:
+        path = Path(model).expanduser()
+        config = msgspec.structs.replace(config, model=str(path.resolve()) if path.is_dir() else model)
+        self._index = index
+        self._report = report
+        self._death = death
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._reports: Receiver[ToEngine] | None = None
+        self._requests: Sender | None = None
+        self.actors = RayActors(config, self._closing.is_set)
+        self._thread = threading.Thread(target=self._run, name="ray-replica", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: Submit | Cancel) -> None:
+        with self._lock:
+            if self._requests is not None:  # else it has just ended: its death is about to be told
+                self._requests.send(message)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            reason = self._serve()
+        except Exception as error:
+            if not isinstance(error, TokError):
+                log.exception("the replica failed")
+            self._report(Failed(*to_wire(error)))
+            reason = "the replica's actors cannot be started or watched"
+        self._end()
+        if not self._closing.is_set():
+            self._death(self, reason)
+
+    def _serve(self) -> str:
+        """Returns why it ends."""
+        self.actors.start()
+        if self._closing.is_set():
+            return ""
+        host = ray.util.get_node_ip_address()  # as others know this one
+        reports = self._reports = Receiver(self._context, f"tcp://{host}:*", ToEngine)
+        with self._lock:
+            self._requests = Sender(self._context, self.actors.requests)
+        self.actors.run(self._index, reports.address)
+        while not self._closing.is_set():
+            self._read(reports, GLANCE)
+            ended = self.actors.ended()
+            if ended is not None:
+                reason, failed = ended
+                if failed is not None:
+                    self._report(failed)
+                return reason
+        return ""
+
+    def _read(self, reports: Receiver[ToEngine], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            message = reports.wait(left)
+            if message is not None:
+                self._report(message)
+
+    def _end(self) -> None:
+        self.actors.end()
+        if self._reports is not None:
+            self._read_rest(self._reports)
+        with self._lock:
+            if self._requests is not None:
+                self._requests.close(linger=0)
+                self._requests = None
+        self._context.term()
+
+    def _read_rest(self, reports: Receiver[ToEngine]) -> None:
+        """What a dying process had to say."""
+        try:
+            for message in reports.all():
+                self._report(message)
+        except Exception:
+            log.exception("a last report of the engine's processes cannot be handled")
+        reports.close()

@@ -1,0 +1,190 @@
+"""Requests go where their prompt's beginning is known, unless there is too much to do, and else to who has least."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core import SamplingParams
+from tok_core.affinity import Affinity
+from tok_core.messages import Finished
+from tok_core.outstanding import OutputLengths, Outstanding
+from tok_core.routing import BOUND, LEAST_SHARE, SPARE, Router, Share, spread
+
+PAGE = 16
+ROOM = 1000
+FIXED = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, count).astype(np.int32)
+
+
+def place(router: Router, rid: int, prompt: np.ndarray, params: SamplingParams = FIXED) -> list[Share]:
+    ready = range(len(router.outstanding))
+    return router.place(router.ask(rid, prompt, params, ROOM), range(params.n), ready, split=True)
+
+
+def replicas(shares: list[Share]) -> list[int]:
+    return [share.replica for share in shares]
+
+
+def test_requests_with_nothing_in_common_are_levelled_by_their_work() -> None:
+    router = Router(3, PAGE)
+    for rid in range(300):
+        params = SamplingParams(max_tokens=random.Random(rid).randint(1, 500), ignore_eos=True)
+        place(router, rid, tokens(40, seed=rid), params)
+    loads = [outstanding.tokens for outstanding in router.outstanding]
+    assert max(loads) - min(loads) <= 540
+
+
+def test_among_equals_the_one_that_waited_longest_comes_first() -> None:
+    router = Router(3, PAGE)
+    found = []
+    for rid in range(6):
+        (share,) = place(router, rid, tokens(5, seed=rid))
+        found.append(share.replica)
+        router.remove(share.replica, rid)
+    assert sorted(found[:3]) == [0, 1, 2]
+    assert found[:3] == found[3:]
+
+
+def test_siblings_go_together_until_their_replica_has_too_much_to_do() -> None:
+    router = Router(2, PAGE)
+    first = place(router, 0, tokens(400))
+    assert replicas(place(router, 1, tokens(400))) == replicas(first)
+    rid = 2
+    while replicas(place(router, rid, tokens(400))) == replicas(first):
+        rid += 1
+    full, other = router.outstanding[first[0].replica].tokens, router.outstanding[1 - first[0].replica].tokens
+    most = SPARE * 384  # of the 400 tokens are found
+    assert full - 500 <= BOUND * (full - 500) / 2 + most
+    assert full > BOUND * full / 2 + most
+    assert other == 500
+    # Now both have the prompt, and the other less to do.
+    assert replicas(place(router, rid + 1, tokens(400))) != replicas(first)
+
+
+def test_the_longest_beginning_decides() -> None:
+    router = Router(2, PAGE)
+    short = place(router, 0, tokens(64))[0].replica
+    longer = np.concatenate([tokens(64), tokens(448, seed=1)])
+    router.place(router.ask(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
+    assert router.outstanding[1 - short].tokens > router.outstanding[short].tokens
+    assert replicas(place(router, 2, longer)) == [1 - short]
+
+
+def test_a_dead_replica_has_no_beginnings() -> None:
+    router = Router(2, PAGE)
+    (share,) = place(router, 0, tokens(400))
+    router.remove(share.replica, 0)
+    router.forget(share.replica)
+    assert len(router.affinity) == 0
+    (again,) = place(router, 1, tokens(400))
+    assert again.replica != share.replica  # it waited longer
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([1, 8, 16]))
+def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, more: int, page: int) -> None:
+    affinity = Affinity(page)
+    one = np.concatenate([tokens(common), np.array([2000], np.int32), tokens(more, seed=1)])
+    other = np.concatenate([tokens(common), np.array([2001], np.int32), tokens(more, seed=2)])
+    affinity.add(affinity.beginnings(one), 5)
+    found = next(affinity.find(affinity.beginnings(other), range(8)), (0, []))
+    assert found[0] <= common
+    assert found[0] >= 2 * common / 3 - 2 * page
+    assert found[1] == ([5] if found[0] else [])
+
+
+def test_beginnings_used_last_are_remembered() -> None:
+    affinity = Affinity(PAGE, most=100)
+    kept = affinity.beginnings(tokens(64))
+    for seed in range(200):
+        affinity.add(kept, 1)
+        affinity.add(affinity.beginnings(tokens(64, seed)), 0)
+    assert len(affinity) == 100
+    assert next(affinity.find(kept, [0, 1])) == (64, [0, 1])  # seed 0 is the same prompt
+    assert list(affinity.find(affinity.beginnings(tokens(64, 1)), [0, 1])) == []
+
+
+def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> None:
+    router = Router(2, PAGE)
+    many = SamplingParams(n=1024, max_tokens=100, ignore_eos=True)
+    assert [len(share.samples) for share in place(router, 0, tokens(100), many)] == [512, 512]
+    few = SamplingParams(n=2 * LEAST_SHARE - 1, max_tokens=100, ignore_eos=True)
+    assert len(place(router, 1, tokens(100, seed=1), few)) == 1
+    # Little beside what there is already: the prompt is computed once.
+    small = SamplingParams(n=2 * LEAST_SHARE, max_tokens=2, ignore_eos=True)
+    assert len(place(router, 2, tokens(100, seed=2), small)) == 1
+    assert router.outstanding[0].tokens + router.outstanding[1].tokens == 102_500 + 100 + 6300 + 100 + 128 + 100
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 500),
+    st.integers(0, 5000),
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=8),
+)
+def test_shares_are_whole_large_and_level(count: int, each: int, prompt: int, loads: list[int]) -> None:
+    shares = spread(range(count), each, prompt, dict(enumerate(loads)))
+    assert [sample for share in shares for sample in share.samples] == list(range(count))
+    assert len(set(replicas(shares))) == len(shares)
+    if len(shares) > 1:
+        assert min(len(share.samples) for share in shares) >= LEAST_SHARE - 1
+        after = [loads[share.replica] + prompt + len(share.samples) * each for share in shares]
+        assert max(after) - min(after) <= 2 * each
+        assert max(after) <= min(loads) + prompt + count * each  # not more than with one of them
+
+
+def test_what_is_expected_is_counted_down_as_it_comes() -> None:
+    one = Outstanding()
+    one.add(7, prompt=50, samples=2, each=10)
+    one.add(8, prompt=5, samples=1, each=3)
+    one.report([7, 9], np.array([2, 1]))  # 9 is not open
+    assert one.tokens == 18 + 8
+    one.end(7, 1)
+    assert one.tokens == 10 + 8
+    for _ in range(20):
+        one.report([7, 8], np.array([1, 1]))
+    assert one.tokens == 1 + 1  # they run on: one more at least
+    one.end(7, 1)
+    one.remove(7)
+    one.remove(8)
+    one.remove(8)
+    assert (one.tokens, len(one)) == (0, 0)
+
+
+def test_there_is_room_for_any_number_of_requests() -> None:
+    one = Outstanding()
+    for rid in range(1000):
+        one.add(rid, prompt=rid, samples=1, each=1)
+    assert one.tokens == sum(range(1000)) + 1000
+    for rid in range(1000):
+        one.remove(rid)
+    assert (one.tokens, len(one), len(one._left)) == (0, 0, 1024)
+
+
+@pytest.mark.parametrize("mean", [20, 3000])
+def test_output_lengths_are_learned_from_samples_that_were_cut_off_as_well(mean: int) -> None:
+    lengths, rng, limit = OutputLengths(), np.random.default_rng(0), 512
+    for life in rng.geometric(1 / mean, 4000).tolist():
+        lengths.learn(min(life, limit), ended=life <= limit)
+    assert lengths.expected(limit) == pytest.approx(mean * (1 - np.exp(-limit / mean)), rel=0.15)
+    assert lengths.expected(1) == 1
+
+
+def test_the_router_learns_only_from_samples_that_may_end() -> None:
+    router = Router(2, PAGE)
+    for rid, ignore_eos in enumerate([True] * 500 + [False] * 2000):
+        params = SamplingParams(max_tokens=100, ignore_eos=ignore_eos)
+        (share,) = place(router, rid, tokens(20), params)
+        reason, count = ("length", 100) if ignore_eos else ("stop", 10)
+        router.end(share.replica, rid, params, {0: Finished(rid, 0, reason, count)})  # type: ignore[arg-type]
+        router.remove(share.replica, rid)
+    place(router, 9999, tokens(20), SamplingParams(max_tokens=100))
+    assert sum(outstanding.tokens for outstanding in router.outstanding) == 20 + router.lengths.expected(100)
+    assert 9 <= router.lengths.expected(100) <= 15

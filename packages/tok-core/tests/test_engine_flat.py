@@ -1,0 +1,66 @@
+"""An engine keeps nothing of requests that have ended, whether they were streamed, awaited or aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.engines import assert_all_given_back, manager_of
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, EngineConfig, SamplingParams
+
+FIRST, MORE, TOGETHER = 3, 10, 250
+LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
+
+
+@pytest.fixture
+def _traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+async def serve(engine: AsyncEngine, number: int, prompt: list[int]) -> None:
+    """A request of one kind or another."""
+    logprobs, samples = 1 if number % 5 == 0 else None, 1 + number % 2
+    params = SamplingParams(max_tokens=4, n=samples, logprobs=logprobs, ignore_eos=True)
+    stream = engine.generate(prompt, params, stream=number % 3 > 0)
+    if number % 7:
+        await stream.output()
+        return
+    async for _ in stream:
+        break
+    stream.abort()
+
+
+async def held(engine: AsyncEngine) -> int:
+    """Bytes, once nothing is cached and nothing on its way."""
+    manager = manager_of(engine)
+    await asyncio.to_thread(assert_all_given_back, manager)
+    assert manager.paging.room_for(manager.paging.num_pages)
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.usefixtures("_traced")
+async def test_an_engine_holds_no_more_after_many_requests_than_after_few(tmp_path: Path) -> None:
+    path, random = make_model("llama", tmp_path / "llama"), np.random.default_rng(0)
+    options = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 65_536, "max_running": 256}
+    engine = AsyncEngine(EngineConfig(model=str(path), **options), in_process=True)  # type: ignore[arg-type]
+    await engine.start()
+    try:
+        before = 0
+        for batch in range(FIRST + MORE):
+            if batch == FIRST:
+                before = await held(engine)
+            prompts = random.integers(0, 300, (TOGETHER, 6)).tolist()
+            await asyncio.gather(*(serve(engine, number, prompt) for number, prompt in enumerate(prompts)))
+        assert await held(engine) - before < LEAST_LEAK * MORE * TOGETHER
+    finally:
+        await engine.close()

@@ -1,0 +1,42 @@
+"""Memory after many requests is what it was after few: nothing is kept of those that have finished."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from support.many_requests import ManyRequests
+from support.schedules import assert_all_given_back, check
+
+FIRST, MORE = 3000, 6000
+LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
+
+
+@pytest.fixture
+def _traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def held() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_manager_holds_no_more_after_many_requests_than_after_few() -> None:
+    many = ManyRequests(slots=256)
+    many.run(FIRST)
+    many.end()
+    before = held()
+    many.run(MORE)
+    many.end()
+    assert held() - before < LEAST_LEAK * MORE
+    manager = many.simulation.manager
+    assert manager.returns.requests_finished > 0.9 * (FIRST + MORE)
+    check(manager)
+    assert_all_given_back(manager)

@@ -1,0 +1,59 @@
+"""A simulated pipeline of eight L40S-class cards: its stages hardly stand idle, and a slow link costs it little.
+
+Llama-3.1-70B's shapes; prompts and outputs about as long as sharegpt's. Tensor parallelism, whose ranks exchange all
+activations twice a layer, loses most of its throughput over the same link.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tok_core import SamplingParams
+from tok_core.messages import EngineInfo, Int64, Submit
+from tok_core.simulate_pipeline import L40S, LLAMA_70B, NVLINK, PCIE4, Link, Outcome, PipelineSimulation, Timeline
+
+CARDS = 8
+PAGES = 34_000  # of 16 positions: what weights leave of eight times 48 GB
+CYCLES = 45, 25  # until memory is full, and then
+INFO = EngineInfo(
+    vocab_size=1000,
+    eos_token_ids=(7,),
+    max_model_len=2048,
+    num_pages=PAGES,
+    page_size=16,
+    max_running=2048,
+    max_step_tokens=2048,
+    device="simulated",
+    dtype="bfloat16",
+    backend="simulated",
+)
+
+
+def for_ever(uniform: np.ndarray) -> Int64:
+    return np.full(len(uniform), 1 << 30, np.int64)
+
+
+def simulate(link: Link, *, pp: int, tp: int) -> Outcome:
+    """At saturation: memory is full, and whoever ends makes room for another prompt."""
+    rng = np.random.default_rng(0)
+    simulation = PipelineSimulation(INFO, for_ever, Timeline(LLAMA_70B, L40S, link, pp, tp))
+    for rid in range(4000):
+        length, output = (int(rng.lognormal(np.log(mean), 0.8)) for mean in (160, 150))
+        prompt = rng.integers(0, 1000, min(max(length, 4), 1000), np.int32)
+        params = SamplingParams(max_tokens=min(max(output, 4), 1000), ignore_eos=True, seed=rid)
+        simulation.ports.inbox.append(Submit(rid, prompt, params))
+    ramp, steady = (cycles * (pp + 1 if pp > 1 else 4) for cycles in CYCLES)
+    simulation.run(ramp)
+    outcome = simulation.run(steady)
+    stats = simulation.manager.stats()
+    assert stats.sequences_running > 800
+    assert stats.requests_waiting > 500
+    return outcome
+
+
+def test_stages_hardly_stand_idle_and_lose_little_over_a_link_that_costs_ranks_most_of_their_speed() -> None:
+    stages, ranks = ([simulate(link, pp=pp, tp=tp) for link in (PCIE4, NVLINK)] for pp, tp in ((CARDS, 1), (1, CARDS)))
+    assert max(one.bubble for one in stages) < 0.07
+    assert stages[0].tokens_per_second > 0.95 * stages[1].tokens_per_second
+    assert ranks[0].tokens_per_second < 0.5 * ranks[1].tokens_per_second
+    assert stages[0].tokens_per_second > 2 * ranks[0].tokens_per_second

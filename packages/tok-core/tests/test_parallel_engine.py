@@ -1,0 +1,114 @@
+"""However many ranks, stages and replicas compute an engine's answers together, the answers are those of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.engines import random_prompts
+from support.tiny_models import make_model, reference_greedy
+from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
+
+LENGTHS = (1, 3, 15, 16, 17, 33, 64, 65, 128, 200)
+PROMPTS = random_prompts(LENGTHS)
+NEW = 32
+COMBINATIONS = (
+    {"dp": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"tp": 2, "pp": 2},
+    {"dp": 2, "tp": 2},
+)
+ON_TWO_GPUS = tuple(
+    {**shared, "cuda_graphs": graphs} for shared in ({"dp": 2}, {"tp": 2}, {"pp": 2}) for graphs in (True, False)
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+DRAWN = (
+    SamplingParams(n=5, temperature=0.9, seed=11, max_tokens=NEW),
+    SamplingParams(n=3, temperature=1.3, seed=5, top_k=20, top_p=0.9, max_tokens=NEW, logprobs=3),
+    SamplingParams(temperature=0.7, seed=2, presence_penalty=0.5, repetition_penalty=1.2, min_p=0.02, max_tokens=NEW),
+    SamplingParams(temperature=0, logit_bias={7: 5.0, 9: -100.0}, min_tokens=4, max_tokens=NEW),
+)
+SAMPLES = SamplingParams(n=8, temperature=0, max_tokens=NEW, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two key/value heads, four layers, biases, and an LM head that is the embedding."""
+    return make_model("qwen2", tmp_path_factory.mktemp("parallel") / "qwen2")
+
+
+Answers = list[list[list[int]]]
+
+
+def answers(path: Path, **options: Any) -> tuple[Answers, Answers, Answers, list[list[float]]]:
+    """Greedy ones twice, the second time from the cache and as samples that share a prompt; then drawn ones."""
+    settings = {"kv_cache_tokens": 4096, "max_running": 48, "max_step_tokens": 96, "dtype": "float32", **options}
+    with Engine(EngineConfig(model=str(path), **settings)) as engine:
+        first = engine.generate(PROMPTS, GREEDY)
+        again = engine.generate(PROMPTS[4:8], SAMPLES)
+        drawn = engine.generate(PROMPTS[3:7], list(DRAWN))
+    logprobs = [[token.logprob for token in output.outputs[0].logprobs or []] for output in first]
+    greedy, shared, sampled = (
+        [[sample.token_ids for sample in output.outputs] for output in outputs] for outputs in (first, again, drawn)
+    )
+    return greedy, shared, sampled, logprobs
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> tuple[Answers, Answers, Answers, list[list[float]]]:
+    return answers(path, device="cpu")
+
+
+@pytest.mark.parametrize("options", COMBINATIONS, ids=str)
+def test_on_cpus_every_combination_gives_the_answers_of_one_worker(
+    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]], options: dict[str, int]
+) -> None:
+    found = answers(path, device="cpu", **options)
+    assert found[:3] == alone[:3]
+    np.testing.assert_allclose(found[3], alone[3], atol=1e-4)
+
+
+def test_one_worker_gives_the_tokens_of_transformers(
+    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]]
+) -> None:
+    wanted = [tokens for tokens, _ in reference_greedy(path, PROMPTS, NEW)]
+    assert [samples[0] for samples in alone[0]] == wanted
+    assert alone[1] == [[tokens] * 8 for tokens in wanted[4:8]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ON_TWO_GPUS, ids=str)
+def test_on_gpus_every_combination_gives_the_tokens_of_one_cpu(
+    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]], options: dict[str, Any]
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    found = answers(path, device="cuda", **options)
+    assert found[:2] == alone[:2]
+    np.testing.assert_allclose(found[3], alone[3], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "reason"),
+    [
+        ({"tp": 3}, "tp", "query heads"),
+        ({"pp": 9}, "pp", "layers"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_at_once(
+    path: Path, options: dict[str, int], field: str, reason: str
+) -> None:
+    with pytest.raises(InvalidField, match=reason) as error:
+        Engine(EngineConfig(model=str(path), device="cpu", **options), in_process=True)  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+def test_ranks_are_processes(path: Path) -> None:
+    with pytest.raises(InvalidField, match="1 within one process"):
+        Engine(EngineConfig(model=str(path), device="cpu", tp=2), in_process=True)

@@ -1,0 +1,47 @@
+"""One of a replica's workers dies: what is open ends with an error at once, and all of them come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, EngineConfig, EngineDead, SamplingParams
+from tok_core.processes.replica import ProcessReplica
+
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("parallel", "killed"), [({"tp": 2}, "worker 1"), ({"pp": 2}, "worker 0")], ids=str)
+async def test_any_killed_worker_ends_what_is_open_within_seconds_and_service_returns(
+    tmp_path: Path, parallel: dict[str, Any], killed: str
+) -> None:
+    path = make_model("llama", tmp_path / "llama")
+    engine = AsyncEngine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=32_768, **parallel))
+    await engine.start()
+    try:
+        expected = await engine.generate([1, 2, 3], SHORT).output()
+        streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(20)]
+        assert (await anext(aiter(streams[0]))).token_ids
+        replica = engine._core._fleet.lives[0].replica
+        assert isinstance(replica, ProcessReplica)
+        assert set(replica.children) == {"manager", "worker 0", "worker 1"}
+        os.kill(replica.children[killed].pid, signal.SIGKILL)
+        since = time.monotonic()
+        results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
+        assert time.monotonic() - since < 5
+        assert all(isinstance(result, EngineDead) for result in results)
+        while engine.health().state != "ready":
+            assert time.monotonic() - since < 120, engine.health().detail
+            await asyncio.sleep(0.05)
+        again = await engine.generate([1, 2, 3], SHORT).output()
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    finally:
+        await engine.close()

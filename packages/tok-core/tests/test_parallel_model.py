@@ -1,0 +1,116 @@
+"""Ranks and stages together compute what one process does: the same logits, whatever a step's form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.parallel_models import (
+    CPU,
+    PROMPT,
+    Draws,
+    Logits,
+    chained_logits,
+    compute,
+    draws_of,
+    greedy,
+    logits_of,
+    model_of,
+    tokens_of,
+)
+from support.ranks import run_ranks
+from support.tiny_models import make_model
+from tok_core.model import build, read_config
+from tok_core.parallel.place import places
+from tok_kernels import choose
+
+MODELS = {
+    "llama": {},
+    "llama-untied": {"biases": True, "vocab_size": 515},
+    "qwen2": {"tied": False},
+    "qwen3": {"tied": True, "biases": True},
+}
+ROWS_CUT, DECODES_WHOLE, ALL_WHOLE = 0, 10, 1000  # by the number of tokens up to which a step is whole everywhere
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@cache
+def model_path(directory: Path, kind: str) -> Path:
+    return make_model(kind, directory / kind, layers=3, **MODELS[kind])  # type: ignore[arg-type]
+
+
+def assert_close(found: Logits, expected: Logits) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert np.abs(a - b).max(initial=0) <= 1e-5 * np.abs(b).max(initial=0)
+
+
+def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
+    for (token, logprob, top, top_logprob), alone in zip(found, expected, strict=True):
+        assert np.array_equal(token, alone[0])
+        assert np.array_equal(top, alone[2])
+        np.testing.assert_allclose(logprob, alone[1], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(top_logprob, alone[3], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "few_tokens"),
+    [
+        (2, ("llama", "llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
+        (4, ("llama-untied", "qwen3"), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
+    ],
+)
+def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
+    ranks: int, kinds: tuple[str, ...], few_tokens: tuple[int, ...], directory: Path
+) -> None:
+    paths = [model_path(directory, kind) for kind in kinds]
+    results = run_ranks(places(1, ranks), compute, paths, few_tokens, STEPS)
+    for path, *of_ranks in zip(paths, *results, strict=True):
+        alone = model_of(path)
+        expected, tokens = logits_of(alone), greedy(alone, tokens_of(PROMPT), STEPS)
+        draws = draws_of(alone) if alone.config.vocab_size % ranks else []
+        assert len(set(tokens)) > 5
+        in_chunks = chained_logits([alone])
+        for logits, chained, chosen, drawn in of_ranks:
+            for found in chained:
+                assert_close(found, in_chunks)
+            assert chosen == tokens
+            assert_equal_draws(drawn, draws)
+            for found, first in zip(logits, of_ranks[0][0], strict=True):
+                assert_close(found, expected)
+                assert all(map(np.array_equal, found, first))  # nothing later can differ between ranks
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_one_after_the_other_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
+    path = model_path(directory, kind)
+    chain = [model_of(path, place) for place in places(stages, 1)]
+    assert_close(chained_logits(chain), chained_logits([model_of(path)]))
+
+
+def test_a_stage_holds_its_own_layers_by_their_numbers_in_the_checkpoint(directory: Path) -> None:
+    names = {}
+    for kind in ("llama", "llama-untied"):
+        config = read_config(model_path(directory, kind))
+        for place in places(3, 1):
+            model = build(config, choose(CPU), CPU, torch.float32, place)
+            names[kind, place.stage] = {name.removeprefix("model.") for name, _ in model.named_parameters()}
+            assert model.local == replace(config, num_layers=1)
+    for (_, stage), found in names.items():
+        layers = {name.split(".")[1] for name in found if name.startswith("layers")}
+        assert layers == {str(stage)}
+    assert "embed_tokens.weight" in names["llama", 0] & names["llama", 2]
+    assert "embed_tokens.weight" in names["llama-untied", 0] - names["llama-untied", 2]
+    assert "lm_head.weight" in names["llama-untied", 2] - names["llama", 2]
+    assert "norm.weight" in names["llama", 2] - names["llama", 0]

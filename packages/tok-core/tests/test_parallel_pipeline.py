@@ -1,0 +1,58 @@
+"""Stages of a pipeline carry out a manager's steps to the same tokens as one worker with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from support.engines import random_prompts
+from support.ranks import run_ranks
+from support.stages import carry_out, record
+from support.tiny_models import make_model
+from tok_core import SamplingParams
+from tok_core.messages import StepInput
+from tok_core.parallel.place import places
+
+STAGES = 3
+
+
+def given_away_early(steps: Sequence[StepInput]) -> int:
+    """How many slots get another sequence while draws of the one before are still to be taken over."""
+    count = 0
+    for number, step in enumerate(steps):
+        if step.new is not None:
+            pending = [one.sample_slot for one in steps[:number] if one.step > step.draws_upto]
+            count += len(np.intersect1d(step.new.slot, np.concatenate(pending))) if pending else 0
+    return count
+
+
+def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "model", layers=3)
+    prompts = random_prompts((5, 17, 30, 1, 8, 44, 9, 16, 3, 25, 12, 7))
+    params = [
+        SamplingParams(
+            n=1 + i % 3,
+            max_tokens=5 + 4 * i,
+            temperature=i % 2,
+            seed=i,
+            top_p=0.9 if i == 3 else 1.0,
+            presence_penalty=0.5 if i == 4 else 0.0,
+            stop_token_ids=tuple(range(0, 512, 8)) if i > 4 else (),  # of these the workers know nothing
+        )
+        for i in range(len(prompts))
+    ]
+    recorded = record(path, prompts, params, pp=STAGES, run_ahead=6)
+    steps = recorded.steps
+    late = [step for step in steps if len(step.decode_slot) and step.draws_upto < step.step - 2]
+    assert len(late) > len(steps) / 4
+    assert given_away_early(steps)
+    outputs = run_ranks(places(STAGES, 1), carry_out, path, steps, 6)
+    for stage in range(STAGES - 1):
+        assert [len(one.token) for one in outputs[stage]] == [0] * len(steps)
+    assert len(recorded.taken) == len(outputs[-1]) == len(steps)
+    for one, wanted in zip(outputs[-1], recorded.taken, strict=True):
+        assert one.step == wanted.step
+        assert np.array_equal(one.token, wanted.token)
+        assert np.allclose(one.logprob, wanted.logprob, atol=1e-5)

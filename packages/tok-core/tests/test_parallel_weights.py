@@ -1,0 +1,130 @@
+"""Every worker fills its share alike: from a checkpoint it reads its own part alone, and noise is as of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.tiny_models import make_model
+from tok_core.errors import ModelError
+from tok_core.model import CausalLM, build, dummy, load, read_config
+from tok_core.model.targets import StoredTensor, targets
+from tok_core.parallel.place import Place, places
+from tok_kernels import choose
+
+CPU = torch.device("cpu")
+GRIDS = [(1, 4), (3, 1), (2, 2)]
+
+
+def share_of(path: Path, place: Place = Place()) -> CausalLM:
+    return build(read_config(path), choose(CPU), CPU, torch.float32, place)
+
+
+def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
+    """Each share holds what its targets cut out of the whole model's tensors, and together they leave out nothing."""
+    tensors = {name: target.view for name, target in targets(whole).items()}
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
+    for share in shares:
+        for name, target in targets(share).items():
+            assert torch.equal(target.view, target.part_of(tensors[name])), name
+            target.part_of(seen[name]).fill_(True)
+    assert all(bool(part.all()) for part in seen.values())
+
+
+@pytest.mark.parametrize(("stages", "ranks"), GRIDS)
+@pytest.mark.parametrize("kind", ["qwen2", "llama-untied"])
+def test_shares_of_a_checkpoint_are_parts_of_the_whole(kind: str, stages: int, ranks: int, tmp_path: Path) -> None:
+    path = make_model(kind, tmp_path, layers=3, biases=True, vocab_size=514, shards=2)
+    whole, shares = share_of(path), [share_of(path, place) for place in places(stages, ranks)]
+    for model in (whole, *shares):
+        load(model, path)
+    assert_parts_of(whole, shares)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), GRIDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_shares_of_dummy_weights_are_parts_of_the_whole(
+    tied: bool, stages: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tok_core.model.noise.BLOCK", 1000)  # several blocks a tensor
+    path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
+    whole, shares = share_of(path), [share_of(path, place) for place in places(stages, ranks)]
+    for model in (whole, *shares):
+        dummy(model, 7, eos_probability=0.1)
+    assert_parts_of(whole, shares)
+
+
+class Counted:
+    """A file of tensors that counts the bytes read from it."""
+
+    def __init__(self, tensors: safe_open) -> None:
+        self.tensors, self.read = tensors, 0
+
+    def keys(self) -> list[str]:
+        names: list[str] = self.tensors.keys()  # type: ignore[no-untyped-call]
+        return names
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.counted(self.tensors.get_tensor(name))  # type: ignore[no-untyped-call]
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(self, self.tensors.get_slice(name))  # type: ignore[no-untyped-call]
+
+    def counted(self, tensor: Tensor) -> Tensor:
+        self.read += tensor.nbytes
+        return tensor
+
+
+class CountedSlice:
+    def __init__(self, file: Counted, stored: StoredTensor) -> None:
+        self.file, self.stored = file, stored
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self.file.counted(self.stored[index])
+
+
+def test_a_worker_reads_no_more_than_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model("llama-untied", tmp_path, layers=4)
+    files: list[Counted] = []
+
+    @contextmanager
+    def counting(file: Path, framework: str, device: str) -> Iterator[Counted]:
+        with safe_open(file, framework=framework, device=device) as tensors:
+            files.append(Counted(tensors))
+            yield files[-1]
+
+    monkeypatch.setattr("tok_core.model.weights.safe_open", counting)
+    read = {}
+    for stages, ranks in ((1, 1), (1, 2), (2, 2)):
+        for place in places(stages, ranks):
+            files.clear()
+            model = share_of(path, place)
+            load(model, path)
+            read[place] = sum(file.read for file in files)
+            assert read[place] == sum(parameter.nbytes for parameter in model.parameters())
+    whole = read[Place()]
+    assert read[Place(0, 1, 0, 2)] < 0.52 * whole
+    assert max(read[place] for place in places(2, 2)) < 0.3 * whole
+
+
+def test_a_stage_refuses_what_no_stage_has_a_place_for(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path, layers=2)
+    tensors = load_file(path / "model.safetensors")
+    for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.extra.weight", "model.other"):
+        save_file({**tensors, name: torch.zeros(3)}, path / "model.safetensors")
+        for place in places(2, 1):
+            with pytest.raises(ModelError, match=rf"tensor {name} \[3\] has no place in the model"):
+                load(share_of(path, place), path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+    load(share_of(path, Place(0, 2, 0, 1)), path)
+    with pytest.raises(ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight \[128, 64\]$"):
+        load(share_of(path, Place(1, 2, 0, 1)), path)

@@ -1,0 +1,202 @@
+"""Replicas that Ray places on two nodes: one process's tokens, deaths told and mended, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.engines import cpu_engine, random_prompts
+from support.ray_nodes import two_nodes
+from support.tiny_models import make_model
+from tok_core import (
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    EngineDead,
+    EngineError,
+    InvalidField,
+    ModelError,
+    SamplingParams,
+)
+from tok_core.errors import from_wire
+from tok_core.messages import Failed, ToEngine
+from tok_core.processes.ray_actors import RayActors
+from tok_core.processes.ray_cluster import join_cluster
+from tok_core.processes.ray_member import Whereabouts
+from tok_core.processes.ray_replica import RayReplica
+
+PROMPTS = random_prompts((3, 17, 40, 65))
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen2", tmp_path_factory.mktemp("ray") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> list[list[int]]:
+    with cpu_engine(path) as engine:
+        return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with two_nodes() as address:
+        yield address
+
+
+def config(path: Path, cluster: str, **options: int) -> EngineConfig:
+    return EngineConfig(model=str(path), ray=cluster, device="cpu", kv_cache_tokens=16_384, max_running=32, **options)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        await asyncio.sleep(0.05)
+
+
+def nothing_is_left(pids: list[int]) -> bool:
+    """Whether the processes are gone, their placement groups too, and both CPUs free."""
+    import ray  # not above: `support.ray_nodes` comes first
+    from ray.util.placement_group import placement_group_table
+
+    groups = {group["state"] for group in placement_group_table().values()}
+    return not any(map(psutil.pid_exists, pids)) and groups <= {"REMOVED"} and ray.available_resources().get("CPU") == 2
+
+
+def actors_of(engine: AsyncEngine) -> list[RayActors]:
+    replicas = [life.replica for life in engine._core._fleet.lives]
+    return [replica.actors for replica in replicas if isinstance(replica, RayReplica)]
+
+
+def test_an_address_without_a_cluster_is_told_at_once(path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(EngineError, match=f"no Ray cluster at {address} .*refused"):
+            Engine(config(path, address))
+
+
+async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
+    path: Path, alone: list[list[int]], cluster: str
+) -> None:
+    engine = AsyncEngine(config(path, cluster, dp=2))
+    await engine.start()
+    try:
+        actors = actors_of(engine)
+        assert len({one.nodes["worker"] for one in actors}) == 2
+        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY).output() for prompt in PROMPTS))
+        assert [output.outputs[0].token_ids for output in outputs] == alone
+        streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(16)]
+        await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
+        os.kill(actors[0].whereabouts["worker"].pid, signal.SIGKILL)
+        await until(lambda: engine.stats()["replicas_ready"] == 1, 5)
+        results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, EngineDead)]
+        assert 0 < len(failed) < len(streams)
+        assert re.search(r"the worker process \d+ on host \S+ died", str(failed[0]))
+        await until(lambda: engine.stats()["replicas_ready"] == 2)
+        pids = [where.pid for one in actors_of(engine) for where in one.whereabouts.values()]
+        assert len(pids) == 4
+        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY).output() for prompt in PROMPTS))
+        assert [output.outputs[0].token_ids for output in outputs] == alone
+    finally:
+        await engine.close()
+    await until(lambda: nothing_is_left(pids), 10)
+
+
+ENGINE = """
+import json, sys, time
+from tok_core import Engine, EngineConfig, SamplingParams
+model, ray, prompts = json.loads(sys.argv[1])
+engine = Engine(EngineConfig(model=model, ray=ray, device="cpu", tp=2, kv_cache_tokens=4096, max_running=8))
+outputs = engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+actors = engine._core._fleet.lives[0].replica.actors
+pids = [where.pid for where in actors.whereabouts.values()]
+print(json.dumps([[output.outputs[0].token_ids for output in outputs], actors.nodes, pids]), flush=True)
+time.sleep(600)
+"""
+
+
+async def test_ranks_on_two_nodes_are_one_worker_and_end_with_the_engine_however_it_ends(
+    path: Path, alone: list[list[int]], cluster: str
+) -> None:
+    command = [sys.executable, "-c", ENGINE, json.dumps([str(path), cluster, PROMPTS])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        tokens, nodes, pids = json.loads(parent.stdout.readline())
+        parent.kill()
+    assert tokens == alone
+    assert len(set(nodes.values())) == len(nodes) == 2
+    assert len(pids) == 3
+    join_cluster(config(path, cluster))
+    await until(lambda: nothing_is_left(pids), 20)
+
+
+async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path: Path, cluster: str) -> None:
+    settings = config(path, cluster)
+    join_cluster(settings)
+    reports: list[ToEngine] = []
+    deaths: list[str] = []
+    missing = RayReplica(settings, 0, reports.append, lambda _, reason: deaths.append(reason), model="/not/here")
+    missing.start()
+    given_up = RayReplica(settings, 1, reports.append, lambda _, reason: deaths.append(reason), model=str(path))
+    given_up.start()
+    given_up.close()
+    await until(lambda: bool(deaths))
+    assert len(deaths) == len(reports) == 1
+    assert isinstance(reports[0], Failed)
+    with pytest.raises(ModelError, match=r"'/not/here': is no directory.*\(on host [\d.]+; each host needs"):
+        raise from_wire(reports[0].kind, reports[0].arguments)
+    await until(lambda: nothing_is_left([]), 10)
+
+
+def test_what_the_cluster_cannot_hold_is_refused_at_once(path: Path, cluster: str) -> None:
+    with pytest.raises(InvalidField, match=r"tp is 3; allowed: dp × pp × tp at most 2, the CPUs of the Ray cluster"):
+        Engine(config(path, cluster, tp=3))
+    with pytest.raises(InvalidField, match=r"device is 'cuda'; allowed: cpu"):
+        Engine(EngineConfig(model=str(path), ray=cluster, device="cuda"))
+    with pytest.raises(InvalidField, match="this process has joined"):
+        Engine(config(path, "127.0.0.1:1"))
+
+
+def test_a_worker_sees_the_gpus_of_its_replica_on_its_node_and_computes_on_its_own(path: Path) -> None:
+    actors = RayActors(EngineConfig(model=str(path), ray="auto", tp=2, pp=2), lambda: False)
+    given = {"worker 0": ("a", "3"), "worker 1": ("a", "1"), "worker 2": ("b", "3"), "worker 3": ("b", "0")}
+    for role, (node, gpu) in given.items():
+        actors.nodes[role] = node
+        actors.whereabouts[role] = Whereabouts(f"10.0.0.{node}", 1, (gpu,), (f"tcp://{role}",))
+    actors.whereabouts["manager"] = Whereabouts("10.0.0.a", 1, (), ("tcp://requests", "tcp://outputs"))
+    launches = [actors.launch(role, None, 0, "tcp://reports") for role in actors.whereabouts]
+    assert [actors.visible(role) for role in given] == [["3", "1"], ["3", "1"], ["3", "0"], ["3", "0"]]
+    assert [launch.device for launch in launches] == [0, 1, 0, 1, None]
+    assert launches[0].steps == ["tcp://worker 0", "tcp://worker 1", "tcp://worker 2", "tcp://worker 3"]
+    assert (launches[0].requests, launches[0].outputs) == ("tcp://requests", "tcp://outputs")
+
+
+def test_ray_is_asked_for_by_address_and_only_where_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("ray://head:10001", "head", "", "head:port", 6379):
+        with pytest.raises(InvalidField, match="HOST:PORT"):
+            EngineConfig(model=str(path), ray=address)  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match=r"trace is 'steps\.json'; allowed: nothing with ray"):
+        EngineConfig(model=str(path), ray="auto", trace="steps.json")
+    with pytest.raises(InvalidField, match="nothing within one process"):
+        Engine(EngineConfig(model=str(path), ray="auto"), in_process=True)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidField, match=r"pip install 'tok-server\[ray\]'"):
+        Engine(EngineConfig(model=str(path), ray="auto"))

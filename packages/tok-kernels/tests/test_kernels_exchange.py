@@ -1,0 +1,214 @@
+"""What ranks exchange from within kernels: every word reaches its place, and all ranks make the same of it.
+
+On one GPU the ranks are streams. The interpreter knows no PTX: under it a kernel's words are plainly loaded and stored,
+without waiting, and the ranks, one after the other, run the same turn again until the last of them has what it needs.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from tok_kernels import Exchange, SamplingBatch
+from tok_kernels.exchange import SETS, SUM_BYTES, Lane
+from tok_kernels.triton import draw_exchange, exchange
+from tok_kernels.triton.sampling import sample
+
+CPU = torch.device("cpu")
+CUT = {torch.bfloat16: 2**-7}  # the interpreter does not round to this dtype, but cuts
+
+# What a GPU does silently, the interpreter's arrays report.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    for module in (exchange, draw_exchange) if INTERPRETING else ():
+        for name, function in (("put", _put), ("get", _get), ("take", _take), ("end_turn", _end_turn)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+    return torch.device(request.param)
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
+    """One for each rank, over buffers that all of them have."""
+    buffers = [torch.zeros(Exchange.bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    return [Exchange.over(buffers, rank, patience=10.0) for rank in range(ranks)]
+
+
+def lanes(one: Exchange) -> list[Lane]:
+    return [one.sums, one.draws]
+
+
+@outside
+def test_no_two_words_of_a_buffer_share_memory_and_none_is_left_over() -> None:
+    one = exchanges(3)[1]
+    for rank in range(3):
+        views = [lane.buffers[rank].view(-1) for lane in lanes(one)]
+        places = sorted((view.data_ptr(), view.data_ptr() + view.nbytes) for view in views)
+        assert all(end <= start for (_, end), (start, _) in pairwise(places))
+        assert sum(view.nbytes for view in views) == Exchange.bytes(3)
+        assert all(start % 16 == 0 for start, _ in places)
+
+
+@outside
+def test_a_rank_begins_with_empty_words_and_leaves_those_of_others_alone() -> None:
+    buffers = [torch.zeros(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)]
+    one = Exchange.over(buffers, 1, patience=2.0)
+    assert all(bool((lane.buffers[1] == -1).all()) and not lane.buffers[0].any() for lane in lanes(one))
+    assert all(not lane.turns.any() and lane.patience == 4_000_000_000 for lane in lanes(one))
+    assert (one.sums.rank, one.sums.ranks, one.sums.buffers[0].shape[0]) == (1, 2, SETS)
+    assert one.sums.programs * one.sums.words * 4 == SUM_BYTES
+
+
+@outside
+def test_what_cannot_be_summed_is_refused() -> None:
+    lane = exchanges(2)[0].sums
+    for x in (torch.zeros(3), torch.zeros(0), torch.zeros(8, dtype=torch.float64), torch.zeros(SUM_BYTES // 4 + 4)):
+        assert not exchange.can_sum(x.nbytes, x.dtype)
+        with pytest.raises(ValueError, match=r"x has \d+ bytes of torch\.\w+; allowed: multiples of 16 up to 2097152"):
+            exchange.exchange_sum(x, lane)
+    with pytest.raises(ValueError, match=r"residual is torch\.float32 \(2, 8\); allowed: as x, \(1, 8\)"):
+        exchange.exchange_sum(torch.zeros(1, 8), lane, torch.zeros(2, 8))
+
+
+@triton.jit
+def _put(at, words, here):
+    for i in tl.static_range(4):
+        tl.store(at + i, words[i], mask=here)
+
+
+@triton.jit
+def _get(at, here):
+    return (
+        tl.load(at, mask=here, other=0),
+        tl.load(at + 1, mask=here, other=0),
+        tl.load(at + 2, mask=here, other=0),
+        tl.load(at + 3, mask=here, other=0),
+    )
+
+
+@triton.jit
+def _take(at, here, patience):
+    return _get(at, here)
+
+
+@triton.jit
+def _end_turn(turns, program, turn):
+    tl.store(turns + program, turn + 1)
+
+
+def together(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+    """What each rank computes in one turn; `rounds` things depend on each other."""
+    return _interpreted(lanes, compute, rounds) if INTERPRETING else _at_once(lanes, compute)
+
+
+def _interpreted(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+    begun = [lane.turns.clone() for lane in lanes]
+    found = []
+    for _ in range(rounds + 1):
+        for lane, turns in zip(lanes, begun, strict=True):
+            lane.turns.copy_(turns)
+        found = [compute(rank) for rank in range(len(lanes))]
+    return found
+
+
+def _at_once(lanes: list[Lane], compute: Callable[[int], Tensor]) -> list[Tensor]:
+    begun = [lane.turns.clone() for lane in lanes]
+    streams = [torch.cuda.Stream() for _ in lanes]  # type: ignore[no-untyped-call]
+    found = list[Tensor]()
+    # First each alone, as if all had arrived: to load a kernel, or get memory, may have to wait for those that run.
+    for trial in (True, False):
+        for rank, lane in enumerate(lanes):
+            lane.buffers[rank].fill_(0 if trial else -1)
+            lane.turns.copy_(begun[rank])
+        torch.cuda.synchronize()
+        found.clear()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append(compute(rank))
+            if trial:
+                stream.synchronize()
+        torch.cuda.synchronize()
+    assert all(bool((lane.buffers[rank] == -1).all()) for rank, lane in enumerate(lanes))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, device: torch.device) -> None:
+    source, ranks = torch.Generator().manual_seed(1), 3
+    everyone = exchanges(ranks, device)
+    for shape in ((1, 8), (3, 560), (2, 512)):  # programs that are full, and one that is not
+        parts = [torch.randn(shape, generator=source).to(device, dtype) for _ in range(ranks)]
+        residual = torch.randn(shape, generator=source).to(device, dtype)
+        parts[1][0, 0] = torch.nan
+        total = parts[0].float() + parts[1].float() + parts[2].float()
+        for before in (None, residual):
+            expected = (total if before is None else total + before.float()).to(dtype)
+
+            def compute(rank: int, parts: list[Tensor] = parts, before: Tensor | None = before) -> Tensor:
+                kept = None if before is None else before.clone()
+                return exchange.exchange_sum(parts[rank].clone(), everyone[rank].sums, kept)
+
+            for found in together([one.sums for one in everyone], compute, rounds=1):
+                torch.testing.assert_close(found, expected, rtol=CUT.get(dtype, 0), atol=0, equal_nan=True)
+    turns = everyone[0].sums.turns
+    assert (int(turns[0]), int(turns[-1])) == (6, 0)
+
+
+def test_a_misaligned_part_is_summed_like_any_other(device: torch.device) -> None:
+    everyone = exchanges(2, device)
+    whole = torch.arange(36, dtype=torch.float32, device=device)
+    lanes = [one.sums for one in everyone]
+    found = together(lanes, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], lanes[rank]), 1)
+    assert all(torch.equal(one, whole[1:33] + whole[2:34]) for one in found)
+
+
+@dataclass
+class _Shards:
+    rank: int
+    ranks: int
+    first: int
+    exchange: Exchange | None
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise AssertionError("few rows are told from within a kernel")
+
+
+@pytest.mark.parametrize("cuts", [[1000, 1700, 2100], [1024], [40]])
+def test_ranks_draw_as_from_the_whole(cuts: list[int], device: torch.device) -> None:
+    rows, bounds = 5, [0, *cuts, 2500]
+    logits = torch.randn((rows, 2500), generator=torch.Generator().manual_seed(len(cuts))).to(device) * 3
+    logits[::5, 900:2000] = -torch.inf
+    logits[1::5, 2200:2203] = logits[1::5, 600:601] = 80.0
+    heat = torch.tensor([(0.0, 0.7, 1.0, 1e-45, 3e38)[row] for row in range(rows)], device=device)
+    count = torch.arange(rows, device=device)
+    batch = SamplingBatch(heat, count * 7919, count % 5, count)
+    everyone = exchanges(len(cuts) + 1, device)
+    for each in (batch, replace(batch, all_greedy=True)):
+        whole = sample(logits, each)
+
+        def compute(rank: int, each: SamplingBatch = each) -> Tensor:
+            part = logits[:, bounds[rank] : bounds[rank + 1]]
+            shards = _Shards(rank, len(everyone), bounds[rank], everyone[rank])
+            drawn = sample(part, replace(each, shards=shards))
+            return torch.stack((drawn.token.double(), drawn.logprob.double()))
+
+        found = together([one.draws for one in everyone], compute, rounds=2)
+        assert all(torch.equal(one, found[0]) for one in found)
+        assert torch.equal(found[0][0].long(), whole.token)
+        torch.testing.assert_close(found[0][1].float(), whole.logprob, rtol=1e-6, atol=1e-5)

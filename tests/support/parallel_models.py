@@ -1,0 +1,143 @@
+"""What the processes of a test of parallel models compute; the test compares it with what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from support.sequences import Sequences
+from tok_core.model import CausalLM, build, load, read_config
+from tok_core.parallel.peers import Peers
+from tok_core.parallel.place import Place
+from tok_core.parallel.tensor import TensorParallel
+from tok_core.worker.draw import CHUNK, draw, extras
+from tok_core.worker.state import WorkerState
+from tok_core.worker.trial import trial_step
+from tok_kernels import choose
+
+Draws = list[NDArray[np.float64]]  # of a step: tokens, their log-probabilities, the likeliest, theirs
+Logits = list[NDArray[np.float32]]  # one array a step: tensors would be shared with processes that have ended
+
+CPU = torch.device("cpu")
+ROWS = 2 * CHUNK + 8  # that sample
+PROMPT = 37  # tokens: no multiple of any number of ranks
+
+
+def tokens_of(count: int, seed: int = 1) -> list[int]:
+    tokens: list[int] = torch.randint(0, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tokens
+
+
+def model_of(path: Path, place: Place = Place(), tensor: TensorParallel | None = None) -> CausalLM:
+    """The share of the model in the directory of one worker."""
+    model = build(read_config(path), choose(CPU), CPU, torch.float32, place, tensor)
+    load(model, path)
+    return model
+
+
+def logits_of(model: CausalLM) -> Logits:
+    """Whole logits of a prompt in two steps, of both again beside another sequence, and of the two decoding."""
+    sequences = Sequences(model, 2, 4)
+    first, second = tokens_of(PROMPT), tokens_of(PROMPT + 4, seed=2)
+    found = [
+        sequences.feed([(0, first[:20])]),
+        sequences.feed([(0, first[20:])], [3, 16]),
+        sequences.feed([(1, second)], range(PROMPT)),
+        sequences.feed([(0, [5]), (1, [7])]),
+        sequences.feed([(0, [6])], [0]),
+        sequences.feed([(0, tokens_of(13, seed=3))], []),
+    ]
+    return [whole(model, logits).numpy() for logits in found]
+
+
+def chained_logits(stages: Sequence[CausalLM]) -> Logits:
+    """Logits of chunks of a sequence, each of which goes through one stage after the other."""
+    chain = [Sequences(stage, 1, 4) for stage in stages]
+    found = []
+    for chunk, rows in [(tokens_of(20), None), (tokens_of(17, 2), [3, 16]), ([5], [0])]:
+        stream: Tensor | None = None
+        for stage in chain[:-1]:
+            stream = stage.forward([(0, chunk)], rows, stream)
+            assert stream.shape == (stage.model.stream_rows(len(chunk)), stage.model.config.hidden_size)
+        with torch.inference_mode():
+            logits = stages[-1].logits(chain[-1].forward([(0, chunk)], rows, stream))
+        found.append(whole(stages[-1], logits).numpy())
+    return found
+
+
+def whole(model: CausalLM, logits: Tensor) -> Tensor:
+    """All of the vocabulary's."""
+    return logits if model.shards is None else model.shards.whole(logits)
+
+
+def draws_of(model: CausalLM) -> list[Draws]:
+    """What steps draw from the same hidden states: plain ones, and some rows of which need whole logits."""
+    state = WorkerState(model.local, CPU, torch.float32, slots=ROWS, num_pages=1, page_size=16, pages_per_slot=2)
+    source = torch.Generator().manual_seed(3)
+    state.columns.length.fill_(9)
+    state.columns.token_of.random_(0, 512, generator=source)
+    state.seed.random_(generator=source)
+    state.temperature.uniform_(0, 2, generator=source).masked_fill_(state.seed % 5 == 0, 0.0)
+    state.top_k.random_(0, 40, generator=source)
+    for column in (state.top_p, state.min_p, state.presence, state.frequency):
+        column.uniform_(0, 1, generator=source)
+    state.repetition.uniform_(1, 2, generator=source)
+    state.bias_token = torch.arange(ROWS).unsqueeze(1) % 512
+    state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
+    plain = trial_step(decode=ROWS)
+    steps = [
+        plain,
+        trial_step(decode=ROWS, greedy=True),
+        trial_step(decode=ROWS, filtered=CHUNK + 9),
+        trial_step(decode=ROWS, penalised=5),
+        trial_step(decode=ROWS, top_logprobs=3),
+        structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
+    ]
+    hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)
+    found = []
+    for step in steps:
+        put = {name: torch.from_numpy(array) for name, array in extras(step).items()}
+        with torch.inference_mode():
+            sampled = draw(choose(CPU), state, step, put, model.logits(hidden), model.shards)
+        found.append(
+            [x.double().numpy() for x in (sampled.token, sampled.logprob, sampled.top_token, sampled.top_logprob)]
+        )
+    return found
+
+
+def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    """The likeliest tokens to follow, by one process or by all ranks alike."""
+    sequences, found = Sequences(model, 1, 16), list[int]()
+    rows: list[int] = [len(prompt) - 1]
+    chunk = list(prompt)
+    for _ in range(count):
+        found.append(int(whole(model, sequences.feed([(0, chunk)], rows))[0].argmax()))
+        chunk, rows = found[-1:], [0]
+    return found
+
+
+def compute(
+    peers: Peers, paths: Sequence[Path], few_tokens: Sequence[int], count: int
+) -> list[tuple[list[Logits], list[Logits], list[int], list[Draws]]]:
+    """Of each model the logits for each number of tokens up to which the residual stream is whole on every rank, those
+    of two stages likewise, greedy tokens at the first, and draws from vocabularies that cannot be cut evenly."""
+    assert peers.tensor is not None
+    place, tensor, found = peers.place, TensorParallel(peers.tensor, CPU), []
+    for path in paths:
+        model = model_of(path, place, tensor)
+        stages = [model_of(path, Place(stage, 2, place.rank, place.ranks), tensor) for stage in range(2)]
+        logits, chained = [], []
+        for few in few_tokens:
+            tensor.few_tokens = few
+            logits.append(logits_of(model))
+            chained.append(chained_logits(stages))
+        tensor.few_tokens = few_tokens[0]
+        draws = draws_of(model) if model.config.vocab_size % place.ranks else []
+        found.append((logits, chained, greedy(model, tokens_of(PROMPT), count), draws))
+    return found

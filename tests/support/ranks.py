@@ -1,0 +1,88 @@
+"""Several processes joined by gloo, like the workers of one replica, that run a function each and return its result."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from tok_core.parallel.peers import Peers, join
+from tok_core.parallel.place import Place
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PATIENCE = 120.0  # seconds, for all of it
+
+
+def run_ranks(
+    places: Iterable[Place], function: Callable[Concatenate[Peers, P], R], *args: P.args, **kwargs: P.kwargs
+) -> list[R]:
+    """What `function(peers, *args, **kwargs)` returns in a process for each place, in their order.
+
+    The function has to be importable by name, as those in `support` are. Raises AssertionError with the tracebacks of
+    those that failed; the processes end with the first failure, and with this process.
+    """
+    context = get_context("spawn")
+    results: dict[int, R] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        pipes, children = {}, []
+        for number, place in enumerate(places):
+            here, there = context.Pipe(duplex=False)
+            target = (there, place, Path(directory) / "rendezvous", function, args, kwargs)
+            children.append(context.Process(target=_run, args=target, daemon=True))
+            children[-1].start()
+            there.close()
+            pipes[here] = number
+        try:
+            failures = _collect(dict(pipes), results)
+            assert not failures, "\n".join(failures)
+        finally:
+            for child in children:
+                child.kill()
+            for child in children:
+                child.join()
+    return [results[number] for number in range(len(results))]
+
+
+def _collect(pipes: dict[connection.Connection, int], results: dict[int, R]) -> list[str]:
+    """Results into `results`; returns how processes failed, if any did."""
+    deadline, failures = time.monotonic() + PATIENCE, list[str]()
+    while pipes and not failures:
+        ready = connection.wait(list(pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return [f"no result within {PATIENCE:g} s of processes {sorted(pipes.values())}"]
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            number = pipes.pop(pipe)
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                good, value = False, "the process ended"
+            if good:
+                results[number] = value
+            else:
+                failures.append(f"process {number}: {value}")
+    return failures
+
+
+def _run(
+    pipe: connection.Connection,
+    place: Place,
+    rendezvous: Path,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(join(place, rendezvous, torch.device("cpu")), *args, **kwargs)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise

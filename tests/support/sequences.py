@@ -1,0 +1,82 @@
+"""Sequences fed to a model by hand, over a paged cache, as steps do it.
+
+Axes: S slots, P pages a slot, T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tok_core.model import CausalLM
+from tok_kernels import AttentionBatch, LayerCache
+
+
+class Sequences:
+    """A few sequences over one paged cache: every forward feeds a chunk to some of them, one slot each.
+
+    Pages are handed out in random order and hold NaN until written.
+    """
+
+    def __init__(self, model: CausalLM, slots: int, page_size: int, max_len: int = 256) -> None:
+        config = model.local
+        pages = -(-max_len // page_size)
+        order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(0))
+        self.model, self.page_size = model, page_size
+        self.page_table_SP = order.to(torch.int32).view(slots, pages)
+        self.length = [0] * slots
+        shape = (slots * pages, page_size, config.num_kv_heads, config.head_dim)
+        dtype = model.dtype
+        self.caches = [
+            LayerCache(k=torch.full(shape, torch.nan, dtype=dtype), v=torch.full(shape, torch.nan, dtype=dtype))
+            for _ in range(config.num_layers)
+        ]
+
+    def feed(self, chunks: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None) -> Tensor:
+        """Logits after `(slot, tokens)` chunks; those of one token come first and run as decodes."""
+        with torch.inference_mode():
+            return self.model.logits(self.forward(chunks, rows))
+
+    def forward(
+        self,
+        chunks: Sequence[tuple[int, Sequence[int]]],
+        rows: Sequence[int] | None = None,
+        stream: Tensor | None = None,
+    ) -> Tensor:
+        """What the model makes of the chunks, or of the stream of the stage before."""
+        decodes = sum(1 for _, tokens in chunks if len(tokens) == 1)
+        assert all(len(tokens) == 1 for _, tokens in chunks[:decodes])
+        positions = [torch.arange(self.length[slot], self.length[slot] + len(t)) for slot, t in chunks]
+        kv_index = [self._rows(slot, position) for (slot, _), position in zip(chunks, positions, strict=True)]
+        for slot, tokens in chunks:
+            self.length[slot] += len(tokens)
+        with torch.inference_mode():
+            hidden: Tensor = self.model(
+                torch.tensor([token for _, tokens in chunks for token in tokens]) if stream is None else stream,
+                torch.cat(positions),
+                torch.cat(kv_index),
+                self.caches,
+                self._batch(chunks, decodes),
+                None if rows is None else torch.tensor(rows, dtype=torch.int64),
+            )
+        return hidden
+
+    def _rows(self, slot: int, position_T: Tensor) -> Tensor:
+        page_T = self.page_table_SP[slot].long()[position_T // self.page_size]
+        return page_T * self.page_size + position_T % self.page_size
+
+    def _batch(self, chunks: Sequence[tuple[int, Sequence[int]]], decodes: int) -> AttentionBatch:
+        counts = torch.tensor([0] + [len(tokens) for _, tokens in chunks], dtype=torch.int32)
+        kv_len = torch.tensor([self.length[slot] for slot, _ in chunks], dtype=torch.int32)
+        return AttentionBatch(
+            page_table=self.page_table_SP,
+            slots=torch.tensor([slot for slot, _ in chunks], dtype=torch.int32),
+            q_start=counts.cumsum(0).to(torch.int32),
+            kv_len=kv_len,
+            kv_start=torch.zeros_like(kv_len),
+            num_decode=decodes,
+            max_q=int(counts.max()),
+            max_kv=int(kv_len.max()),
+        )

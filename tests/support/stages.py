@@ -1,0 +1,104 @@
+"""The steps of a manager, recorded as one worker carries them out, and carried out again by stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tok_core import EngineConfig, SamplingParams
+from tok_core.manager.loop import Manager
+from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit
+from tok_core.model.config import read_config
+from tok_core.model.registry import build
+from tok_core.model.weights import load
+from tok_core.parallel.peers import Peers
+from tok_core.parallel.pipeline import Pipeline
+from tok_core.parallel.place import Place
+from tok_core.processes.local import LocalPorts
+from tok_core.worker.runner import Runner
+from tok_core.worker.state import WorkerState
+from tok_kernels import choose
+
+CPU = torch.device("cpu")
+PAGE_SIZE, PAGES, SLOTS, LENGTH, STEP_TOKENS = 8, 96, 12, 96, 40
+
+
+def stage_runner(path: Path, peers: Peers) -> Runner:
+    """The worker of a stage, in fp32 on the reference backend."""
+    config, backend, place = read_config(path), choose(CPU), peers.place
+    model = build(config, backend, CPU, torch.float32, place)
+    load(model, path)
+    state = WorkerState(
+        model.local,
+        *(CPU, torch.float32),
+        slots=SLOTS,
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        pages_per_slot=-(-LENGTH // PAGE_SIZE),
+    )
+    return Runner(model, backend, state, None, Pipeline(peers, STEP_TOKENS, config.hidden_size, torch.float32, SLOTS))
+
+
+class RecordingPorts(LocalPorts):
+    """Keeps what passes."""
+
+    def __init__(self, runner: Runner, run_ahead: int) -> None:
+        super().__init__(runner, run_ahead, self._keep)
+        self.steps: list[StepInput] = []
+        self.taken: list[StepOutput] = []
+        self.reports: list[Progress] = []
+
+    def send(self, step: StepInput) -> None:
+        self.steps.append(step)
+        super().send(step)
+
+    def outputs(self) -> list[StepOutput]:
+        outputs = super().outputs()
+        self.taken += outputs
+        return outputs
+
+    def _keep(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+
+def record(
+    path: Path, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, pp: int, run_ahead: int
+) -> RecordingPorts:
+    """What a manager for `pp` stages sends, and what comes back from one worker that has the whole model."""
+    config = read_config(path)
+    ports = RecordingPorts(stage_runner(path, Peers(Place(), CPU)), run_ahead)
+    info = EngineInfo(
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_model_len=LENGTH,
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        max_running=SLOTS,
+        max_step_tokens=STEP_TOKENS,
+        device="cpu",
+        dtype="float32",
+        backend="reference",
+    )
+    manager = Manager(EngineConfig(model=str(path), pp=pp, run_ahead=run_ahead), info, ports, None)
+    manager.scheduler.cohorts.fewest = 1
+    for rid, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        ports.submit(Submit(rid, np.array(prompt, np.int32), one))
+    worked = True
+    while worked or manager.returns.in_flight:
+        if not worked:
+            ports.wait(0)
+        worked = manager.turn()
+    return ports
+
+
+def carry_out(peers: Peers, path: Path, steps: Sequence[StepInput], in_flight: int) -> list[StepOutput]:
+    """The outputs of this stage's worker, which has so many steps under way."""
+    runner, launched, outputs = stage_runner(path, peers), [], []
+    for step in steps:
+        launched.append(runner.launch(step))
+        if len(launched) == in_flight:
+            outputs.append(launched.pop(0).output())
+    return outputs + [one.output() for one in launched]

@@ -1,0 +1,135 @@
+"""`tok serve --dp 2` while processes of one replica are killed: the other goes on, and what can be saved is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from support.tiny_models import make_model
+
+STREAMS = 24
+WHOLE = 24
+TOKENS = 200
+READY = re.compile(r"tok is ready: tiny \(float32 on cpu, 2 replicas\) at (http://127\.0\.0\.1:\d+)/v1\n")
+
+
+@contextmanager
+def served(model: Path) -> Iterator[tuple[str, psutil.Process]]:
+    flags = ["--port", "0", "--device", "cpu", "--dp", "2", "--kv-cache-tokens", "65536", "--log-level", "error"]
+    command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen:
+        try:
+            assert popen.stdout is not None
+            line = popen.stdout.readline()
+            found = READY.fullmatch(line)
+            assert found, line
+            yield found[1], psutil.Process(popen.pid)
+        finally:
+            popen.terminate()
+            assert popen.wait(60) == 0
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    limits = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+        yield session
+
+
+def body(seed: int, **more: object) -> dict[str, object]:
+    return {"prompt": [seed, 7, 9], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, **more}
+
+
+async def whole(session: aiohttp.ClientSession, url: str, seed: int) -> tuple[int, str]:
+    async with session.post(f"{url}/v1/completions", json=body(seed)) as response:
+        return response.status, await response.text()
+
+
+async def streamed(session: aiohttp.ClientSession, url: str, seed: int, begun: asyncio.Event) -> tuple[str, float]:
+    """The last event, and when it came."""
+    last = ""
+    async with session.post(f"{url}/v1/completions", json=body(seed, stream=True)) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                begun.set()
+                last = line.decode().removeprefix("data: ").rstrip("\n")
+    return last, time.monotonic()
+
+
+async def health(session: aiohttp.ClientSession, url: str) -> tuple[int, dict[str, Any]]:
+    async with session.get(f"{url}/health") as response:
+        return response.status, await response.json()
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with session.get(f"{url}/metrics") as response:
+        lines = [line.rsplit(" ", 1) for line in (await response.text()).splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+
+def victim(server: psutil.Process, role: str) -> psutil.Process:
+    """Workers hold the model and torch, and so by far the most."""
+    children = sorted(server.children(), key=lambda child: child.memory_info().rss)
+    assert len(children) == 4
+    return children[-1] if role == "worker" else children[0]
+
+
+async def test_a_killed_replica_is_missed_only_by_streams_it_had_begun_and_comes_back(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    model = make_model("llama", tmp_path / "tiny")
+    with served(model) as (url, server):
+        assert (await health(http, url))[1]["replicas"] == [{"state": "ready", "detail": ""}] * 2
+        _, expected = await whole(http, url, 0)
+        for times, role in enumerate(("worker", "manager"), 1):
+            begun = [asyncio.Event() for _ in range(STREAMS)]
+            streams = [asyncio.create_task(streamed(http, url, i, event)) for i, event in enumerate(begun)]
+            await asyncio.gather(*(event.wait() for event in begun))
+            wholes = [asyncio.create_task(whole(http, url, i)) for i in range(WHOLE)]
+            while (await metrics(http, url))["tok_requests_running"] < STREAMS + WHOLE:
+                assert not any(stream.done() for stream in streams), "they were to be under way"
+            victim(server, role).kill()
+            killed = time.monotonic()
+
+            while len((found := await health(http, url))[1]["detail"]) == 0:
+                assert time.monotonic() - killed < 5
+            assert found[0] == 200
+            assert sorted(one["state"] for one in found[1]["replicas"]) == ["ready", "restarting"]
+            assert f"the {role} process was killed by signal 9" in found[1]["detail"]
+
+            answers = await asyncio.gather(*wholes)
+            assert [status for status, _ in answers] == [200] * WHOLE
+            assert json.loads(answers[0][1])["choices"] == json.loads(expected)["choices"]
+            ends = await asyncio.gather(*streams)
+            failed = [(last, ended) for last, ended in ends if last != "[DONE]"]
+            assert 0 < len(failed) < STREAMS
+            for last, ended in failed:
+                assert json.loads(last)["error"]["code"] == "engine_unavailable"
+                assert ended - killed < 5
+
+            while (found := await health(http, url))[1]["detail"]:
+                assert time.monotonic() - killed < 60
+                assert found[0] == 200
+                assert (await whole(http, url, 0))[0] == 200
+            assert (await metrics(http, url))["tok_restarts_total"] == times
+
+        await asyncio.gather(*(whole(http, url, i) for i in range(WHOLE)))
+        counted = await metrics(http, url)
+        for number in range(2):
+            assert counted[f'tok_replica_ready{{replica="{number}"}}'] == 1
+            assert counted[f'tok_replica_output_tokens_total{{replica="{number}"}}'] > TOKENS
