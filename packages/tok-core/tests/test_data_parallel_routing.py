@@ -188,3 +188,10 @@ def test_the_router_learns_only_from_samples_that_may_end() -> None:
     place(router, 9999, tokens(20), SamplingParams(max_tokens=100))
     assert sum(outstanding.tokens for outstanding in router.outstanding) == 20 + router.lengths.expected(100)
     assert 9 <= router.lengths.expected(100) <= 15
+
+
+def test_outputs_that_never_end_of_their_own_stay_countable() -> None:
+    lengths = OutputLengths()
+    for _ in range(800_000):
+        lengths.learn(1, ended=False)
+    assert lengths.expected(7) == 7

@@ -86,7 +86,11 @@ class Machine(RuleBasedStateMachine):
     @rule(chosen=CHOSEN)
     def dies(self, chosen: int) -> None:
         number = self.ready()[chosen % len(self.ready())]
-        hit = {one.rid: [part for part in one.parts if part.replica == number] for one in self.open if not one.ended()}
+        hit = {
+            one.rid: [part for part in one.parts if part.replica == number and one.runs(part.samples)]
+            for one in self.open
+            if not one.ended()
+        }
         others = [other for other in self.ready() if other != number]
         replica_of(self.core, number).die("the worker process was killed by signal 9")
         for request in self.open:

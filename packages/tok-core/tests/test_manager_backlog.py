@@ -94,3 +94,12 @@ def test_few_start_until_as_many_have_finished_as_run_unless_they_fit_for_sure()
     assert slow.binds(finished=10, running=90)
     assert slow.allow(fitting=500, sure=3) == 3
     assert not slow.binds(finished=91, running=90)
+
+
+@pytest.mark.parametrize(("pages", "prompt", "length"), [(100, 8, 320), (100, 16, 160), (200, 600, 100)])
+def test_memory_for_a_few_samples_is_used_by_as_many_at_a_time(pages: int, prompt: int, length: int) -> None:
+    info = msgspec.structs.replace(INFO, num_pages=pages)
+    requests = 24
+    filled = fill(info, np.full((requests, 1), length), prompt=prompt, max_tokens=length)
+    at_once = pages // -(-(prompt + length) // info.page_size)
+    assert filled.steps <= 1.6 * length * requests / at_once

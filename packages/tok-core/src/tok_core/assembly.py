@@ -75,6 +75,10 @@ class OpenRequest(ABC):
         """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
 
     @abstractmethod
+    def runs(self, samples: range) -> bool:
+        """Whether any of these samples has not ended."""
+
+    @abstractmethod
     def restart(self, samples: range) -> bool:
         """Forgets these samples' tokens, to hear of them anew; False where its owner has been told of some."""
 

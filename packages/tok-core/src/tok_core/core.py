@@ -227,7 +227,7 @@ class EngineCore:
     def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
         """What the open requests and the router are to know of a report."""
         for rid, cached in progress.cached:
-            if rid in self._open and self._open[rid].parts[0].replica == replica:
+            if rid in self._open:
                 self._open[rid].cached_tokens = cached
         self._router.report(replica, *brought.counted)
         for rid, ends in brought.ends.items():
@@ -274,8 +274,11 @@ class EngineCore:
     def _rescue(self, request: OpenRequest, replica: int, error: str) -> bool:
         """Whether the request goes on; if not, it has failed."""
         with request.lock:
-            if request.ended() or self._replay(request, replica):
-                return True
+            try:
+                if request.ended() or self._replay(request, replica):
+                    return True
+            except Exception:
+                log.exception("request %s cannot be computed anew", request.request_id)
             self._withdraw(request)
             request.fail(EngineDead(error))
             return False
@@ -284,8 +287,15 @@ class EngineCore:
         """Gives the request's parts of a dead replica to others, each part once."""
         with self._lock:
             ready = self._fleet.ready()
-            indices = [index for index, part in enumerate(request.parts) if part.replica == lost]
-            if not ready or any(request.parts[index].again for index in indices):
+            parts = enumerate(request.parts)
+            indices = [index for index, part in parts if part.replica == lost and request.runs(part.samples)]
+            if not indices:
+                return True  # what was computed there had ended
+            if (
+                not ready
+                or len(request.prompt) >= self.info.max_model_len
+                or any(request.parts[index].again for index in indices)
+            ):
                 return False
             if not all(request.restart(request.parts[index].samples) for index in indices):
                 return False

@@ -200,20 +200,27 @@ class Fleet:
             self._changed.notify_all()
         if started:
             log.error("replica %d ended: %s", life.number, reason)
-        self._lost(life.number, detail)
-        if again:
-            self._begin_again(life)
+        try:
+            self._lost(life.number, detail)
+        finally:
+            while again:
+                again = self._begin_again(life)
 
-    def _begin_again(self, life: Life) -> None:
+    def _begin_again(self, life: Life) -> bool:
+        """Whether that failed, and is to be tried once more."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed, life.pause())
         try:
             self._begin(life)
+            return False
         except Exception as error:
             log.exception("replica %d cannot be started anew", life.number)
             with self._changed:
-                life.give_up(f"{type(error).__name__}: {error}")
+                begun, again = life.replica, not self._closed and life.die(f"{type(error).__name__}: {error}")
                 self._changed.notify_all()
+        if begun is not None:
+            begun.close()
+        return again
 
 
 def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, int, Report, Death], Replica]:

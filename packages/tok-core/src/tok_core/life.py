@@ -74,10 +74,6 @@ class Life:
         self.restarts += again
         return again
 
-    def give_up(self, reason: str) -> None:
-        """It cannot be started."""
-        self.state, self.detail = "failed", reason
-
     def pause(self) -> float:
         """Seconds to wait before the next start: none after a first death, then ever more."""
         times = len(self._deaths) - 2

@@ -42,5 +42,5 @@ def of_requests(progress: Progress) -> Progress:
     """A manager's report with the numbers of requests in place of those of parts."""
     for end in progress.finished:
         end.rid &= OWN
-    cached = [(rid & OWN, tokens) for rid, tokens in progress.cached]
+    cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= OWN]  # as the first part found it
     return msgspec.structs.replace(progress, rid=progress.rid & np.int64(OWN), cached=cached)

@@ -192,5 +192,7 @@ class PipelineSimulation:
             else:
                 ports.now = max(ports.now, ports.next_output)
         seconds = timeline.ended - began
+        if not seconds:
+            return Outcome(0.0, 0.0)
         idle = 1 - float((np.array(timeline.busy) - busy).mean()) / seconds
         return Outcome((ports.tokens - tokens) / seconds, idle)

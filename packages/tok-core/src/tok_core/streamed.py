@@ -59,6 +59,9 @@ class StreamedRequest(OpenRequest):
                 sample.logprobs += logprobs
             self._news.append(self._delta(index, sample, token, logprobs, ends.get(index)))
 
+    def runs(self, samples: range) -> bool:
+        return any(self._samples[index].finish_reason is None for index in samples)
+
     def restart(self, samples: range) -> bool:
         return not any(self._samples[index].token_ids for index in samples)
 

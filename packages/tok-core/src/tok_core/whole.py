@@ -44,6 +44,9 @@ class WholeRequest(OpenRequest):
         for end in ends.values():
             self._end(end.sample, end.reason, end.stop, end.cut)
 
+    def runs(self, samples: range) -> bool:
+        return any(self._done[index] is None for index in samples)
+
     def restart(self, samples: range) -> bool:
         if any(self._done[index] is not None for index in samples):
             return False

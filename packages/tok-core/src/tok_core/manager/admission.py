@@ -81,7 +81,7 @@ class Admission:
         samples = self._candidates(waiting, slots, capacity - used)
         few = self.slow_start.binds(self.lengths.finished, len(running))
         candidates = self._predicted(samples, times, count * times)
-        reserve = None if few else self._reserve(samples, capacity * times, step)
+        reserve = None if few else self._reserve(samples, capacity, times, step)
         fitting = self._fitting(demand, candidates, capacity * times, reserve) // times
         if few and fitting:
             sure = self._fitting(demand.unending(), candidates.unending(), capacity * times, None) // times
@@ -89,13 +89,13 @@ class Admission:
         self.pace.observe(used, capacity, waits=fitting * times < len(candidates.length))
         return fitting if len(running) else max(1, fitting)
 
-    def _reserve(self, samples: Samples, capacity: int, step: float) -> Reserve | None:
+    def _reserve(self, samples: Samples, capacity: int, times: int, step: float) -> Reserve | None:
         """What those that start in `step` are to leave free for later ones like the first of `samples`."""
         if not self.pace.binds:
             return None
         if self.pace.outdated(step):
             self.pace.draw(step, *self._typical(samples), self.paging.page_size)
-        return partial(self.pace.reserve, capacity)
+        return partial(self.pace.reserve, capacity * times) if self.pace.bears(capacity) else None
 
     def _fitting(self, demand: Demand, candidates: Demand, capacity: int, reserve: Reserve | None) -> int:
         return admissible(*demand[:3], *candidates[:3], capacity, self.paging.page_size, reserve)

@@ -18,6 +18,7 @@ FULL = 0.85  # share of the capacity in use from which on the pace is kept
 STREAM = 0.9  # share of the capacity that a stream is to find
 KEPT = 8  # steps for which a curve is good
 KNOTS = 64
+FEW = 32  # samples that memory bears at once, at their largest, are no stream
 
 
 class Pace:
@@ -29,6 +30,7 @@ class Pace:
     def __init__(self) -> None:
         self.binds = False
         self._drawn: float | None = None  # the step in which the curve was
+        self._each = 0.0  # pages of its own that a sample has at its end
         self._knots: NDArray[np.float64] = np.zeros(1)
         self._share: NDArray[np.float64] = np.zeros(1)
 
@@ -45,7 +47,15 @@ class Pace:
         knots = np.linspace(0, max(1, int(remaining.max())), KNOTS).astype(np.int64)
         held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
         area = np.append(0.0, np.cumsum((held[1:] + held[:-1]) / 2 * np.diff(knots)))
+        self._each = float((-(-(length + remaining) // page_size) - shared).mean())
         self._drawn, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
+
+    def bears(self, capacity: int) -> bool:
+        """Whether the curve's samples are small enough beside the `capacity` for any to leave room for others.
+
+        A sample that needs more than what a full stream leaves would wait until it is alone.
+        """
+        return capacity >= FEW * self._each
 
     def reserve(self, capacity: int, moments: Int64) -> Int64:
         """Pages of `capacity` that a stream from now on holds at each of `moments`, steps from now; int64 [M]."""

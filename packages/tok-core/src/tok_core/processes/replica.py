@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import zmq
 
 from tok_core.config import EngineConfig
@@ -89,14 +90,17 @@ class ThreadReplica:
 
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
+        from tok_core.manager.run_ahead import FEWEST
         from tok_core.processes.manager import load_pieces
         from tok_core.worker.setup import set_up
 
         runner, info = set_up(self._config, self._index)
-        self._ports = ports = LocalPorts(runner, self._config.run_ahead, self._report)
+        # As many steps as LocalPorts takes; by their times the manager would wait for room that there never is.
+        config = msgspec.structs.replace(self._config, run_ahead=self._config.run_ahead or FEWEST)
+        self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
             return
-        self.manager = Manager(self._config, info, ports, load_pieces(self._config.model))
+        self.manager = Manager(config, info, ports, load_pieces(self._config.model))
         self._report(info)
         self.manager.run()
 

@@ -76,7 +76,9 @@ def set_up(
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
-    runner = Runner(model, backend, state, _tracer(config, device) if place.returns else None, pipeline)
+    runner = Runner(
+        model, backend, state, _tracer(config, device) if place.returns and replica == 0 else None, pipeline
+    )
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens)
     peers.least(0)  # waits for the others

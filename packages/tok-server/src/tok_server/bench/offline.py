@@ -97,7 +97,8 @@ class _Looks:
         """Takes little: the run goes on meanwhile, on the same interpreter."""
         stats = self._engine.stats()
         tokens, worked = (stats[name] - self.before[name] for name in ("output_tokens", "device_seconds"))
-        self.moments.append((time.monotonic() - self.began, tokens, stats["sequences_running"], worked))
+        moment = (time.monotonic() - self.began, tokens, stats["sequences_running"], worked / stats["replicas"])
+        self.moments.append(moment)
         self._tell_seldom()
 
     def tell(self) -> None:

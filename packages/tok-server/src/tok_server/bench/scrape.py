@@ -23,6 +23,7 @@ async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | No
         found = {name: page[key] for name in COUNTED if (key := f"tok_{name}_total") in page}
         if len(found) < len(COUNTED):
             return None
+        found["replicas"] = page.get("tok_replicas", 1.0)
         if not page.get("tok_steps_in_flight") or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.05)
