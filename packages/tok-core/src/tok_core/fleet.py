@@ -178,7 +178,8 @@ class Fleet:
                     life.be_ready(message)
                     self._note_ready()
             case Failed():
-                life.failure = from_wire(message.kind, message.arguments)
+                # The first to fail tells why; others may fail because of it, before they are ended.
+                life.failure = life.failure or from_wire(message.kind, message.arguments)
             case _:
                 assert_never(message)
 

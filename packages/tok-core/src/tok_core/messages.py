@@ -134,7 +134,8 @@ class StepOutput(msgspec.Struct, tag=True):
     """The tokens of one step, in the order of its R rows: int32, float32, and `[R, top_logprobs]` of each.
 
     A row whose sequence had ended before the step may return any token. `launch_seconds`: of the worker's CPU, to
-    enqueue the step; `device_seconds`: from the step's first operation on the device to its last.
+    enqueue the step; `device_seconds`: from the step's first operation on the device to its last. With several stages
+    both are the last one's own, without its wait for the stream of the one before.
     """
 
     step: int

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tok_core.parallel.share import Part
-from tok_kernels.exchange import Exchange
+from tok_kernels.exchange import PATIENCE, Exchange
 
 FEW_TOKENS = 64  # where nothing was measured
 _EXCHANGED_BYTES = 512 << 10  # likewise
@@ -28,8 +28,11 @@ class TensorParallel:
     The first three decide which collectives a step consists of: they must be the same on all workers of a replica.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """To be called by all ranks at the same point; waits for them."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
+        """To be called by all ranks at the same point; waits for them.
+
+        `patience`: seconds that a rank's kernels wait for another's before the device is given up.
+        """
         self.group = group
         self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -38,7 +41,7 @@ class TensorParallel:
         self.most_bytes = 0
         self.exchange: Exchange | None = None
         if device.type == "cuda" and _reach_each_other(group, device):
-            self._shared, self.exchange = _exchange(group, device)
+            self._shared, self.exchange = _exchange(group, device, patience)
             self.most_bytes = _EXCHANGED_BYTES
 
     @property
@@ -143,7 +146,8 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     all_of_them = own.new_empty((dist.get_world_size(group), 2))
     dist.all_gather_into_tensor(all_of_them, own[None], group=group)
     hosts, devices = all_of_them.T.tolist()
-    reach = len(set(hosts)) == 1 and all(
+    reach = len(set(hosts)) == 1 and len(set(devices)) == len(devices)
+    reach = reach and all(
         other == device.index or torch.cuda.can_device_access_peer(device, other) for other in devices
     )
     agreed = torch.tensor(int(reach), device=device)
@@ -151,7 +155,7 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(agreed)
 
 
-def _exchange(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Exchange]:
+def _exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -> tuple[Tensor, Exchange]:
     """Memory that all ranks can write to, to be kept, and what they exchange there; all are ready for it."""
     from torch.distributed import _symmetric_memory
 
@@ -159,7 +163,7 @@ def _exchange(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, E
     shared = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     reach = _symmetric_memory.rendezvous(shared, group)
     buffers = [reach.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
-    exchange = Exchange.over(buffers, dist.get_rank(group))
+    exchange = Exchange.over(buffers, dist.get_rank(group), patience)
     ready = torch.ones(1, device=device)
     dist.all_reduce(ready, group=group)
     torch.cuda.synchronize(device)

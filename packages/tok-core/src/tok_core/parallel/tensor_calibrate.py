@@ -37,14 +37,15 @@ def calibrate(model: CausalLM, peers: Peers, most_tokens: int, async_from: int |
     tensor = model.tensor
     if tensor is None:
         return
-    if async_from and not tensor.symmetric:
+    symmetric = bool(peers.least(tensor.symmetric))  # of all stages; and here all wait until the last has its weights
+    if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
     if tensor.device.type != "cuda":
         return
-    if async_from != 0:
+    if async_from != 0 and symmetric:
         tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
     tensor.most_bytes = peers.of_first(_exchanged_bytes(tensor))
-    few, overlapped = _measure(model, most_tokens, may_overlap=tensor.symmetric and async_from is None)
+    few, overlapped = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
     few, overlapped = peers.of_first(few), async_from or peers.of_first(overlapped)
     tensor.few_tokens, tensor.async_tokens = few, None if overlapped == NEVER else overlapped
 

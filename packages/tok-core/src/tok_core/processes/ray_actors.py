@@ -95,9 +95,10 @@ class RayActors:
                 ray.kill(member)
             if self._runs:
                 ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ENDING)
-            remove_placement_group(self._group)
         except Exception:
             log.exception("a replica's actors cannot be ended")
+        finally:  # which ends those that are left, too
+            remove_placement_group(self._group)
 
     def _actor(self, kind: type, bundle: int, resources: dict[str, int]) -> Any:
         assert self._group is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -68,8 +69,9 @@ def _draw(
     """The tokens of one portion; extras only for the rows of it that ask for them."""
     logits, slots = logits_RV[chunk], slot_R[chunk]
     asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
-    if shards is not None and (step.top_logprobs or any(rows is not None for rows in asking.values())):
-        logits, shards = shards.whole(logits), None
+    agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
+    if agreed is not None:
+        logits, shards = agreed.whole(logits), None
     batch = SamplingBatch(
         temperature=state.temperature[slots],
         seed=state.seed[slots],
@@ -82,7 +84,11 @@ def _draw(
         all_greedy=step.all_greedy,
         shards=shards,
     )
-    return backend.sample(logits, batch)
+    sampled = backend.sample(logits, batch)
+    if agreed is None:
+        return sampled
+    # Each rank has drawn from the whole rows, but torch's sums may differ in a last bit: the first one's tokens count.
+    return replace(sampled, token=agreed.gather(sampled.token)[0])
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:

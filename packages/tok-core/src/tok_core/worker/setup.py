@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
 
 
+A_DAY = 86_400.0  # seconds
+
+
 def set_up(
     config: EngineConfig,
     replica: int = 0,
@@ -105,7 +108,9 @@ def _load_model(
     peers: Peers,
     dtype: torch.dtype,
 ) -> CausalLM:
-    tensor = None if peers.tensor is None else TensorParallel(peers.tensor, peers.device)
+    tensor = (
+        None if peers.tensor is None else TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
+    )
     try:
         model = build(model_config, backend, peers.device, dtype, peers.place, tensor)
     except torch.OutOfMemoryError as error:

@@ -45,7 +45,8 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInp
         for decode in (0, few):
             found += [trial_step(decode=decode, chunks=1, tokens=count) for count in {1, long} if count > 0]
             cached = max(0, max_len - 2 * few)
-            found.append(trial_step(decode=decode, chunks=min(few, slots - decode), tokens=few, cached=cached))
+            chunks = min(few, slots - decode, tokens - decode)
+            found.append(trial_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
             found.append(trial_step(decode=decode, chunks=1, tokens=1, greedy=True))  # no graph draws these
         if few > 1 and prefix:
             found.append(trial_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
