@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import msgspec
@@ -33,7 +34,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     meeting: Meeting | None = None
 
 
-class _Member:
+class _Member(ABC):
     """An actor's constructor binds its inboxes, so that all know each other's addresses before any of them runs."""
 
     def __init__(self) -> None:
@@ -59,9 +60,9 @@ class _Member:
             return to_wire(error)
         raise AssertionError("what serves never returns")
 
+    @abstractmethod
     def serve(self, launch: Launch) -> None:
         """Never returns."""
-        raise NotImplementedError
 
     def _at_home(self, config: EngineConfig) -> EngineConfig:
         """With the model's directory on this host."""
