@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -30,11 +31,11 @@ from tok_core import (
     ModelError,
     SamplingParams,
 )
-from tok_core.errors import from_wire
+from tok_core.errors import from_wire, to_wire
 from tok_core.messages import Failed, ToEngine
 from tok_core.processes.ray_actors import RayActors
-from tok_core.processes.ray_cluster import join_cluster
-from tok_core.processes.ray_member import Whereabouts
+from tok_core.processes.ray_cluster import give_back_room, join_cluster
+from tok_core.processes.ray_member import NICENESS, Whereabouts, take_usual_priority
 from tok_core.processes.ray_replica import RayReplica
 
 PROMPTS = random_prompts((3, 17, 40, 65))
@@ -117,7 +118,7 @@ async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
         assert [output.outputs[0].token_ids for output in outputs] == alone
     finally:
         await engine.close()
-    await until(lambda: nothing_is_left(pids), 10)
+    await until(lambda: nothing_is_left(pids))
 
 
 ENGINE = """
@@ -145,7 +146,7 @@ async def test_ranks_on_two_nodes_are_one_worker_and_end_with_the_engine_however
     assert len(set(nodes.values())) == len(nodes) == 2
     assert len(pids) == 3
     join_cluster(config(path, cluster))
-    await until(lambda: nothing_is_left(pids), 20)
+    await until(lambda: nothing_is_left(pids))
 
 
 async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path: Path, cluster: str) -> None:
@@ -163,7 +164,81 @@ async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path
     assert isinstance(reports[0], Failed)
     with pytest.raises(ModelError, match=r"'/not/here': is no directory.*\(on host [\d.]+; each host needs"):
         raise from_wire(reports[0].kind, reports[0].arguments)
-    await until(lambda: nothing_is_left([]), 10)
+    await until(lambda: nothing_is_left([]))
+
+
+async def test_a_start_given_up_at_any_moment_leaves_nothing_behind(path: Path, cluster: str) -> None:
+    settings = config(path, cluster, tp=2)
+    join_cluster(settings)
+    for milliseconds in (0, 1, 2, 4, 8, 100):
+        given_up = RayReplica(settings, 0, not_to_be_called, not_to_be_called, model=str(path))
+        given_up.start()
+        await asyncio.sleep(milliseconds / 1e3)
+        await asyncio.to_thread(given_up.close)
+        await until(lambda: nothing_is_left([]))
+
+
+async def test_room_given_back_while_it_is_being_made_is_free_again(path: Path, cluster: str) -> None:
+    join_cluster(config(path, cluster))
+    from ray.util.placement_group import placement_group
+
+    for i in range(30):  # removed at once, every twentieth would stay reserved for good
+        group = placement_group([{"CPU": 1.0}] * (1 + i % 2))
+        end = time.perf_counter() + (i % 5) * 5e-4
+        while time.perf_counter() < end:
+            pass
+        give_back_room(group)
+        await until(lambda: nothing_is_left([]))
+
+
+def not_to_be_called(*told: object) -> None:
+    raise AssertionError(told)
+
+
+def test_of_several_that_have_ended_at_once_the_others_cause_is_told(path: Path, cluster: str) -> None:
+    settings = config(path, cluster)
+    join_cluster(settings)
+    import ray
+
+    def ended(**runs: object) -> tuple[str, Failed | None] | None:
+        actors = RayActors(settings, lambda: False)
+        actors.whereabouts = {role: Whereabouts("10.0.0.1", 1, (), ()) for role in runs}
+        actors._runs = {run: role for role, run in runs.items()}
+        ray.wait(list(runs.values()), num_returns=len(runs))
+        return actors.ended()
+
+    died = ray.remote(num_cpus=0, max_retries=0)(lambda: os._exit(1)).remote()
+    missed, misled = (ray.put(to_wire(one)) for one in (RuntimeError("Connection reset"), ModelError("no such tensor")))
+    told = ended(first=missed, second=died)
+    assert told == ("the second process 1 on host 10.0.0.1 died", None)
+    told = ended(first=missed, second=died, third=misled)
+    assert told is not None
+    assert told[0] == "the third process 1 on host 10.0.0.1 ended"
+    assert told[1] == Failed("ModelError", ("no such tensor",))
+
+
+@pytest.mark.parametrize("asked", [None, "15"])
+def test_members_run_at_the_usual_priority_unless_the_nodes_user_says_otherwise(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(NICENESS)
+    if asked is not None:
+        monkeypatch.setenv(NICENESS, asked)
+
+    def niceness() -> int:
+        os.setpriority(os.PRIO_PROCESS, 0, 15)  # of this thread alone
+        take_usual_priority()
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(niceness).result()
+    assert found == (0 if asked is None and may_be_less_nice() else 15)
+    assert (f"start Ray's nodes with {NICENESS}=0" in caplog.text) == (asked is None and found == 15)
+
+
+def may_be_less_nice() -> bool:
+    code = "import os; os.nice(1); os.nice(-1)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def test_what_the_cluster_cannot_hold_is_refused_at_once(path: Path, cluster: str) -> None:

@@ -10,21 +10,22 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
+from tok_core.log_format import is_json
 from tok_core.messages import Failed, Launch, encode
 from tok_core.parallel.place import Place, places
-from tok_core.processes.ray_cluster import await_room, kind_of_bundle, side_by_side
+from tok_core.processes.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
 from tok_core.processes.ray_member import RayManager, RayWorker, Whereabouts
 
 log = logging.getLogger("tok_core")
 
 GLANCE = 0.2  # seconds between looks at whether they are still wanted
 STARTING = 120.0  # seconds that Ray may take to start them; what they serve is loaded later
-ENDING = 10.0  # seconds that they may take to end
+ENDING = 3.0  # seconds that they may take to end: until then nobody is told; those of a host that is gone never do
 
 
 class RayActors:
@@ -75,14 +76,15 @@ class RayActors:
 
     def ended(self) -> tuple[str, Failed | None] | None:
         """One that has ended although it should serve, as what to say of it and its own words."""
-        done, _ = ray.wait(list(self._runs), timeout=0)
-        if not done:
-            return None
-        role = self._runs[done[0]]
+        done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)
+        return min(map(self._end_of, done), key=_is_effect, default=None)
+
+    def _end_of(self, run: Any) -> tuple[str, Failed | None]:
+        role = self._runs[run]
         where = self.whereabouts[role]
         reason = f"the {role} process {where.pid} on host {where.host}"
         try:
-            return f"{reason} ended", Failed(*ray.get(done[0]))
+            return f"{reason} ended", Failed(*ray.get(run))
         except RayError:  # Ray itself writes on standard error what it knows
             return f"{reason} died", None
 
@@ -97,8 +99,10 @@ class RayActors:
                 ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ENDING)
         except Exception:
             log.exception("a replica's actors cannot be ended")
-        finally:  # which ends those that are left, too
-            remove_placement_group(self._group)
+        try:  # which ends those that are left, too
+            give_back_room(self._group)
+        except Exception:
+            log.exception("a replica's room cannot be given back")
 
     def _actor(self, kind: type, bundle: int, resources: dict[str, int]) -> Any:
         assert self._group is not None
@@ -125,6 +129,7 @@ class RayActors:
         return Launch(
             role=role,
             log_level=log.getEffectiveLevel(),
+            json_log=is_json(),
             config=self._config,
             replica=replica,
             place=place,
@@ -132,9 +137,16 @@ class RayActors:
             reports=reports,
             steps=[worker.inboxes[0] for worker in workers],
             outputs=manager.inboxes[1],
+            on_host=1 if place is None else self._most_on(self.nodes[role]),
             rendezvous=workers[0].meeting or "",
             device=visible.index(self.whereabouts[role].gpus[0]) if visible else None,
         )
+
+    def _most_on(self, node: str) -> int:
+        """Workers that a node may have: those of this replica, and those of others for which it has the room."""
+        own, every = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
+        others = min(every - len(self.nodes), room_of(node, kind_of_bundle(self._config)) - own)
+        return own + max(0, others)
 
     def visible(self, role: str) -> list[str]:
         """The GPUs of all of the replica's workers on the node of one: those can read each other's memory."""
@@ -142,3 +154,12 @@ class RayActors:
             return []
         same = (other for other, node in self.nodes.items() if node == self.nodes[role])
         return [gpu for other in same for gpu in self.whereabouts[other].gpus]
+
+
+def _is_effect(end: tuple[str, Failed | None]) -> int:
+    """The larger, the more likely a process has ended because another has: one that died says nothing, and those that
+    missed it fail of that, but never of what is wrong with a model or a setting."""
+    _, failed = end
+    if failed is None:
+        return 1
+    return 2 if failed.kind == "EngineError" else 0

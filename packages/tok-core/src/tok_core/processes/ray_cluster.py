@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 
 JOINING = 30.0  # seconds that the cluster has to answer
 PATIENCE = 60.0  # seconds that a replica waits for room
+PLACING = 10.0  # seconds that Ray has to end what it is placing when room is given back
+GLANCE = 1  # seconds; Ray drops fractions of them
 
 _joined: list[str] = []  # the address that was given, once
 
@@ -54,7 +56,7 @@ def kind_of_bundle(config: EngineConfig) -> str:
 def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
     """Returns once the group is placed, or is not wanted any more. Raises EngineError where that takes too long."""
     deadline = time.monotonic() + PATIENCE
-    while not group.wait(0.5) and not closing():
+    while not group.wait(GLANCE) and not closing():
         if time.monotonic() > deadline:
             ((kind, _),) = group.bundle_specs[0].items()
             free = ray.available_resources().get(kind, 0)
@@ -62,11 +64,31 @@ def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
             raise EngineError(f"the Ray cluster has had {room}")
 
 
+def give_back_room(group: PlacementGroup) -> None:
+    """Removes a group, with whatever runs in it. Never while Ray is placing it: what it has reserved until then would
+    stay so for as long as the node lives."""
+    deadline = time.monotonic() + PLACING
+    try:
+        while not group.wait(GLANCE) and _is_being_placed(group) and time.monotonic() < deadline:
+            pass
+    finally:
+        remove_placement_group(group)
+
+
+def _is_being_placed(group: PlacementGroup) -> bool:
+    return placement_group_table(group)["stats"]["scheduling_state"] in ("QUEUED", "SCHEDULING_STARTED")
+
+
 def side_by_side(group: PlacementGroup) -> list[tuple[int, str]]:
     """The bundles of a group that is placed, as (index, id of the node): a node's together, the fullest node first."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     sizes = Counter(nodes.values())
     return sorted(nodes.items(), key=lambda item: (-sizes[item[1]], item[1], item[0]))
+
+
+def room_of(node: str, kind: str) -> int:
+    """How many workers a node may have that need one of that kind each, be they there already or not."""
+    return int(sum(one["Resources"].get(kind, 0) for one in ray.nodes() if one["NodeID"] == node))
 
 
 def _init(address: str) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import psutil
@@ -16,12 +17,15 @@ import zmq
 from tok_core.config import EngineConfig
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.hub import resolve
+from tok_core.log_format import set_format
 from tok_core.messages import FromWorker, Launch, StepInput, ToManager, decoder
 from tok_core.parallel.meeting import Meeting
 from tok_core.parallel.place import Place
 from tok_core.processes.sockets import Receiver
 
 log = logging.getLogger("tok_core")
+
+NICENESS = "RAY_worker_niceness"  # a variable that Ray reads where a node starts, and hands on
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
@@ -48,8 +52,8 @@ class _Member(ABC):
     def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
         """Returns only to tell what went wrong, as `to_wire` does. `data`: a Launch; `visible`: GPUs, for CUDA."""
         launch: Launch = decoder(Launch).decode(data)
-        style = f"%(asctime)s %(levelname)s {launch.role}: %(message)s"
-        logging.basicConfig(level=launch.log_level, format=style, force=True)
+        set_format(launch.role, launch.log_level, json=launch.json_log)
+        take_usual_priority()
         if visible:  # before CUDA is asked for the first time
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         try:
@@ -126,3 +130,16 @@ def _interface(host: str) -> str | None:
         one.address: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
     }
     return found.get(host)
+
+
+def take_usual_priority() -> None:
+    """Ray lets its processes wait for any other on their host, unless its user says how nice they are to be."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= 0 or NICENESS in os.environ:
+        return
+    try:
+        for thread in psutil.Process().threads():
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread.id, 0)
+    except PermissionError:
+        log.warning("runs at niceness %d, which it may not change: start Ray's nodes with %s=0", niceness, NICENESS)
