@@ -117,6 +117,45 @@ def test_every_way_to_launch_gives_the_same_product(launch: Launch, device: torc
     assert_near(gated, exact_gated(x, weight, None, norm), x)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("parts", ["", "bias norm"])
+def test_a_wide_product_is_not_rounded_to_the_dtype_of_its_operands(
+    parts: str, tokens: int, device: torch.device
+) -> None:
+    dtype = torch.float16
+    x, weight = noise(tokens, 96, dtype=dtype, device=device), matrix(18, 96, dtype, device)
+    bias = noise(18, dtype=dtype, device=device) if "bias" in parts else None
+    norm = (noise(96, dtype=dtype, device=device), 1e-5) if "norm" in parts else None
+    # Above few tokens, and in plain torch, what is multiplied is the norm's result, rounded.
+    normed = x if norm is None else reference.rms_norm(x, *norm)
+    expected = exact(normed, weight, bias, None)
+    found = linear(x, weight, bias, norm=norm, wide=True)
+    tolerance = 1e-5 if norm is None or tokens > MOST_TOKENS else 2e-3
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    plain = plain_linear(x, weight, bias, norm=norm, wide=True)
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(plain, plain.to(dtype).float())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_wide_product_multiplies_in_the_dtype_of_its_weight(tokens: int, device: torch.device) -> None:
+    x, weight = noise(tokens, 96, dtype=torch.bfloat16, device=device), matrix(18, 96, torch.float16, device)
+    norm = (noise(96, dtype=torch.bfloat16, device=device), 1e-5)
+    expected = exact(x, weight, None, norm)
+    for product in (linear, plain_linear):
+        found = product(x, weight, norm=norm, wide=True)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)  # float16's rounding, not bfloat16's
+
+
+def test_a_wide_product_takes_no_residual(device: torch.device) -> None:
+    x, weight = noise(2, 64, dtype=torch.float16, device=device), matrix(64, 64, torch.float16, device)
+    for product in (linear, plain_linear):
+        with pytest.raises(ValueError, match="a residual is given; allowed: none where wide"):
+            product(x, weight, residual_TN=x.clone(), wide=True)
+
+
 def test_linear_takes_views_of_wider_rows_and_columns(device: torch.device) -> None:
     wide, weight = noise(4, 200, dtype=torch.float16, device=device), matrix(12, 64, torch.float16, device)
     x, residual = wide[1:3, 8:72], wide[1:3, 100:112]

@@ -59,6 +59,13 @@ def test_rms_norm_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtyp
     assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
+def test_a_norm_gives_the_dtype_that_is_wanted(device: torch.device) -> None:
+    x, weight = (noise(*size, dtype=torch.bfloat16, device=device) for size in ((5, 64), (64,)))
+    expected = reference.rms_norm(x.float(), weight, 1e-5).half()
+    for norm in (rms_norm, reference.rms_norm):
+        assert_near(norm(x, weight, 1e-5, torch.float16), expected)
+
+
 def test_rms_norm_of_large_and_tiny_rows_neither_overflows_nor_vanishes(device: torch.device) -> None:
     x = noise(2, 64, dtype=torch.float32, device=device) * torch.tensor([[1e15], [1e-15]], device=device)
     weight = torch.ones(64, dtype=torch.bfloat16, device=device)
@@ -148,6 +155,28 @@ def test_rope_and_write_kv_converts_to_the_dtype_of_the_cache(device: torch.devi
     rope_and_write_kv(q, k, v, position, table, cache, position + 1)
     assert torch.equal(memory[1, 0, 0, 1:], turned_k.half())
     assert torch.equal(memory[1, 1, 0, 1:], v.half())
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_from_float32_queries_keys_and_values_are_rounded_once(norm: bool, device: torch.device) -> None:
+    product, q, k, v = fused(3, 6, 2, 32, torch.float32, device)
+    weights = QKNorm(noise(32, dtype=torch.float16, device=device), q[0, 0].half(), 1e-6) if norm else None
+    memory, cache = poisoned_cache(2, 4, 2, 32, like=q.half())
+    _, expected = poisoned_cache(2, 4, 2, 32, like=q.half())
+    table, position = rope_table(32, 10, 10000.0).to(device), torch.tensor([7, 0, 4], device=device)
+    kept, index = product.clone(), torch.tensor([5, 0, 2], device=device)
+    arguments = (q, k, v, position, table)
+    turned = reference.ReferenceBackend().rope_and_write_kv(*arguments, expected, index, weights, torch.float16)
+    found = rope_and_write_kv(*arguments, cache, index, weights, torch.float16)
+    assert found.dtype == turned.dtype == torch.float16
+    assert found.is_contiguous()
+    assert torch.equal(product, kept)
+    if weights is None:
+        wide, _ = rope(q, k, position, table)
+        assert torch.equal(found, wide.half())
+    for ours, theirs in ((found, turned), (cache.k, expected.k), (cache.v, expected.v)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6, equal_nan=True)
+    assert memory[0].isnan().all()
 
 
 def test_queries_that_cannot_be_turned_in_place_are_refused(device: torch.device) -> None:

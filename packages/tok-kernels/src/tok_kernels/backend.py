@@ -36,9 +36,9 @@ class Backend(Protocol):
         """Whether a CUDA graph can record decode steps: nothing in them then depends on the host's values."""
         ...
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), computed in float32; any leading
-        axes."""
+        axes. Of `dtype`; None: of x's."""
         ...
 
     def linear(
@@ -49,9 +49,11 @@ class Backend(Protocol):
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
+        wide: bool = False,
     ) -> Tensor:
         """`x Wᵀ + bias`, of x's dtype; with `norm`, a weight `[K]` and eps, of `rms_norm(x)`. A `residual`, of x's
-        dtype too, gains it in place and is returned."""
+        dtype too, gains it in place and is returned. `wide`, without a residual: float32, the sums not
+        rounded; the weight may then have another 16-bit dtype than x, in which the norm's result is multiplied."""
         ...
 
     def gated_linear(
@@ -81,9 +83,11 @@ class Backend(Protocol):
         cache: LayerCache,
         index_T: Tensor,
         norm: QKNorm | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """`rope`, after `rms_norm` of each head where there is a `norm`, then `write_kv` of the turned keys and
-        of the values; returns the turned queries, which may be `q_THD` itself, turned in place."""
+        of the values; returns the turned queries, of `dtype` (None: their own), which may be `q_THD` itself, turned
+        in place."""
         ...
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:

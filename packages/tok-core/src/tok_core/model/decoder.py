@@ -134,3 +134,9 @@ class CausalLM(nn.Module):
             return logits_RV
         assert self.model.embed_tokens is not None
         return self.model.embed_tokens.logits(x_RN, norm)
+
+    def normed(self, x_RN: Tensor) -> Tensor:
+        """`[R, N] -> [R, N]`: the final norm alone, for hidden states that are wanted themselves."""
+        assert self.model.norm is not None, "only the last stage has a final norm"
+        out_RN: Tensor = self.model.norm(x_RN)
+        return out_RN

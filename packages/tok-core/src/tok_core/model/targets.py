@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from tok_core.model.layers import Embedding, Linear
@@ -43,8 +44,11 @@ class Target:
         return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
 
     def fill(self, own: Tensor) -> None:
-        """Takes over the part that belongs here, cast to the parameter's dtype."""
+        """Takes over the part that belongs here, cast to the parameter's dtype. ValueError: it has no room for it."""
         self.view.copy_(own)
+        narrower = torch.finfo(self.view.dtype).max < torch.finfo(own.dtype).max
+        if narrower and not (torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all():
+            raise ValueError(f"holds numbers beyond {torch.finfo(self.view.dtype).max:.0f}")
 
 
 def targets(model: nn.Module) -> dict[str, Target]:

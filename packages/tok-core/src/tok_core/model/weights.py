@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tok_core.errors import ModelError
 from tok_core.model.decoder import CausalLM
@@ -61,11 +62,19 @@ def _load_file(file: Path, wanted: Mapping[str, Target], model: CausalLM) -> set
                     continue
                 stored = tensors.get_slice(name)
                 target = _checked(file, name, stored, wanted)
-                target.fill(tensors.get_tensor(name) if target.is_whole else target.part_of(stored))
+                _fill(file, name, target, tensors.get_tensor(name) if target.is_whole else target.part_of(stored))
                 loaded.add(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
     return loaded
+
+
+def _fill(file: Path, name: str, target: Target, own: Tensor) -> None:
+    try:
+        target.fill(own)
+    except ValueError as error:
+        dtype = str(target.view.dtype).removeprefix("torch.")
+        raise ModelError(f"{file}: tensor {name} {error}, which {dtype} cannot hold; --dtype float32 can") from error
 
 
 class _Elsewhere:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-import zlib
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tok_core.parallel.host import this_host
 from tok_core.parallel.share import Part
 from tok_kernels.exchange import PATIENCE, Exchange
 
@@ -141,8 +139,7 @@ class VocabularyShards:
 
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks are on one host, each on a device of its own that can read the others' memory."""
-    host = zlib.crc32(socket.gethostname().encode())
-    own = torch.tensor([host, device.index], dtype=torch.int64, device=device)
+    own = torch.tensor([this_host(), device.index], dtype=torch.int64, device=device)
     all_of_them = own.new_empty((dist.get_world_size(group), 2))
     dist.all_gather_into_tensor(all_of_them, own[None], group=group)
     hosts, devices = all_of_them.T.tolist()

@@ -139,7 +139,7 @@ def halves(layer: DecoderLayer, form: Form, x: Tensor) -> Tensor:
     """Both halves of a layer without the attention between the first one's products."""
     attention = layer.self_attn
     qkv_TF = form.enter(x, layer.input_layernorm, attention.qkv_proj)[: form.tokens]
-    x = form.leave(qkv_TF[:, : attention.sizes[0]].contiguous(), attention.o_proj, x)
+    x = form.leave(qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype), attention.o_proj, x)
     out: Tensor = layer.mlp(x, layer.post_attention_layernorm, form)
     return out
 

@@ -91,7 +91,7 @@ class Sharded(Form):
         return self.tensor.scatter_sum(x_TN)
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        out: Tensor = linear(self.tensor.gather_rows(norm(x)))
+        out: Tensor = linear(self.tensor.gather_rows(norm(x, linear.weight.dtype)))
         return out
 
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
@@ -121,11 +121,16 @@ class Sharded(Form):
 
 class Overlapped(Sharded):
     """Sharded, with every product cut by rows so that one part is computed while another is on its way (Wang et al.
-    2023, "Overlap communication with dependent computation via decomposition")."""
+    2023, "Overlap communication with dependent computation via decomposition"). The product of a wide linear is of its
+    operands' dtype here, where other forms keep float32."""
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         _, (out_PF,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            norm(x), [linear.weight.t()], 0, self.tensor.name, return_A=self.tokens <= _MULTICAST_TOKENS
+            norm(x, linear.weight.dtype),
+            [linear.weight.t()],
+            0,
+            self.tensor.name,
+            return_A=self.tokens <= _MULTICAST_TOKENS,
         )
         return linear.finish(out_PF)
 

@@ -153,17 +153,17 @@ def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: 
 
 def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:
     heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
-    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=shape.dtype, device=device)
+    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), device=device)  # float32, as the wide product that it is
     q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
     cache = _empty_cache(shape, -(-tokens // shape.page_size), device)
     table = rope_table(size, tokens, 10000.0).to(device)
     index = torch.randperm(tokens, device=device)
     position = torch.arange(tokens, device=device)
-    moved = 2 * q.nbytes + k.nbytes + v.nbytes + 2 * tokens * kv_heads * size * shape.cache_dtype.itemsize
+    moved = qkv.nbytes + q.numel() * shape.dtype.itemsize + 2 * k.numel() * shape.cache_dtype.itemsize
     return Case(
         "rope_and_write_kv",
         _size(qkv),
-        lambda: backend.rope_and_write_kv(q, k, v, position, table, cache, index),
+        lambda: backend.rope_and_write_kv(q, k, v, position, table, cache, index, dtype=shape.dtype),
         moved,
     )
 

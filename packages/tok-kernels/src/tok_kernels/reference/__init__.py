@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
@@ -42,8 +43,8 @@ class ReferenceBackend:
     needs_host_lengths: frozenset[Phase] = frozenset()
     capturable = False
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-        return rms_norm(x_TN, weight_N, eps)
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return rms_norm(x_TN, weight_N, eps, dtype)
 
     def linear(
         self,
@@ -53,8 +54,9 @@ class ReferenceBackend:
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
+        wide: bool = False,
     ) -> Tensor:
-        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN, wide=wide)
 
     def gated_linear(
         self,
@@ -79,12 +81,13 @@ class ReferenceBackend:
         cache: LayerCache,
         index_T: Tensor,
         norm: QKNorm | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         if norm is not None:
             q_THD, k_TKD = rms_norm(q_THD, norm.q_D, norm.eps), rms_norm(k_TKD, norm.k_D, norm.eps)
         q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
         write_kv(k_TKD, v_TKD, cache, index_T)
-        return q_THD
+        return q_THD if dtype is None else q_THD.to(dtype)
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         return silu_and_mul(gate_up_TF)

@@ -16,9 +16,14 @@ def linear(
     *,
     norm: tuple[Tensor, float] | None = None,
     residual_TN: Tensor | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """See `Backend.linear`."""
-    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm)
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype if wide else None)
+    if wide:
+        if residual_TN is not None:
+            raise ValueError("a residual is given; allowed: none where wide")
+        return functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
     if residual_TN is None:
         return functional.linear(x_TK, weight_NK, bias_N)
     if bias_N is not None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, of x's dtype (Zhang & Sennrich 2019)."""
+def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, of `dtype` or x's own (Zhang & Sennrich 2019)."""
     x = x_TN.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * scale * weight_N.float()).to(x_TN.dtype)
+    return (x * scale * weight_N.float()).to(dtype or x_TN.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
@@ -24,8 +25,8 @@ class TritonBackend:
     needs_host_lengths: frozenset[Phase] = frozenset()
     capturable: bool = True
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-        return rms_norm(x_TN, weight_N, eps)
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return rms_norm(x_TN, weight_N, eps, dtype)
 
     def linear(
         self,
@@ -35,8 +36,9 @@ class TritonBackend:
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
+        wide: bool = False,
     ) -> Tensor:
-        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN, wide=wide)
 
     def gated_linear(
         self,
@@ -61,9 +63,9 @@ class TritonBackend:
         cache: LayerCache,
         index_T: Tensor,
         norm: QKNorm | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        rope_and_write_kv(q_THD, k_TKD, v_TKD, position_T, cos_sin_LD, cache, index_T, norm)
-        return q_THD
+        return rope_and_write_kv(q_THD, k_TKD, v_TKD, position_T, cos_sin_LD, cache, index_T, norm, dtype)
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         return silu_and_mul(gate_up_TF)

@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, of x's dtype (Zhang & Sennrich 2019).
+def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, of `dtype` or x's own (Zhang & Sennrich 2019).
 
     Any leading axes; computed in float32. Raises ValueError for a weight of another length than that axis.
     """
     x = _rows(x_TN, weight_N)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if x.numel():
         _rms_norm[(x.shape[0],)](x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x))
     return normed.view(x_TN.shape)

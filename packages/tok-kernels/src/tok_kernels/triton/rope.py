@@ -41,23 +41,27 @@ def rope_and_write_kv(
     cache: LayerCache,
     index_T: Tensor,
     norm: QKNorm | None = None,
-) -> None:
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`rms_norm` of each head where there is a `norm`, `rope`, then `write_kv` of the turned keys and of the
-    values, in one launch; `q_THD` is turned in place.
+    values, in one launch. Returns the turned queries: `q_THD` itself, turned in place, unless another `dtype` is
+    wanted of them.
 
     `q_THD`, `k_TKD` and `v_TKD` may be views of one fused product; keys and values stay as they are there.
-    Each of the steps rounds to the queries' dtype, as it does alone. Raises ValueError for queries whose last
-    axis is not dense, and for norm weights of another length than that axis.
+    Each of the steps rounds to the dtype of `q_THD`, as it does alone: from float32 there is one rounding in all.
+    Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
     """
     if q_THD.stride(-1) != 1:
         raise ValueError(f"q has a stride of {q_THD.stride(-1)} along its last axis; allowed: 1")
     q_weight, k_weight = _weights(q_THD, norm)
+    same = dtype is None or dtype == q_THD.dtype
+    turned = q_THD if same else torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
     if not q_THD.shape[0]:
-        return
+        return turned
     k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
     k_rows, v_rows = cache_rows(cache)
     _rope_and_write_kv[(q_THD.shape[0],)](
-        *(q_THD, q_THD.stride(0), q_THD.stride(1), q_THD.shape[1]),
+        *(q_THD, q_THD.stride(0), q_THD.stride(1), turned, turned.stride(0), turned.stride(1), q_THD.shape[1]),
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
@@ -65,6 +69,7 @@ def rope_and_write_kv(
         **_launch(q_THD, k),
         NORM=norm is not None,
     )
+    return turned
 
 
 def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
@@ -126,6 +131,9 @@ def _rope_and_write_kv(
     q: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
+    turned_q: tl.tensor,
+    turned_q_token: tl.tensor,
+    turned_q_head: tl.tensor,
     q_heads: tl.tensor,
     k: tl.tensor,
     k_token: tl.tensor,
@@ -158,7 +166,8 @@ def _rope_and_write_kv(
     q += token * q_token
     k += token * k_token
     v += token * v_token
-    _turn(q, q_head, q, q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
+    to_q = turned_q + token * turned_q_token
+    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
     to_k = k_rows + row * k_rows_row
     _turn(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
     copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, K_HEADS, HALF * 2)
