@@ -195,3 +195,14 @@ def test_outputs_that_never_end_of_their_own_stay_countable() -> None:
     for _ in range(800_000):
         lengths.learn(1, ended=False)
     assert lengths.expected(7) == 7
+
+
+def test_the_router_learns_nothing_from_samples_without_a_token() -> None:
+    router = Router(2, PAGE)
+    params = SamplingParams(max_tokens=100)
+    expected = router.lengths.expected(100)
+    for rid in range(2000):
+        (share,) = place(router, rid, tokens(20), params)
+        router.end(share.replica, rid, params, {0: Finished(rid, 0, "length", 0)})
+        router.remove(share.replica, rid)
+    assert router.lengths.expected(100) == expected

@@ -92,7 +92,9 @@ def test_a_seed_repeats_its_tokens_alone_and_in_a_batch(
 
 def test_a_seed_repeats_its_tokens_after_preemption(path: Path, engine: Engine) -> None:
     asked = random_prompts((60, 70, 80, 90, 100, 110), seed=4)
-    seeded = params(temperature=0.8, seed=5, max_tokens=64, presence_penalty=0.5)
+    # An end that is possible, and never comes: nobody knows that they run to their limit.
+    ending = {"stop_token_ids": (0,), "logit_bias": {0: -100.0}}
+    seeded = params(temperature=0.8, seed=5, max_tokens=64, presence_penalty=0.5, **ending)
     with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as small:
         small.generate([PROMPT], SHORT)
         outputs = small.generate(asked, seeded)
@@ -180,7 +182,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("prompt", [1, 2.5], {}),
     ("prompt", [1] * 2000, {}),
     ("max_tokens", [1] * 1000, {"max_tokens": 500}),
-    ("max_tokens", [1], {"max_tokens": 0}),
+    ("max_tokens", [1], {"max_tokens": -1}),
     ("n", [1], {"n": 0}),
     ("n", [1], {"n": -3}),
     ("temperature", [1], {"temperature": float("nan")}),

@@ -14,7 +14,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT
+from support.teaching import PROMPT, SHORT, undrawn
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import RequestOutput, SamplingParams
 
@@ -63,8 +63,13 @@ def asked(wanted: list[Case]) -> list[list[int]]:
     return [case.prompt for case in wanted]
 
 
-def greedy(n: int = 1) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, n=n)
+def greedy(n: int = 1, stops: tuple[int, ...] = ()) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, n=n, stop_token_ids=stops)
+
+
+def open_ended(wanted: list[Case], n: int = 1) -> SamplingParams:
+    """The same of samples that are not known to run to their limit."""
+    return greedy(n, (undrawn(case.tokens for case in wanted),))
 
 
 def assert_equal(outputs: list[RequestOutput], wanted: list[Case], n: int = 1) -> None:
@@ -166,7 +171,7 @@ def test_preempted_sequences_keep_their_tokens(path: Path) -> None:
     wanted = cases(path, (15, 16, 17, 33, 64, 65, 128))
     with cpu_engine(path, kv_cache_tokens=256, page_size=16, max_model_len=256) as one:
         one.generate([PROMPT], SHORT)
-        outputs = one.generate(asked(wanted), greedy())
+        outputs = one.generate(asked(wanted), open_ended(wanted))
         assert one.stats()["preemptions"] > 0
         assert_equal(outputs, wanted)
 
@@ -175,7 +180,7 @@ def test_preempted_samples_of_one_prompt_keep_their_tokens(path: Path) -> None:
     wanted = cases(path, (17, 33))
     with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as one:
         one.generate([PROMPT], SHORT)
-        outputs = one.generate(asked(wanted), greedy(n=8))
+        outputs = one.generate(asked(wanted), open_ended(wanted, n=8))
         assert one.stats()["preemptions"] > 0
         assert_equal(outputs, wanted, n=8)
 

@@ -101,7 +101,7 @@ def test_no_process_is_left_when_the_parent_is_killed(config: EngineConfig) -> N
         children = [psutil.Process(int(pid)) for pid in pids]
         assert len(children) == 2
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 

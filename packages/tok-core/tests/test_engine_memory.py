@@ -40,9 +40,9 @@ def config(path: Path, **options: int) -> EngineConfig:
 
 
 async def started(engine: AsyncEngine) -> None:
-    """Starts within a minute, or says why not."""
+    """Starts in time, or says why not."""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await engine.start()
     finally:
         await engine.close()
@@ -83,7 +83,7 @@ def test_a_cache_that_only_just_does_not_fit_is_refused_by_name_and_a_smaller_on
     # 516 bytes a token: four gigabytes, where one more is allowed.
     command = [sys.executable, "-c", LIMITED, str(path), str(1 << 23)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # stacks of many threads would count as well
-    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=180, check=True)
     refused, served = done.stdout.splitlines()
     assert refused.startswith("refused")
     assert "kv_cache_tokens" in refused
@@ -144,12 +144,12 @@ Engine(EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=4096, max_r
 
 def test_no_process_is_left_when_the_parent_is_killed_while_they_start(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(path)]) as parent:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2:
             assert time.monotonic() < deadline, "no children were started"
             time.sleep(0.005)
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 

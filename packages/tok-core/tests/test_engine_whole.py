@@ -16,8 +16,12 @@ from msgspec.structs import replace
 from support.engines import assert_all_given_back, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
-from tok_core.messages import Cancel, Progress, Submit, ToEngine
+from tok_core.assembly import Told
+from tok_core.manager.loop import NOTHING
+from tok_core.messages import Cancel, Finished, Progress, Stats, Submit, ToEngine
 from tok_core.processes.replica import Death, Report, ThreadReplica
+from tok_core.streamed import StreamedRequest
+from tok_core.text import Tokenizer
 
 EOS = 321
 PROMPT = random_prompts((24,))[0]
@@ -119,7 +123,7 @@ def test_streamed_deltas_add_up_to_what_is_not_streamed(path: Path) -> None:
         @settings(max_examples=60, deadline=None)
         @given(ASKED)
         def check(params: SamplingParams) -> None:
-            runner.run(asyncio.wait_for(both(params), 20))
+            runner.run(asyncio.wait_for(both(params), 60))
 
         try:
             check()
@@ -174,7 +178,7 @@ async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
 async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> None:
     full = (await engine.generate(PROMPT, LONG, stream=False).output()).outputs
     rng = np.random.default_rng(1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         for _ in range(12):
             stream = engine.generate(PROMPT, LONG, stream=False)
             await asyncio.sleep(float(rng.uniform(0, 0.2)))
@@ -196,3 +200,22 @@ async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -
     results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
     assert [type(result) for result in results] == [EngineClosed] * 4
     assert engine._core._ledger.blocks_used == 0
+
+
+def test_a_stream_that_ends_without_another_token_releases_what_may_have_begun_a_stop_string(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    ids = tokenizer.encode("abc", add_special_tokens=False)
+    params = SamplingParams(max_tokens=9, stop=("bcd",))
+    request = StreamedRequest(1, "one", [1], params, lambda _: None, tokenizer)
+    count = len(ids)
+    told = Told([0] * count, ids, list(range(count)), {1: (0, count)})
+    request.advance(told, {}, NOTHING_MORE)
+    assert "".join(delta.text for delta in request.take()) != "abc"
+    request.advance(Told([], [], [], {}), {0: Finished(1, 0, "length", count)}, NOTHING_MORE)
+    (last,) = request.take()
+    assert "abc".endswith(last.text)
+    assert last.text
+    assert request.output().outputs[0].text == "abc"
+
+
+NOTHING_MORE = Progress(*NOTHING, [], Stats())

@@ -6,11 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.backlog import Lengths, bimodal, fill, geometric, log_normal
-from support.schedules import engine_info
+from support.backlog import Lengths, LengthWorker, bimodal, fill, geometric, log_normal
+from support.schedules import engine_info, make_manager, submit
+from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.forecast import admissible
+from tok_core.manager.headroom import FEWEST, FIRST, MOST, MOST_SHARE, NEAR, STEP, TWICE, Headroom
+from tok_core.manager.loop import Manager
 from tok_core.manager.pace import FULL, KEPT, STREAM, Pace
-from tok_core.manager.slow_start import VOUCHED, SlowStart
 from tok_core.messages import Int64
 
 INFO = engine_info(
@@ -19,12 +21,12 @@ INFO = engine_info(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "samples", "pages"), [(geometric, 3500, 0.96), (log_normal, 3500, 0.96), (bimodal, 6000, 0.93)]
+    ("lengths", "samples", "settled"), [(geometric, 3500, 0.97), (log_normal, 3500, 0.97), (bimodal, 6000, 0.95)]
 )
-def test_memory_is_nearly_full_and_little_is_computed_twice(lengths: Lengths, samples: int, pages: float) -> None:
+def test_memory_is_nearly_full_and_little_is_computed_twice(lengths: Lengths, samples: int, settled: float) -> None:
     filled = fill(INFO, lengths(np.random.default_rng(1), samples).reshape(-1, 1), prompt=100, max_tokens=1024)
-    assert filled.pages_settled >= pages
-    assert filled.pages >= 0.8
+    assert filled.pages_settled >= settled
+    assert filled.pages >= 0.93
     assert filled.recomputed <= 0.02
 
 
@@ -35,16 +37,18 @@ def test_many_samples_that_start_before_anything_is_known_do_not_overrun_memory(
         page_size=16, num_pages=10_000, max_running=4096, max_step_tokens=8192, max_model_len=2048, vocab_size=1000
     )
     filled = fill(info, samples, prompt=704, max_tokens=1024)
-    assert filled.preempted <= 0.1
-    assert filled.recomputed <= 0.02
+    assert filled.recomputed <= 0.01
 
 
-@pytest.mark.parametrize(("lengths", "pages"), [(geometric, 0.95), (log_normal, 0.94), (bimodal, 0.91)])
-def test_a_small_memory_is_nearly_full_too(lengths: Lengths, pages: float) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "samples", "settled", "pages"),
+    [(geometric, 1500, 0.96, 0.94), (log_normal, 1500, 0.95, 0.93), (bimodal, 2000, 0.93, 0.915)],
+)
+def test_a_small_memory_is_nearly_full_too(lengths: Lengths, samples: int, settled: float, pages: float) -> None:
     info = msgspec.structs.replace(INFO, num_pages=1024)
-    filled = fill(info, lengths(np.random.default_rng(1), 1500).reshape(-1, 1), prompt=100, max_tokens=1024)
-    assert filled.pages_settled >= pages
-    assert filled.pages >= 0.88
+    filled = fill(info, lengths(np.random.default_rng(1), samples).reshape(-1, 1), prompt=100, max_tokens=1024)
+    assert filled.pages_settled >= settled
+    assert filled.pages >= pages
     assert filled.recomputed <= 0.02
 
 
@@ -69,7 +73,7 @@ def test_samples_that_would_all_end_together_start_one_after_the_other() -> None
     pace, none, many = drawn(160, np.full(5, 300)), np.empty(0, np.int64), np.ones(100, np.int64)
     columns = none, none, none, 160 * many, 300 * many, 0 * many
     assert admissible(*columns, 1000, 16) == 34
-    assert admissible(*columns, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 3
+    assert admissible(*columns, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 2
 
 
 def test_a_curve_is_drawn_anew_after_some_steps() -> None:
@@ -85,15 +89,55 @@ def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None
         assert pace.binds is binds
 
 
-def test_few_start_until_as_many_have_finished_as_run_unless_they_fit_for_sure() -> None:
-    slow = SlowStart()
-    assert slow.binds(finished=0, running=0)
-    assert slow.allow(fitting=500, sure=40) == 40
-    assert slow.binds(finished=10, running=30)
-    assert slow.allow(fitting=500, sure=0) == 10 * VOUCHED
-    assert slow.binds(finished=10, running=90)
-    assert slow.allow(fitting=500, sure=3) == 3
-    assert not slow.binds(finished=91, running=90)
+def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_computed() -> None:
+    headroom = Headroom()
+    headroom.observe(0, 200, 200.0, guessed=False)
+    assert headroom.sequences == pytest.approx(FIRST + STEP)
+    headroom.observe(int(200 / TWICE), 200, 200.0, guessed=False)
+    assert headroom.sequences == pytest.approx(FIRST)
+    headroom.observe(int(1e9), 200, 200.0, guessed=False)
+    assert headroom.sequences == FEWEST
+    headroom.observe(int(1e9), int(1e8), 200.0, guessed=False)
+    assert headroom.sequences == MOST
+
+
+def test_what_is_computed_twice_while_lengths_are_guessed_moves_no_headroom_then_or_later() -> None:
+    headroom = Headroom()
+    headroom.observe(100_000, 50_000, 200.0, guessed=True)
+    assert headroom.sequences == FIRST
+    headroom.observe(100_000, 50_000, 200.0, guessed=False)
+    assert headroom.sequences == FIRST
+
+
+def test_headroom_is_kept_for_the_next_steps_and_is_no_large_share_of_memory() -> None:
+    moments = np.array([0, NEAR // 2, NEAR, 10 * NEAR])
+    assert Headroom().pages(20.0, 4000, moments).tolist() == [int(FIRST * 20), int(FIRST * 10), 0, 0]
+    assert Headroom().pages(20.0, 100, moments[:1]).tolist() == [int(MOST_SHARE * 100)]
+
+
+@pytest.mark.parametrize(("max_tokens", "starts"), [(64, 12), (320, 4)])
+def test_samples_that_run_to_their_limit_for_sure_start_as_many_as_fit(max_tokens: int, starts: int) -> None:
+    """A guess counts where lengths are unknown only: nobody here is ever preempted."""
+    info = msgspec.structs.replace(INFO, num_pages=100)
+    ports = LengthWorker(info, np.full((15, 1), max_tokens), delay=1)
+    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None)
+    sure = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    ports.inbox += [submit(rid, [rid + 1] * 60, msgspec.structs.replace(sure, seed=rid)) for rid in range(15)]
+    manager.turn()
+    assert manager.table.sequences_running == starts
+    while manager.requests:
+        if not manager.turn():
+            ports.wait(0)
+    assert manager.scheduler.preemptions == 0
+
+
+def test_no_more_samples_are_looked_at_than_the_step_has_tokens_for() -> None:
+    manager = make_manager(engine_info(max_running=64, num_pages=4096, max_model_len=64))[0]
+    for rid in range(50):
+        manager._take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
+    admission, waiting = manager.scheduler.admission, manager.scheduler.waiting
+    for budget, starts in ((1, 1), (20, 1), (21, 2), (61, 4), (10_000, 50)):
+        assert admission.count(waiting, {}, 0.0, budget) == starts
 
 
 @pytest.mark.parametrize(("pages", "prompt", "length"), [(100, 8, 320), (100, 16, 160), (200, 600, 100)])

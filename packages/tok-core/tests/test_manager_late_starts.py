@@ -65,8 +65,8 @@ def test_what_is_kept_for_late_samples_counts_as_used_until_the_last_has_started
     ports.inbox += [submit(0, PROMPT[:10], params), submit(1, PROMPT[20:30], params)]
     manager.turn()
     assert manager.paging.used == 3 + 1  # two full pages and one partly full, which was copied
-    capacity = manager.scheduler.admission._capacity(freed=0, own_pages=0.5)
-    assert capacity == 64 - 2 - 1 - 1  # shared, the copy, head-room
+    capacity = manager.scheduler.admission._capacity(freed=0)
+    assert capacity == 64 - 2 - 1  # shared, the copy
     drive(manager, ports, {}, until=lambda: not kept(manager))
     assert manager.paging.used == 3
     drive(manager, ports, {}, until=lambda: bool(kept(manager)))

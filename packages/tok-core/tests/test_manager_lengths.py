@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tok_core.manager import lengths as lengths_module
 from tok_core.manager.families import ALONE, Families
-from tok_core.manager.lengths import LengthModel
+from tok_core.manager.lengths import SCALE, SHAPE, LengthModel
 
 LIMIT = 4000
 
@@ -65,10 +65,10 @@ def test_with_no_guess_short_samples_are_predicted_by_kaplan_meier(
     finished: list[tuple[int, bool]], generated: int, rest: int, share: float
 ) -> None:
     limit = min(13, generated + rest)
-    model = LengthModel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths_module, "PRIOR_WEIGHT", 1e-9)
-        patch.setattr(lengths_module, "CARE", 0.0)
+        patch.setattr(lengths_module, "SHAPE", 0.0)
+        model = LengthModel()
         finish(model, np.array([n for n, _ in finished], np.int64), cut=np.array([c for _, c in finished], np.bool_))
         near = [quantile_by_hand(finished, generated, limit, share + by) for by in (-1e-3, 1e-3)]
         assert near[0] <= ask(model, generated, limit, share) <= near[1]
@@ -92,16 +92,19 @@ def test_a_prediction_is_at_least_one_token_and_at_most_what_the_limit_leaves(
     assert (predicted[left > 0] >= 1).all()
 
 
-def test_before_anything_has_ended_samples_are_expected_to_run_to_their_limit() -> None:
+@pytest.mark.parametrize("generated", [0, 100, 2000])
+def test_before_anything_has_ended_the_guess_expects_the_longer_the_longer_a_sample_has_run(generated: int) -> None:
     model = LengthModel()
-    for _ in range(2):
-        assert [ask(model, generated, 100, share) for generated in (0, 50, 99, 100) for share in (0.1, 0.9)] == [
-            *(100, 100),
-            *(50, 50),
-            *(1, 1),
-            *(0, 0),
-        ]
-        model.follow(np.zeros(50, np.int64), np.full(50, 40), np.full(50, 100))
+    for share in (0.1, 0.5, 0.9):
+        expected = (SCALE + generated) * ((1 - share) ** (-1 / SHAPE) - 1)
+        assert ask(model, generated, 1 << 20, share) == pytest.approx(expected, rel=0.08, abs=1)
+
+
+def test_the_guess_gives_way_to_those_that_run_on() -> None:
+    model = LengthModel()
+    assert mean(model, 0, 100) < 80
+    model.follow(np.zeros(5000, np.int64), np.full(5000, 100), np.full(5000, 100))
+    assert mean(model, 0, 100) > 99
 
 
 def test_those_that_still_run_tell_how_rare_the_first_ends_are() -> None:
@@ -170,9 +173,9 @@ def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() ->
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 100, 5000))
     long, short, unknown = (model.families.acquire(1000) for _ in range(3))
-    finish(model, random.geometric(1 / 400, 100), family=long)
+    finish(model, random.geometric(1 / 250, 100), family=long)
     finish(model, random.geometric(1 / 20, 100), family=short)
-    assert mean(model, 0, LIMIT, long) == pytest.approx(400, rel=0.3)
+    assert mean(model, 0, LIMIT, long) == pytest.approx(250, rel=0.3)
     assert mean(model, 0, LIMIT, short) == pytest.approx(20, rel=0.4)
     assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, ALONE)
 

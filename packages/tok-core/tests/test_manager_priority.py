@@ -170,7 +170,7 @@ def test_a_sample_that_comes_back_is_known_to_have_been_preempted() -> None:
     manager, ports = make_manager(engine_info(max_running=6, num_pages=32))
     victims = watch_preemptions(manager)
     random, short = np.random.default_rng(3), SamplingParams(n=3, max_tokens=2, seed=1)
-    long = SamplingParams(n=3, max_tokens=40, ignore_eos=True, seed=1)
+    long = SamplingParams(n=3, max_tokens=40, seed=1)
     for rid in range(60):
         ports.inbox.append(submit(rid, random.integers(0, 4, 12).tolist(), short if rid < 30 else long))
     drive(manager, ports, {})

@@ -34,6 +34,7 @@ DRAWN = (
     SamplingParams(temperature=0.7, seed=2, presence_penalty=0.5, repetition_penalty=1.2, min_p=0.02, max_tokens=NEW),
     SamplingParams(temperature=0, logit_bias={7: 5.0, 9: -100.0}, min_tokens=4, max_tokens=NEW),
 )
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=3)
 SAMPLES = SamplingParams(n=8, temperature=0, max_tokens=NEW, ignore_eos=True)
 
 
@@ -44,39 +45,44 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Answers = list[list[list[int]]]
+Found = tuple[Answers, Answers, Answers, list[list[float]], list[float]]
 
 
-def answers(path: Path, **options: Any) -> tuple[Answers, Answers, Answers, list[list[float]]]:
-    """Greedy ones twice, the second time from the cache and as samples that share a prompt; then drawn ones."""
+def answers(path: Path, **options: Any) -> Found:
+    """Greedy ones twice, the second time from the cache and as samples that share a prompt; then drawn ones. Beside the
+    tokens, what is told of the greedy ones, and of the prompts themselves."""
     settings = {"kv_cache_tokens": 4096, "max_running": 48, "max_step_tokens": 96, "dtype": "float32", **options}
     with Engine(EngineConfig(model=str(path), **settings)) as engine:
         first = engine.generate(PROMPTS, GREEDY)
         again = engine.generate(PROMPTS[4:8], SAMPLES)
         drawn = engine.generate(PROMPTS[3:7], list(DRAWN))
+        scored = engine.generate(PROMPTS, SCORED)
+        embedded = engine.embed(PROMPTS) + engine.embed(PROMPTS, pooling="mean")
     logprobs = [[token.logprob for token in output.outputs[0].logprobs or []] for output in first]
     greedy, shared, sampled = (
         [[sample.token_ids for sample in output.outputs] for output in outputs] for outputs in (first, again, drawn)
     )
-    return greedy, shared, sampled, logprobs
+    prompts = [value for output in scored for one in output.prompt_logprobs or [] if one for _, value in one.top]
+    prompts += [value for one in embedded for value in one.embedding.tolist()]
+    return greedy, shared, sampled, logprobs, prompts
 
 
 @pytest.fixture(scope="module")
-def alone(path: Path) -> tuple[Answers, Answers, Answers, list[list[float]]]:
+def alone(path: Path) -> Found:
     return answers(path, device="cpu")
 
 
 @pytest.mark.parametrize("options", COMBINATIONS, ids=str)
 def test_on_cpus_every_combination_gives_the_answers_of_one_worker(
-    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]], options: dict[str, int]
+    path: Path, alone: Found, options: dict[str, int]
 ) -> None:
     found = answers(path, device="cpu", **options)
     assert found[:3] == alone[:3]
     np.testing.assert_allclose(found[3], alone[3], atol=1e-4)
+    np.testing.assert_allclose(found[4], alone[4], atol=1e-4)
 
 
-def test_one_worker_gives_the_tokens_of_transformers(
-    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]]
-) -> None:
+def test_one_worker_gives_the_tokens_of_transformers(path: Path, alone: Found) -> None:
     wanted = [tokens for tokens, _ in reference_greedy(path, PROMPTS, NEW)]
     assert [samples[0] for samples in alone[0]] == wanted
     assert alone[1] == [[tokens] * 8 for tokens in wanted[4:8]]
@@ -85,13 +91,14 @@ def test_one_worker_gives_the_tokens_of_transformers(
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ON_TWO_GPUS, ids=str)
 def test_on_gpus_every_combination_gives_the_tokens_of_one_cpu(
-    path: Path, alone: tuple[Answers, Answers, Answers, list[list[float]]], options: dict[str, Any]
+    path: Path, alone: Found, options: dict[str, Any]
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     found = answers(path, device="cuda", **options)
     assert found[:2] == alone[:2]
     np.testing.assert_allclose(found[3], alone[3], atol=1e-3)
+    np.testing.assert_allclose(found[4], alone[4], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ On a CPU a position outside of either is an error; a GPU would read past the tab
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from tok_core.worker.graphs import kept_rows, sizes
 from tok_core.worker.memory import graph_rows, largest_step, measured_len
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, page_table_bytes
-from tok_core.worker.trial import try_out
+from tok_core.worker.trial import trial_step, try_out
 from tok_core.worker.warmup import kinds
-from tok_kernels import choose
+from tok_kernels import Sampled, choose
 
 CPU = torch.device("cpu")
 # slots, tokens of a step, the model's positions, tokens of a page
@@ -54,7 +55,11 @@ def test_every_kind_of_step_fits_the_sizes_it_is_made_for(
 ) -> None:
     runner = runner_of(directory, slots, positions, page_size, positions)
     assert runner.max_len == positions <= runner.state.max_len
-    for step in kinds(slots, tokens, runner.max_len, page_size):
+    words = -(-runner.model.config.vocab_size // 32)
+    steps = kinds(slots, tokens, runner.max_len, page_size, words)
+    assert {len(step.mask_row) for step in steps} >= {0, 1, min(slots, tokens)}
+    assert not any(len(step.mask_row) for step in kinds(slots, tokens, runner.max_len, page_size))
+    for step in steps:
         assert len(step.decode_slot) + len(step.prefill_token) <= tokens
         output = try_out(runner, step)
         assert len(output.token) == len(step.sample_slot)
@@ -94,3 +99,22 @@ def test_penalties_count_a_context_in_portions_as_they_do_at_once(
             outputs = engine.generate(random_prompts((5, 40)), [params, repeated])
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+def test_masks_alone_are_drawn_at_once_and_filters_in_portions(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), draw._draw
+
+    def noted(*arguments: Any) -> Sampled:
+        portions.append(arguments[-1])
+        return draw_one(*arguments)
+
+    monkeypatch.setattr(draw, "_draw", noted)
+    monkeypatch.setattr(draw, "CHUNK", 8)
+    words = -(-runner.model.config.vocab_size // 32)
+    masked, filtered = trial_step(decode=20, masked=20, words=words), trial_step(decode=20, filtered=20)
+    for step, count in ((masked, 1), (filtered, 3)):
+        portions.clear()
+        assert len(try_out(runner, step).token) == 20
+        assert len(portions) == count

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
-from tok_core.outputs import Completion, Delta, RequestOutput, Timings, TokenLogprob
+from tok_core.outputs import Completion, Delta, EmbeddingOutput, Pooling, RequestOutput, Timings, TokenLogprob
 from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ __all__ = [
     "AsyncEngine",
     "Completion",
     "Delta",
+    "EmbeddingOutput",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "EngineError",
     "InvalidField",
     "ModelError",
+    "Pooling",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",

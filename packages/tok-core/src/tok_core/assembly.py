@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tok_core.errors import TokError
-from tok_core.messages import Finished, Progress
-from tok_core.outputs import Completion, Delta, RequestOutput, Timings, TokenLogprob
+from tok_core.messages import Embedded, Finished, Progress, Scores
+from tok_core.outputs import Completion, Delta, Ending, Pooling, RequestOutput, Timings, TokenLogprob
 from tok_core.parts import Part
+from tok_core.prompt_logprobs import PromptLogprobs
 from tok_core.sampling import SamplingParams
 
 Sink = Callable[[Sequence["OpenRequest"]], None]
@@ -37,9 +39,11 @@ class OpenRequest(ABC):
     lock        held while it changes
     error       set where the engine could not go on
     each_token  it is told of each token, not only of the ends of its samples
+    pooling     how its prompt is embedded, if that is what is asked for
     """
 
     each_token: bool
+    pooling: Pooling | None = None
 
     def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
         self.rid = rid
@@ -49,11 +53,14 @@ class OpenRequest(ABC):
         self.sink = sink
         self.parts: list[Part] = []
         self.cached_tokens = 0
+        self.output_tokens = 0  # that have been told
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
         self.lock = threading.RLock()
         self._left = params.n
         self._news: list[Delta] = []
+        wanted = params.prompt_logprobs
+        self._prompt_logprobs = None if wanted is None else PromptLogprobs(prompt, wanted)
 
     def ended(self) -> bool:
         """Whether nothing more will come."""
@@ -70,6 +77,15 @@ class OpenRequest(ABC):
         if self.timings.first_token is None:
             self.timings.first_token = now
 
+    def learn(self, news: Scores | Embedded) -> None:
+        """Takes in what a report tells of its prompt; before `advance` takes in the same report."""
+        if self._prompt_logprobs is not None and isinstance(news, Scores):
+            self._prompt_logprobs.take(news)
+
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of its prompt's tokens, if it asks for them and they are there: no later than its first token."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.whole()
+
     @abstractmethod
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
         """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
@@ -83,8 +99,8 @@ class OpenRequest(ABC):
         """Forgets these samples' tokens, to hear of them anew; False where its owner has been told of some."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Ends every sample that still runs with reason "abort"; what was withheld of its text is released."""
+    def abort(self, reason: Ending) -> None:
+        """Ends every sample that still runs; what was withheld of its text is released."""
 
     def fail(self, error: TokError) -> None:
         """Ends it with an error."""
@@ -98,6 +114,7 @@ class OpenRequest(ABC):
             outputs=self._completions(),
             cached_tokens=self.cached_tokens,
             timings=self.timings,
+            prompt_logprobs=self.prompt_logprobs(),
         )
 
     @abstractmethod
@@ -111,7 +128,12 @@ class OpenRequest(ABC):
 
 
 def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
-    """The log-probability of the token in `row`, with as many most likely ones as the request asked for."""
+    """The log-probability of the token in `row`, with as many most likely ones as the request asked for.
+
+    Those that a grammar makes impossible are none, however few are left.
+    """
     count = params.logprobs
     top = zip(progress.top_token[row, :count].tolist(), progress.top_logprob[row, :count].tolist(), strict=True)
+    if params.grammar is not None:
+        top = ((other, logprob) for other, logprob in top if logprob > -math.inf)  # type: ignore[assignment]
     return TokenLogprob(token, float(progress.logprob[row]), tuple(top))

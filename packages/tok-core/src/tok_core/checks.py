@@ -16,14 +16,18 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
     if not ids:
         raise InvalidField("prompt", ids, "at least one token")
     room = info.max_model_len - len(ids)
-    if room < 1:
-        most = info.max_model_len - 1
-        raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}, so that one can follow")
+    if room < least_room(params):
+        most, why = info.max_model_len - least_room(params), ", so that one can follow" * least_room(params)
+        raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}{why}")
     tokens = _tokens(ids, info.vocab_size)
     if params.max_tokens is not None and params.max_tokens > room:
         raise InvalidField("max_tokens", params.max_tokens, f"at most {room} after this prompt")
     if params.min_tokens > room:
         raise InvalidField("min_tokens", params.min_tokens, f"at most {room} after this prompt")
+    if params.grammar is not None and not has_tokenizer:
+        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no tokenizer)")
+    if params.grammar is not None and not any(token < info.vocab_size for token in info.eos_token_ids):
+        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no token that ends a text)")
     if params.stop and not has_tokenizer:
         raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
     for field, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
@@ -31,6 +35,11 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
             if token >= info.vocab_size:
                 raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
     return tokens
+
+
+def least_room(params: SamplingParams) -> int:
+    """Positions that must be free behind a prompt."""
+    return 0 if params.max_tokens == 0 else 1
 
 
 def _tokens(ids: list[int], vocab_size: int) -> Int32:

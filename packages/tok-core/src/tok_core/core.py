@@ -10,20 +10,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import msgspec
 
 from tok_core import parts
 from tok_core.assembly import OpenRequest, Sink
-from tok_core.checks import check_request
+from tok_core.checks import check_request, least_room
 from tok_core.config import EngineConfig
 from tok_core.delivery import NO_ENDS, Delivery, sort_out
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
+from tok_core.embedding import EmbedRequest
+from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
 from tok_core.fleet import Fleet, Health
+from tok_core.grammar import Grammar
+from tok_core.grammar.checker import Checker, LocalExaminer, Task, refuse
+from tok_core.grammar.examiner import ProcessExaminer
 from tok_core.hub import resolve
 from tok_core.ledger import Ledger
 from tok_core.messages import Cancel, EngineInfo, Int32, Progress, array
+from tok_core.outputs import Ending, Pooling
 from tok_core.parts import Part
 from tok_core.routing import Asked, Router
 from tok_core.sampling import SamplingParams
@@ -34,6 +40,8 @@ from tok_core.whole import WholeRequest
 
 log = logging.getLogger("tok_core")
 
+DRAIN_LOOK = 0.1  # seconds between looks at what a replica still computes
+
 
 class EngineCore:
     """Thread-safe. Callbacks of requests run on the replicas' reporting threads.
@@ -43,17 +51,27 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
         self._config = config
+        self._in_process = in_process
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._fleet = Fleet(config, in_process=in_process, changed=self._changed, report=self._deliver, lost=self._lose)
+        self._fleet = Fleet(
+            config,
+            in_process=in_process,
+            changed=self._changed,
+            report=self._deliver,
+            lost=self._lose,
+            settled=self._place_held,
+        )
         self._router = Router(config.dp, config.page_size)
         self._open: dict[int, OpenRequest] = {}
         self._by_id: dict[str, OpenRequest] = {}
+        self._held: list[tuple[OpenRequest, Asked]] = []  # open requests that wait for a replica to be back
         self._each_token: set[int] = set()  # open requests that are told of each token
         self._ledger = Ledger()
         self._numbers = itertools.count(1)
         self._seeds = random.Random()  # of the process: asking the system for each is slow while others compute
         self._begun = False
+        self._checker: Checker | None = None
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
 
@@ -76,11 +94,14 @@ class EngineCore:
         self.tokenizer, self.chat_template = _load_text(path)
         self._fleet.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
         self._fleet.await_start()
+        task = Task(str(path), self.info.vocab_size, self.info.eos_token_ids)
+        # Two of them: a grammar that takes its whole time does not keep all others waiting.
+        self._checker = Checker(LocalExaminer(task)) if self._in_process else Checker(*map(ProcessExaminer, [task] * 2))
 
     def close(self, drain: float = 0.0) -> None:
         """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replicas."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._open or self._fleet.state != "ready", drain)
+            self._changed.wait_for(lambda: not self._open or not self._fleet.computes, drain)
             if self._fleet.closed:
                 return
             atexit.unregister(self.close)
@@ -88,26 +109,93 @@ class EngineCore:
         for replica in replicas:
             replica.close()
         self._fail_open(lambda: EngineClosed("the engine was closed"))
+        if self._checker is not None:
+            self._checker.close()
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None, sink: Sink, *, stream: bool
     ) -> OpenRequest:
         """A new request, told of token by token if `stream`, else of a sample at a time, when that has ended.
 
-        Raises InvalidField for what cannot be served, EngineDead while nothing is.
+        Raises InvalidField for what cannot be served, EngineDead while nothing is. A grammar that has not been checked
+        yet is while the request is open: if it is refused, the request ends with InvalidField.
         """
         self._require_ready()
         ids = self.encode(prompt)
         tokens = self.check(ids, params)
+        verdict = None if params.grammar is None else self.verdict(params.grammar)
+        if verdict is not None and params.grammar is not None and verdict.done():
+            refuse(params.grammar, verdict.result())
+            verdict = None
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        request_id = request_id or f"req-{secrets.token_hex(12)}"
-        request = self._make_request(request_id, ids, params, sink, stream)
+        request = self._make_request(request_id or _new_id(), ids, params, sink, stream)
         try:
-            self._open_request(request, self._asked(request, tokens))
+            asked = self._asked(request, tokens)
+            self._open_request(request, None if verdict is not None else asked)
         except BaseException:
             self._ledger.close(request.rid)
             raise
+        if verdict is not None:
+            verdict.add_done_callback(lambda done: self._place_checked(request, asked, done))
+        return request
+
+    def verdict(self, grammar: Grammar, most: int | None = None) -> Future[str]:
+        """What is allowed in place of the grammar, "" if it is itself; see `Checker.begin`."""
+        if self._checker is None:
+            raise EngineClosed("the engine has not been started")
+        return self._checker.begin(grammar, most)
+
+    def _place_checked(self, request: OpenRequest, asked: Asked, verdict: Future[str]) -> None:
+        """The grammar of an open request has been checked."""
+        with request.lock:
+            if request.ended():
+                return
+            try:
+                assert request.params.grammar is not None
+                refuse(request.params.grammar, verdict.result())
+                self._place_or_hold(request, asked)
+                return
+            except Exception as error:  # of whatever kind: nobody else would end it
+                self._withdraw(request)
+                request.fail(_told_as(error))
+        _tell([request])
+
+    def _place_or_hold(self, request: OpenRequest, asked: Asked) -> None:
+        """Of an accepted request: where no replica serves for now, it waits. Raises EngineDead where none ever will."""
+        with self._lock:
+            if self._fleet.state == "restarting":
+                self._held.append((request, asked))
+                return
+            self._require_ready()
+            self._place(request, asked)
+
+    def _place_held(self) -> None:
+        """A replica serves again, or will never."""
+        with self._lock:
+            held, self._held = self._held, []
+        for request, asked in held:
+            with request.lock:
+                if request.ended():
+                    continue
+                try:
+                    self._place_or_hold(request, asked)
+                    continue
+                except Exception as error:
+                    self._withdraw(request)
+                    request.fail(_told_as(error))
+            _tell([request])
+
+    def embed(
+        self, ids: list[int], params: SamplingParams, pooling: Pooling, sink: Sink, tokens: Int32
+    ) -> EmbedRequest:
+        """A new request for the embedding of a prompt, by `params` without tokens. Raises as `submit` does.
+
+        tokens  what `check` has made of the prompt
+        """
+        self._require_ready()
+        request = EmbedRequest(next(self._numbers), _new_id(), ids, params, pooling, sink)
+        self._open_request(request, self._asked(request, tokens))
         return request
 
     def _make_request(
@@ -121,7 +209,8 @@ class EngineCore:
     def _asked(self, request: OpenRequest, tokens: Int32) -> Asked:
         return self._router.ask(request.rid, tokens, request.params, self.info.max_model_len - len(tokens))
 
-    def _open_request(self, request: OpenRequest, asked: Asked) -> None:
+    def _open_request(self, request: OpenRequest, asked: Asked | None) -> None:
+        """`asked` None: it gets its replicas later."""
         with self._lock:
             self._require_ready()
             if request.request_id in self._by_id:
@@ -130,17 +219,23 @@ class EngineCore:
             if request.each_token:
                 self._each_token.add(request.rid)
             try:
-                shares = self._router.place(asked, range(request.params.n), self._fleet.ready(), split=True)
-                request.parts = [Part(*share) for share in shares]
-                for index in range(len(shares)):
-                    self._send(request, index, asked.tokens)
+                if asked is not None:
+                    self._place(request, asked)
             except BaseException:
                 self._withdraw(request)
                 raise
 
+    def _place(self, request: OpenRequest, asked: Asked) -> None:
+        split = request.params.prompt_logprobs is None  # else each would compute them
+        shares = self._router.place(asked, range(request.params.n), self._fleet.ready(), split=split)
+        request.parts = [Part(*share) for share in shares]
+        for index in range(len(shares)):
+            self._send(request, index, asked.tokens)
+
     def _send(self, request: OpenRequest, index: int, tokens: Int32) -> None:
         part = request.parts[index]
-        self._fleet.send(part.replica, parts.submit(request.rid, index, part, tokens, request.params))
+        message = parts.submit(request.rid, index, part, tokens, request.params, request.pooling)
+        self._fleet.send(part.replica, message)
 
     def _require_ready(self) -> None:
         with self._lock:
@@ -170,19 +265,19 @@ class EngineCore:
         if request is not None:
             self._abort(request)
 
-    def abort_all(self, rids: Iterable[int]) -> None:
-        """Aborts those of the requests that are still open."""
+    def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
+        """Aborts those of the requests that are still open; their samples finish with `reason`."""
         with self._lock:
             requests = [self._open[rid] for rid in rids if rid in self._open]
         for request in requests:
-            self._abort(request)
+            self._abort(request, reason)
 
-    def _abort(self, request: OpenRequest) -> None:
+    def _abort(self, request: OpenRequest, reason: Ending = "abort") -> None:
         with request.lock:
             if request.ended():
                 return
             self._withdraw(request)
-            request.abort()
+            request.abort(reason)
         _tell([request])
 
     def _withdraw(self, request: OpenRequest) -> None:
@@ -191,6 +286,27 @@ class EngineCore:
             self._forget(request)
             for index, part in enumerate(request.parts):
                 self._fleet.send(part.replica, Cancel(parts.number(request.rid, index)))
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def restart_replica(self, number: int, drain: float) -> None:
+        """Blocks until the replica, started anew, serves again; see `AsyncEngine.restart_replica`."""
+        if not 0 <= number < self._config.dp:
+            raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
+        replica = self._fleet.drain(number)
+        deadline = time.monotonic() + drain
+        while time.monotonic() < deadline and not self._fleet.closed and self._computes(number):
+            time.sleep(DRAIN_LOOK)  # not until something changes: with many open requests that is all the time
+        self._fleet.renew(number, replica)
+
+    def _computes(self, replica: int) -> bool:
+        """Whether any sample is left to compute there."""
+        with self._lock:
+            parts = ((one, part) for one in self._open.values() for part in one.parts if part.replica == replica)
+            return any(one.error is None and one.runs(part.samples) for one, part in parts)
 
     def health(self) -> Health:
         """Whether requests are served now, and by which replicas."""
@@ -217,12 +333,18 @@ class EngineCore:
             self._note_progress(replica, progress, brought)
             begun = [self._open[rid] for rid in brought.begun if rid in self._open]
             changed = [self._open[rid] for rid in brought.rids() if rid in self._open]
+            prompts = [(self._open[news.rid], news) for news in progress.news() if news.rid in self._open]
+        for request, news in prompts:
+            with request.lock:
+                request.learn(news)
         now = time.monotonic()
         for request in begun:
             request.begin(now)
         for request in changed:
             self._advance(request, brought, progress)
         _tell(changed)
+        for rid, reason in progress.failed:
+            self._fail_one(rid, EngineError(reason))
 
     def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
         """What the open requests and the router are to know of a report."""
@@ -249,6 +371,17 @@ class EngineCore:
                 for part in request.parts:
                     self._router.remove(part.replica, request.rid)
                 self._changed.notify_all()
+
+    def _fail_one(self, rid: int, error: TokError) -> None:
+        request = self._open.get(rid)
+        if request is None:
+            return
+        with request.lock:
+            if request.ended():
+                return
+            self._withdraw(request)
+            request.fail(error)
+        _tell([request])
 
     def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:
@@ -293,7 +426,7 @@ class EngineCore:
                 return True  # what was computed there had ended
             if (
                 not ready
-                or len(request.prompt) >= self.info.max_model_len
+                or self.info.max_model_len - len(request.prompt) < least_room(request.params)
                 or any(request.parts[index].again for index in indices)
             ):
                 return False
@@ -306,6 +439,19 @@ class EngineCore:
                 request.parts[index] = Part(*share, again=True)
                 self._send(request, index, asked.tokens)
             return True
+
+
+def _told_as(error: Exception) -> TokError:
+    """What the owner of a request is told of whatever kept it from being computed."""
+    if isinstance(error, TokError):
+        return error
+    if isinstance(error, CancelledError):
+        return EngineClosed("the engine was closed")
+    return EngineError(f"the request cannot be computed: {type(error).__name__}: {error}")
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
 
 
 def _tell(requests: Sequence[OpenRequest]) -> None:

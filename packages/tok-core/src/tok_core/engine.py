@@ -13,10 +13,13 @@ from typing import Self
 from tok_core.assembly import OpenRequest
 from tok_core.config import EngineConfig
 from tok_core.core import EngineCore
+from tok_core.embedder import Embedder
 from tok_core.errors import InvalidField
 from tok_core.fleet import Health
+from tok_core.grammar import Grammar
+from tok_core.grammar.checker import refuse
 from tok_core.messages import EngineInfo
-from tok_core.outputs import Delta, RequestOutput
+from tok_core.outputs import Delta, EmbeddingOutput, Ending, Pooling, RequestOutput, TokenLogprob
 from tok_core.progress import Progressing, progress_bar
 from tok_core.sampling import SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -49,6 +52,11 @@ class _Base:
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, if it has one."""
         return self._core.chat_template
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return self._core.open_requests
 
     def health(self) -> Health:
         """Whether requests are served now: by any replica, and by which."""
@@ -102,6 +110,26 @@ class Engine(_Base):
         """Index of the prompt and its output, in order of completion."""
         return self._run(prompts, params, progress)
 
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of each prompt, float32 `[N]`, in the order of the prompts.
+
+        pooling     of the hidden states behind the model's final norm: the last token's, or the mean of all tokens'
+        normalize   to length 1
+        dimensions  only the first so many are wanted, at most the model's hidden size N; None: all
+        priority    as of `SamplingParams`
+
+        Raises InvalidField before anything runs if any prompt cannot be embedded, EngineDead if a process dies.
+        """
+        return Embedder(self._core, prompts, pooling, normalize, dimensions, priority).run()
+
     def close(self) -> None:
         """Ends the engine; open requests get EngineClosed."""
         self._core.close()
@@ -123,6 +151,8 @@ class Engine(_Base):
         ids = [self._core.encode(prompt) for prompt in prompts]
         for prompt, one in zip(ids, each, strict=True):
             self._core.check(prompt, one)
+        for grammar in {one.grammar for one in each if one.grammar is not None}:
+            refuse(grammar, self._core.verdict(grammar).result())
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
         with progress_bar(progress, sum(one.n for one in each)) as bar:
             index: dict[int, int] = {}
@@ -171,13 +201,28 @@ class RequestStream:
         return self._request.prompt
 
     @property
+    def output_tokens(self) -> int:
+        """Tokens that have been made for it, as far as they have been told: of all its samples."""
+        return self._request.output_tokens
+
+    @property
+    def first_token(self) -> float | None:
+        """When its first token came, on the monotonic clock."""
+        return self._request.timings.first_token
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in the cache; known with the first delta."""
         return self._request.cached_tokens
 
-    def abort(self) -> None:
-        """Ends the request, if it still runs: its samples finish with reason "abort"."""
-        self._core.abort_all([self._request.rid])
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of the prompt's tokens, where the request asks for them; known with the first delta."""
+        return self._request.prompt_logprobs()
+
+    def abort(self, reason: Ending = "abort") -> None:
+        """Ends the request, if it still runs: samples that have not finished do so now, with `reason`."""
+        self._core.abort_all([self._request.rid], reason)
 
     async def output(self) -> RequestOutput:
         """Waits for the whole request."""
@@ -251,6 +296,18 @@ class AsyncEngine(_Base):
             await asyncio.to_thread(self._core.close)
             raise
 
+    async def restart_replica(self, number: int, *, drain: float = 3600.0) -> None:
+        """Starts a replica anew, without losing a request; returns when it serves again.
+
+        It gets nothing new, and what it computes is given `drain` seconds to end. After that others compute it once
+        more, unless some of it has been told already: that fails with EngineDead. With one replica only, new requests
+        are refused until it serves again. A replica that has failed is started, too.
+
+        Raises InvalidField for a number that no replica has, EngineError where it is starting or restarting already, or
+        what keeps it from starting.
+        """
+        await asyncio.to_thread(self._core.restart_replica, number, drain)
+
     async def close(self, *, drain: float = 0.0) -> None:
         """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the processes."""
         await asyncio.to_thread(self._core.close, drain)
@@ -265,6 +322,9 @@ class AsyncEngine(_Base):
     ) -> RequestStream:
         """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is.
 
+        A grammar is compiled beside the event loop, unless it is known; if it is then refused, reading the stream
+        raises InvalidField. To know before: `check_grammar`.
+
         stream  True: a delta for each token, as it comes. False: one for each sample, when it has ended; this
                 takes far less of the CPU
         """
@@ -276,6 +336,28 @@ class AsyncEngine(_Base):
         # What is told meanwhile waits: the loop runs this.
         found = mailbox.streams[request.rid] = RequestStream(self._core, request)
         return found
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingOutput]:
+        """The same as `Engine.embed`. Prompts are read in a thread. Cancelled, it aborts what is open."""
+        # Thousands of long prompts take seconds to be checked.
+        embedder = await asyncio.to_thread(Embedder, self._core, prompts, pooling, normalize, dimensions, priority)
+        return await embedder.run_async()
+
+    async def check_grammar(self, grammar: Grammar, *, most: int | None = None) -> None:
+        """Waits until the grammar has been compiled, which is done once. Raises InvalidField("grammar") if it cannot be
+        followed, EngineError where it cannot be told.
+
+        most  raises EngineError, too, where it is unknown and so many others are being compiled
+        """
+        refuse(grammar, await asyncio.wrap_future(self._core.verdict(grammar, most)))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with reason "abort"."""

@@ -13,7 +13,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from tok_core.config import EngineConfig
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, from_wire
+from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, from_wire
 from tok_core.life import Life, ReplicaState, total
 from tok_core.messages import Cancel, EngineInfo, Failed, Progress, Stats, Submit, ToEngine
 from tok_core.processes.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
@@ -44,6 +44,7 @@ class Fleet:
 
     report  called with the number of a replica and what it reports, on a thread of the replica's own
     lost    called with the number of a replica and the reason after its death, before it is started anew
+    settled called when a replica has begun to serve, or will not be started anew
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Fleet:
         changed: threading.Condition,
         report: Callable[[int, Progress], None],
         lost: Callable[[int, str], None],
+        settled: Callable[[], None],
     ) -> None:
         self._config = config
         self._model_id = config.model
@@ -61,6 +63,7 @@ class Fleet:
         self._changed = changed
         self._report = report
         self._lost = lost
+        self._settled = settled
         self._closed = False
         self.started = False  # whether all have been ready at once
         self.info: EngineInfo | None = None  # since then; see `together`
@@ -89,6 +92,51 @@ class Fleet:
                 failed = next(life for life in self.lives if life.state == "failed")
                 raise failed.failure or EngineDead(self.detail)
 
+    def drain(self, number: int) -> Replica | None:
+        """From now on the replica gets nothing new. Returns what runs, if it does. Raises EngineError while it begins.
+
+        To be followed by `renew`.
+        """
+        with self._changed:
+            life = self.lives[number]
+            if self._closed:
+                raise EngineClosed(self.detail)
+            if life.state not in ("ready", "failed"):
+                raise EngineError(f"replica {number} is {life.state} already")
+            if life.state == "ready":
+                life.drain()
+                self._changed.notify_all()
+            return life.replica
+
+    def renew(self, number: int, replica: Replica | None) -> None:
+        """Ends what `drain` returned and starts the replica anew; returns once it serves. Raises what kept it from it.
+
+        Where it has died meanwhile, this waits for what was begun because of that.
+        """
+        life = self.lives[number]
+        if replica is not None:
+            replica.close()
+        with self._changed:
+            if ours := life.replica is replica and not self._closed and life.state in ("draining", "failed"):
+                life.retire()
+                self._changed.notify_all()
+        if ours:
+            try:
+                self._lost(number, f"the replica was restarted: {life.detail}")
+            finally:
+                while self._begin_again(life):
+                    pass
+                self._settled()
+        self._await_life(life)
+
+    def _await_life(self, life: Life) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or life.state in ("ready", "failed"))
+            if self._closed:
+                raise EngineClosed(self.detail)
+            if life.state == "failed":
+                raise life.failure or EngineDead(f"replica {life.number} is failed: {life.detail}")
+
     def shut(self) -> list[Replica]:
         """From now on nothing is started. Returns what the caller has to close."""
         with self._changed:
@@ -105,6 +153,11 @@ class Fleet:
         return self._closed
 
     @property
+    def computes(self) -> bool:
+        """Whether any of them goes on with what it has, be it that it gets nothing new."""
+        return not self._closed and any(life.state in ("ready", "draining") for life in self.lives)
+
+    @property
     def state(self) -> EngineState:
         """Ready while any replica is, once all have been."""
         states = {life.state for life in self.lives}
@@ -114,7 +167,7 @@ class Fleet:
             return "failed" if "failed" in states else "starting"
         if "ready" in states:
             return "ready"
-        return "restarting" if "restarting" in states else "failed"
+        return "restarting" if states & {"draining", "restarting"} else "failed"
 
     @property
     def detail(self) -> str:
@@ -177,6 +230,7 @@ class Fleet:
                 with self._changed:
                     life.be_ready(message)
                     self._note_ready()
+                self._settled()
             case Failed():
                 # The first to fail tells why; others may fail because of it, before they are ended.
                 life.failure = life.failure or from_wire(message.kind, message.arguments)
@@ -206,6 +260,7 @@ class Fleet:
         finally:
             while again:
                 again = self._begin_again(life)
+            self._settled()
 
     def _begin_again(self, life: Life) -> bool:
         """Whether that failed, and is to be tried once more."""

@@ -15,13 +15,16 @@ from tok_core.messages import EngineInfo, Stats
 if TYPE_CHECKING:
     from tok_core.processes.replica import Replica
 
-ReplicaState = Literal["starting", "ready", "restarting", "failed"]
+ReplicaState = Literal["starting", "ready", "draining", "restarting", "failed"]
+"""Draining: it ends what it computes, and gets nothing new, until it is restarted."""
 
 GAUGES = (
     *("requests_running", "requests_waiting", "sequences_running"),
     *("pages_total", "pages_used", "pages_cached", "steps_in_flight"),
 )
 """Fields of `Stats` that are no counters."""
+
+RESTART = "it was asked to restart"
 
 FIRST_PAUSE = 0.5  # seconds before the second start within the window; each further one waits twice as long
 LONGEST_PAUSE = 30.0
@@ -67,12 +70,25 @@ class Life:
         """It has ended; whether it is to be started anew."""
         started = self.state != "starting"
         again = started and self._may_restart()
-        self.replica = None
         self.state, self.detail = "restarting" if again else "failed", self._why(reason, started)
+        self._end(again)
+        return again
+
+    def drain(self) -> None:
+        """It is to end what it computes, and to be started anew after that."""
+        self.state, self.detail = "draining", RESTART
+
+    def retire(self) -> None:
+        """It was ended in order to be started anew."""
+        self.state, self.detail, self.failure = "restarting", RESTART, None
+        self._end(True)
+
+    def _end(self, again: bool) -> None:
+        """What has been counted stays so."""
+        self.replica = None
         self._before = msgspec.structs.replace(self.stats(), **dict.fromkeys(GAUGES, 0))
         self._now = Stats(pages_total=self._now.pages_total)
         self.restarts += again
-        return again
 
     def pause(self) -> float:
         """Seconds to wait before the next start: none after a first death, then ever more."""

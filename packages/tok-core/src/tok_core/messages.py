@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
-from tok_core.outputs import FinishReason
+from tok_core.outputs import FinishReason, Pooling
 from tok_core.parallel.meeting import Meeting
 from tok_core.parallel.place import Place
 from tok_core.sampling import SamplingParams
@@ -28,13 +28,15 @@ Float32 = NDArray[np.float32]
 class Submit(msgspec.Struct, tag=True):
     """A new request. `rid` is the engine's number for it; `params.seed` is set.
 
-    first_sample: of `params.n`; others of the same request may be with another replica.
+    first_sample: of `params.n`; others of the same request may be with another replica. `pooling`: an embedding of the
+    prompt is wanted, made so; `params.max_tokens` is 0 then.
     """
 
     rid: int
     prompt: np.ndarray
     params: SamplingParams
     first_sample: int = 0
+    pooling: Pooling | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -90,6 +92,31 @@ class GroupLevel(msgspec.Struct):
     kv_end: np.ndarray
 
 
+class PromptAsks(msgspec.Struct):
+    """What is asked of the prompts that a step computes. Legend: C chunks scored, Q their rows scored, E chunks pooled.
+
+    The first `scored_count[c]` rows of chunk `scored[c]` are scored: row by row, the log-probability of
+    `scored_token[q]` after it, and the `top_logprobs` most likely tokens there. The last `pooled_count[e]` hidden
+    states of chunk `pooled[e]`, normed, are added up.
+    """
+
+    scored: np.ndarray
+    scored_count: np.ndarray
+    scored_token: np.ndarray
+    top_logprobs: int
+    pooled: np.ndarray
+    pooled_count: np.ndarray
+
+
+class PromptValues(msgspec.Struct):
+    """What a step found of its `PromptAsks`: float32 `[Q]`, int32 and float32 `[Q, top_logprobs]`, float32 `[E, N]`."""
+
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    pooled: np.ndarray
+
+
 class StepInput(msgspec.Struct):
     """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
 
@@ -103,7 +130,9 @@ class StepInput(msgspec.Struct):
     5. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
-    `filter_row`, `penalty_row`, `bias_row`: which of the R rows ask for these. `max_kv`: longest sequence after it.
+    `filter_row`, `penalty_row`, `bias_row`, `mask_row`: which of the R rows ask for these. `mask` `[m, ⌈V/32⌉]`: of
+    each of `mask_row` the tokens it may draw, token t where bit t mod 32 of word t div 32 is set. `max_kv`: longest
+    sequence after it.
     """
 
     step: int
@@ -128,6 +157,9 @@ class StepInput(msgspec.Struct):
     top_logprobs: int
     all_greedy: bool
     max_kv: int
+    prompts: PromptAsks | None = None
+    mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -145,6 +177,7 @@ class StepOutput(msgspec.Struct, tag=True):
     top_logprob: np.ndarray
     launch_seconds: float
     device_seconds: float
+    prompts: PromptValues | None = None
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
@@ -161,6 +194,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     dtype: str
     backend: str
     model_id: str = ""
+    hidden_size: int = 0
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -189,9 +223,27 @@ class Finished(msgspec.Struct, array_like=True):
     cut: int | None = None
 
 
+class Scores(msgspec.Struct):
+    """Log-probabilities of the tokens of a prompt from position `first` on, as in PromptValues."""
+
+    rid: int
+    first: int
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+
+
+class Embedded(msgspec.Struct):
+    """The embedding of a prompt as it was pooled, float32 `[N]`; not normalised."""
+
+    rid: int
+    vector: np.ndarray
+
+
 class Stats(msgspec.Struct):
     """Counters since the start, and gauges, of one manager.
 
+    `skipped_tokens`: of `output_tokens`, those that a grammar left no choice about, and that nobody drew.
     `discarded_tokens`: computed for sequences that had ended. `deferred_*`: steps made without work that can wait,
     because the worker was about to run dry, by the kinds of `manager.deferral.BOUNDS`; of `statistics`, reports that
     repeated the last Stats. Fields of the report of an idle manager are never behind.
@@ -208,6 +260,7 @@ class Stats(msgspec.Struct):
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    skipped_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
     deferred_admission: int = 0
@@ -231,8 +284,9 @@ class Progress(msgspec.Struct, tag=True):
     """What happened since the last report: N tokens in columns, and the rare events as lists.
 
     `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`; each pair of
-    `rid` and `sample` occurs at most once. `cached` is `[(rid, prompt tokens found in the cache), …]` for requests
-    whose first sample was admitted.
+    `rid` and `sample` occurs at most once. `scores` come no later than the first token of their request, `embedded` no
+    later than its end. `cached` is `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was
+    admitted; `failed` is `[(rid, why), …]` for requests of which there is nothing more to come.
     """
 
     rid: np.ndarray
@@ -242,22 +296,32 @@ class Progress(msgspec.Struct, tag=True):
     top_token: np.ndarray
     top_logprob: np.ndarray
     finished: list[Finished]
+    scores: list[Scores]
+    embedded: list[Embedded]
     cached: list[tuple[int, int]]
     stats: Stats
+    failed: list[tuple[int, str]] = []
+
+    def news(self) -> list[Scores | Embedded]:
+        """What it tells of prompts."""
+        return [*self.scores, *self.embedded]
 
 
 class Launch(msgspec.Struct):
     """What a child process is told: its role, the level of its log, and the addresses it talks through.
 
+    json_log    it logs as JSON objects, else as text
     replica     of which it is part
     place       a worker's; None for the manager
     steps       the addresses of all workers, in order
+    on_host     workers that a worker's host may have, itself among them, whatever replica they are of
     rendezvous  the file through which the workers meet, or where they do on several hosts
     device      a worker's, among the GPUs it sees; None: by replica and place
     """
 
     role: str
     log_level: int
+    json_log: bool
     config: EngineConfig
     replica: int
     place: Place | None
@@ -265,6 +329,7 @@ class Launch(msgspec.Struct):
     reports: str
     steps: list[str]
     outputs: str
+    on_host: int
     rendezvous: str | Meeting
     device: int | None = None
 

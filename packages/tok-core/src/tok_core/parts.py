@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from tok_core.messages import Int32, Progress, Submit
+from tok_core.outputs import Pooling
 from tok_core.sampling import SamplingParams
 
 BITS = 40  # of the number of a request
@@ -31,16 +32,21 @@ def number(rid: int, index: int) -> int:
     return rid | index << BITS
 
 
-def submit(rid: int, index: int, part: Part, tokens: Int32, params: SamplingParams) -> Submit:
+def submit(
+    rid: int, index: int, part: Part, tokens: Int32, params: SamplingParams, pooling: Pooling | None = None
+) -> Submit:
     """What the manager is told of a part."""
     if len(part.samples) != params.n:
         params = msgspec.structs.replace(params, n=len(part.samples))
-    return Submit(number(rid, index), tokens, params, part.samples.start)
+    return Submit(number(rid, index), tokens, params, part.samples.start, pooling)
 
 
 def of_requests(progress: Progress) -> Progress:
     """A manager's report with the numbers of requests in place of those of parts."""
     for end in progress.finished:
         end.rid &= OWN
+    for news in progress.news():
+        news.rid &= OWN
+    failed = [(rid & OWN, reason) for rid, reason in progress.failed]
     cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= OWN]  # as the first part found it
-    return msgspec.structs.replace(progress, rid=progress.rid & np.int64(OWN), cached=cached)
+    return msgspec.structs.replace(progress, rid=progress.rid & np.int64(OWN), cached=cached, failed=failed)

@@ -77,7 +77,8 @@ class Router:
             self.outstanding[replica].end(rid, len(ends))
             if not params.ignore_eos:
                 for end in ends.values():
-                    self.lengths.learn(end.tokens, ended=end.reason == "stop")
+                    if end.tokens:  # else none was asked for, or nothing could be drawn: no length
+                        self.lengths.learn(end.tokens, ended=end.reason == "stop")
 
     def remove(self, replica: int, rid: int) -> None:
         """The replica has nothing to do for the request any more."""
@@ -90,7 +91,7 @@ class Router:
     def _expected(self, asked: Asked) -> int:
         params, room = asked.params, asked.room
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        return limit if params.ignore_eos else self.lengths.expected(limit)
+        return max(1, limit) if params.ignore_eos else self.lengths.expected(limit)
 
     def _choose(self, beginnings: Sequence[Beginning], loads: Mapping[int, int]) -> int:
         mean = sum(loads.values()) / len(loads)

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from tok_core.errors import InvalidField
+from tok_core.grammar import Grammar
 
 MAX_N = 16_384
 MAX_LOGPROBS = 20
@@ -21,7 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How the tokens of one request are drawn and when they end. Checked when constructed (`InvalidField`).
 
     n                   samples of the prompt, sharing its prefill
-    max_tokens          most tokens of each sample; None: up to the model's length
+    max_tokens          most tokens of each sample; None: up to the model's length; 0: only the prompt is computed
     min_tokens          end tokens, stop ids and stop strings have no effect before so many tokens
     temperature         0: always the most likely token
     top_k, top_p, min_p cut the distribution; 0, 1 and 0 switch them off
@@ -34,6 +35,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos          the model's own end ids do not end a sample
     priority            requests of a lower one are served first, and preempted last
     logprobs            None: none; k: each token's log-probability and those of the k most likely ones
+    prompt_logprobs     the same of the prompt's tokens, each given those before it
+    grammar             what the text of each sample must be: other tokens are impossible, and `logprobs` are those of
+                        the tokens that are left. A sample whose text is complete ends; min_tokens and ignore_eos,
+                        which speak against that, are refused
     """
 
     n: int = 1
@@ -53,11 +58,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     priority: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, INT63)
+            _integer("max_tokens", self.max_tokens, 0, INT63)
         _integer("min_tokens", self.min_tokens, 0, INT63)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidField("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
@@ -77,7 +84,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _integer("priority", self.priority, -INT63 - 1, INT63)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check_grammar()
         self._check_lists()
+
+    def _check_grammar(self) -> None:
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidField("grammar", self.grammar, "a Grammar")
+        if self.grammar is not None and self.min_tokens:
+            raise InvalidField("min_tokens", self.min_tokens, "0 together with a grammar, which says when a text ends")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidField("ignore_eos", self.ignore_eos, "false together with a grammar, whose texts end")
 
     def _check_lists(self) -> None:
         if not isinstance(self.logit_bias, dict | None):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tok_core.assembly import OpenRequest, Sink, Told, token_logprob
 from tok_core.messages import Finished, Progress
-from tok_core.outputs import Completion, Delta, FinishReason, TokenLogprob
+from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
 from tok_core.sampling import SamplingParams
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
@@ -48,9 +48,11 @@ class StreamedRequest(OpenRequest):
         ]
 
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
-        if self.timings.first_token is None:
+        own = range(*told.bounds.get(self.rid, (0, 0)))
+        if own and self.timings.first_token is None:
             self.timings.first_token = time.monotonic()
-        for i in range(*told.bounds.get(self.rid, (0, 0))):
+        self.output_tokens += len(own)
+        for i in own:
             index, token = told.samples[i], told.tokens[i]
             sample = self._samples[index]
             logprobs = None
@@ -58,6 +60,11 @@ class StreamedRequest(OpenRequest):
                 logprobs = [token_logprob(self.params, token, told.rows[i], progress)]
                 sample.logprobs += logprobs
             self._news.append(self._delta(index, sample, token, logprobs, ends.get(index)))
+        for end in ends.values():
+            if self._samples[end.sample].finish_reason is None:  # without a token
+                text = self._release(self._samples[end.sample])
+                self._finish(self._samples[end.sample], end.reason, end.stop)
+                self._news.append(Delta(end.sample, [], text, None, end.reason, end.stop, self.prompt_logprobs()))
 
     def runs(self, samples: range) -> bool:
         return any(self._samples[index].finish_reason is None for index in samples)
@@ -65,18 +72,18 @@ class StreamedRequest(OpenRequest):
     def restart(self, samples: range) -> bool:
         return not any(self._samples[index].token_ids for index in samples)
 
-    def abort(self) -> None:
+    def abort(self, reason: Ending) -> None:
         for index, sample in enumerate(self._samples):
             if sample.finish_reason is None:
-                text = sample.detokeniser.finish() if sample.detokeniser is not None else ""
-                sample.text.append(text)
-                self._finish(sample, "abort", None)
-                self._news.append(Delta(index, [], text, None, "abort"))
+                text = self._release(sample)
+                self._finish(sample, reason, None)
+                self._news.append(Delta(index, [], text, None, reason))
 
     def _delta(
         self, index: int, sample: _Sample, token: int, logprobs: list[TokenLogprob] | None, end: Finished | None
     ) -> Delta:
         """One token of a sample, and how it ended the sample if it did."""
+        prompt_logprobs = None if sample.token_ids else self.prompt_logprobs()
         sample.token_ids.append(token)
         if end is not None:
             text = _last_text(sample.detokeniser, token, end)
@@ -84,7 +91,13 @@ class StreamedRequest(OpenRequest):
         else:
             text = "" if sample.detokeniser is None else sample.detokeniser.push_one(token)
         sample.text.append(text)
-        return Delta(index, [token], text, logprobs, sample.finish_reason, sample.stop_reason)
+        return Delta(index, [token], text, logprobs, sample.finish_reason, sample.stop_reason, prompt_logprobs)
+
+    def _release(self, sample: _Sample) -> str:
+        """What was withheld of its text, where it ends without another token."""
+        text = "" if sample.detokeniser is None else sample.detokeniser.finish()
+        sample.text.append(text)
+        return text
 
     def _finish(self, sample: _Sample, reason: FinishReason, stop: int | str | None) -> None:
         sample.finish_reason, sample.stop_reason = reason, stop

@@ -8,7 +8,7 @@ from tok_core.assembly import OpenRequest, Sink, Told, token_logprob
 from tok_core.errors import TokError
 from tok_core.ledger import Ledger
 from tok_core.messages import Finished, Progress
-from tok_core.outputs import Completion, Delta, FinishReason, TokenLogprob
+from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
 from tok_core.sampling import SamplingParams
 from tok_core.text.tokenizer import Tokenizer
 
@@ -58,10 +58,10 @@ class WholeRequest(OpenRequest):
             self.timings.first_token = None
         return True
 
-    def abort(self) -> None:
+    def abort(self, reason: Ending) -> None:
         for index, done in enumerate(self._done):
             if done is None:
-                self._end(index, "abort")
+                self._end(index, reason)
 
     def fail(self, error: TokError) -> None:
         super().fail(error)
@@ -77,7 +77,8 @@ class WholeRequest(OpenRequest):
         text = "" if self._tokenizer is None else self._tokenizer.continuation(shown, cut)
         done = Completion(index, ids.tolist(), text, logprobs, reason, stop)
         self._done[index] = done
-        self._news.append(Delta(index, done.token_ids, text, logprobs, reason, stop))
+        self.output_tokens += len(done.token_ids)
+        self._news.append(Delta(index, done.token_ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end()
         if self._left == 0:
             self._ledger.close(self.rid)

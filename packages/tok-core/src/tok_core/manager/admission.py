@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from tok_core.manager.forecast import Reserve, admissible
+from tok_core.manager.headroom import Headroom
 from tok_core.manager.lengths import Float64, LengthModel
 from tok_core.manager.pace import Pace
 from tok_core.manager.paging import Paging
 from tok_core.manager.queue import WaitingQueue
 from tok_core.manager.sequences import Pending, SequenceTable, State
-from tok_core.manager.slow_start import SlowStart
 from tok_core.manager.stems import Stems
 from tok_core.messages import Int64
 
-LOOK_AHEAD = 512  # groups of samples in the queue that are considered a step
+LOOK_AHEAD = 4096  # groups of samples in the queue that are considered a step
 GOLDEN = 0.6180339887498949
-TIMES = 8  # that a sequence is counted, of another further length each, where few run: chance weighs less
-MANY = 512  # sequences of which that would be too dear
+TIMES = 16  # that a sequence is counted, of another further length each, where few run: chance weighs less
+MANY = 2048  # sequences of which that would be too dear
 TYPICAL = 8  # candidates that later ones are taken to be like
 QUANTILES = (np.arange(64) + 0.5) / 64  # of their further lengths
-HEADROOM = 2.0  # sequences' worth of pages that is kept for lengths that were predicted too short
-LEAST, MOST = 0.005, 0.04  # shares of the pages between which that is
+KNOWN = 256  # samples at most that are to finish beyond as many as run, for lengths to be known rather than guessed
+GUESSED = 0.7  # share of the pages in which samples start until then
 
 
 class Demand(NamedTuple):
@@ -42,13 +41,22 @@ class Demand(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples whose further lengths are to be predicted: int64 [n] each."""
+    """Samples whose further lengths are to be predicted: int64 [n] each. `least`: tokens that each has at its end."""
 
     length: Int64
     prompt: Int64
     limit: Int64
+    least: Int64
     family: Int64
     shared: Int64
+
+
+class Costs(NamedTuple):
+    """Pages of the `first` of some samples, and of each of the `others`, that are not its own; tokens to compute."""
+
+    first: int
+    others: int
+    tokens: int
 
 
 class Admission:
@@ -60,12 +68,22 @@ class Admission:
         self.lengths = lengths
         self.stems = stems
         self.pace = Pace()
-        self.slow_start = SlowStart()
+        self.headroom = Headroom()
 
-    def count(self, waiting: WaitingQueue, reserved: dict[int, int], step: float) -> int:
+    def account(self, computed: int, twice: int) -> None:
+        """Tokens so far that were computed, and of these for the second time."""
+        running = self.table.length[self.table.in_state(State.DECODE)]
+        each = float(running.mean()) if len(running) else 1.0
+        self.headroom.observe(computed, twice, each, guessed=self._guesses(len(running)))
+
+    def _guesses(self, running: int) -> bool:
+        return self.lengths.finished <= running + min(running, KNOWN)
+
+    def count(self, waiting: WaitingQueue, reserved: dict[int, int], step: float, budget: int) -> int:
         """How many of the waiting samples may start in `step`, in their order.
 
-        `reserved` says how many forks each prefilling leader (by slot) still has to come: they count as running.
+        reserved  how many forks each prefilling leader (by slot) still has to come: they count as running
+        budget    tokens that the step may still compute: those are not looked at that no token is left for
         """
         table = self.table
         slots = table.free_slots - sum(reserved.values())
@@ -77,66 +95,79 @@ class Admission:
         times = min(TIMES, max(1, MANY // (count + 1)))
         demand = self._running(running, common, reserved, times)
         used = int((-(-demand.length // self.paging.page_size) - demand.shared).sum()) // times
-        capacity = self._capacity(int((table.num_shared[running] - common).sum()), used / max(count, 1))
-        samples = self._candidates(waiting, slots, capacity - used)
-        few = self.slow_start.binds(self.lengths.finished, len(running))
+        capacity = self._capacity(int((table.num_shared[running] - common).sum()))
+        samples = self._candidates(waiting, slots, capacity - used, budget)
+        guessed = self._guesses(len(running))
         candidates = self._predicted(samples, times, count * times)
-        reserve = None if few else self._reserve(samples, capacity, times, step)
-        fitting = self._fitting(demand, candidates, capacity * times, reserve) // times
-        if few and fitting:
+        stream = not guessed and self._stream(samples, capacity, step)
+        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
+        room = int((GUESSED if guessed else 1) * capacity) * times
+        fitting = self._fitting(demand, candidates, room, reserve) // times
+        if guessed and fitting * times < len(candidates.length):
             sure = self._fitting(demand.unending(), candidates.unending(), capacity * times, None) // times
-            fitting = self.slow_start.allow(fitting, sure)
+            fitting = max(fitting, sure)
         self.pace.observe(used, capacity, waits=fitting * times < len(candidates.length))
         return fitting if len(running) else max(1, fitting)
-
-    def _reserve(self, samples: Samples, capacity: int, times: int, step: float) -> Reserve | None:
-        """What those that start in `step` are to leave free for later ones like the first of `samples`."""
-        if not self.pace.binds:
-            return None
-        if self.pace.outdated(step):
-            self.pace.draw(step, *self._typical(samples), self.paging.page_size)
-        return partial(self.pace.reserve, capacity * times) if self.pace.bears(capacity) else None
 
     def _fitting(self, demand: Demand, candidates: Demand, capacity: int, reserve: Reserve | None) -> int:
         return admissible(*demand[:3], *candidates[:3], capacity, self.paging.page_size, reserve)
 
-    def _capacity(self, freed: int, own_pages: float) -> int:
-        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each.
+    def _reserve(self, capacity: int, times: int, each: float, *, stream: bool) -> Reserve:
+        """What those that start now are to leave free, all counted `times` times.
 
-        `own_pages`: that a sequence has. How far chance takes memory beyond the forecast goes with these, however many
-        sequences there are: as far as it goes, so much faster does memory empty on its own.
+        `each`: pages that a running sequence has of its own. `stream`: later ones are to find room, too.
         """
+
+        def pages(moments: Int64) -> Int64:
+            kept = times * self.headroom.pages(each, self.paging.num_pages, moments)
+            return kept + self.pace.reserve(capacity * times, moments) if stream else kept
+
+        return pages
+
+    def _stream(self, samples: Samples, capacity: int, step: float) -> bool:
+        """Whether those that start in `step` are to leave room for later ones like the first of `samples`."""
+        if not self.pace.binds:
+            return False
+        if self.pace.outdated(step):
+            self.pace.draw(step, *self._typical(samples), self.paging.page_size)
+        return self.pace.bears(capacity)
+
+    def _capacity(self, freed: int) -> int:
+        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each."""
         draining = self.table.in_state(State.DRAIN)
         own = self.table.num_pages[draining] - self.table.num_shared[draining]
-        held = self.paging.locked + self.stems.tails + int(own.sum()) - freed
-        pages = self.paging.num_pages
-        return pages - held - int(min(max(HEADROOM * own_pages, LEAST * pages), MOST * pages))
+        return self.paging.num_pages - (self.paging.locked + self.stems.tails + int(own.sum()) - freed)
 
     def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int], times: int) -> Demand:
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
-        prompt, limit = (column[slots].astype(np.int64) for column in (table.prompt_len, table.limit))
+        columns = table.prompt_len, table.limit, table.least
+        prompt, limit, least = (column[slots].astype(np.int64) for column in columns)
         family = table.family[slots]
         if reserved:
             each, shared = self._with_forks(slots, reserved, length, shared)
-            length, prompt, limit, family = (np.repeat(column, each) for column in (length, prompt, limit, family))
-        return self._predicted(Samples(length, prompt, limit, family, shared), times, 0)
+            length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
+            least, family = np.repeat(least, each), np.repeat(family, each)
+        return self._predicted(Samples(length, prompt, limit, least, family, shared), times, 0)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """What the samples need, each `times` times, of which so many stand `before` them."""
-        length, prompt, limit, family, shared = (
-            (np.repeat(column, times) for column in samples) if times > 1 else samples
-        )
-        shares = _shares(before, len(length))
+        if times > 1:
+            samples = Samples(*(np.repeat(column, times) for column in samples))
+        remaining = self._remaining(samples, _shares(before, len(samples.length)))
+        return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
+
+    def _remaining(self, samples: Samples, shares: Float64) -> Int64:
+        length, prompt, limit, least, family, _ = samples
         remaining = self.lengths.remaining(length - prompt, limit - prompt, family, shares)
-        return Demand(length, remaining, shared, limit - length)
+        surely: Int64 = np.maximum(remaining, least - length)
+        return surely
 
     def _typical(self, samples: Samples) -> tuple[Int64, Int64, Int64]:
         """Lengths, further tokens and shared pages of what later samples are like."""
-        rows = tuple(column[:TYPICAL] for column in samples)
-        length, prompt, limit, family, shared = (np.tile(column, len(QUANTILES)) for column in rows)
-        shares = np.repeat(QUANTILES, len(rows[0]))
-        return length, self.lengths.remaining(length - prompt, limit - prompt, family, shares), shared
+        many = Samples(*(np.tile(column[:TYPICAL], len(QUANTILES)) for column in samples))
+        shares = np.repeat(QUANTILES, min(TYPICAL, len(samples.length)))
+        return many.length, self._remaining(many, shares), many.shared
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
         """How many sequences each of `slots` stands for, itself first, and the shared pages of all of these."""
@@ -160,35 +191,41 @@ class Admission:
         table.followed[slots] = generated
         self.lengths.families.run(table.family[slots], self.lengths.hazard(generated, most))
 
-    def _candidates(self, waiting: WaitingQueue, most: int, room: int) -> Samples:
-        """At most `most`, and none after the first that `room` pages cannot hold even before anybody grows."""
+    def _candidates(self, waiting: WaitingQueue, most: int, room: int, budget: int) -> Samples:
+        """At most `most`, and none after the first that `room` pages cannot hold even before anybody grows, or that
+        are not started in a step that has no more than `budget` tokens left."""
         rows = []
         for pending in islice(waiting, LOOK_AHEAD):
             request, tokens = pending.request, len(pending.tokens)
             here = min(len(pending.samples), most)
-            pages, first, others = -(-tokens // self.paging.page_size), *self._shared_pages(pending)
-            rows.append((here, first, tokens, len(request.prompt), request.limit, request.family, others))
+            pages, (first, others, computed) = -(-tokens // self.paging.page_size), self._costs(pending, here)
+            own = tokens, len(request.prompt), request.limit, request.least, request.family
+            rows.append((here, first, *own, others))
             most -= here
             room -= here * (pages - others) + others - first
-            if not most or room < 0:
+            budget -= computed
+            if not most or room < 0 or budget <= 0:
                 break
         samples, first, *columns = np.array(rows, np.int64).T
-        length, prompt, limit, family, shared = (np.repeat(column, samples) for column in columns)
-        shared[np.cumsum(samples) - samples] = first
-        return Samples(length, prompt, limit, family, shared)
+        found = Samples(*(np.repeat(column, samples) for column in columns))
+        found.shared[np.cumsum(samples) - samples] = first
+        return found
 
-    def _shared_pages(self, pending: Pending) -> tuple[int, int]:
-        """Pages of the first of the samples, and of each other, that are not its own.
-
-        The first, where it has to prefill, shares what running sequences hold anyway; pages only cached count as its
-        own. Others share the prompt's full pages with it, or, starting late, with what is kept of the prompt.
+    def _costs(self, pending: Pending, samples: int) -> Costs:
+        """Of the first so many samples. The first, where it has to prefill, shares what running sequences hold anyway;
+        pages only cached count as its own. Others share the prompt's full pages with it, or, starting late, with what
+        is kept of the prompt.
         """
-        size, tokens = self.paging.page_size, pending.tokens
+        size, tokens = self.paging.page_size, len(pending.tokens)
+        full, others = (tokens - 1) // size, tokens // size
         if pending.fresh and self.stems.find(pending.request) is not None:
-            return ((len(tokens) - 1) // size,) * 2
+            return Costs(full, full, samples)
         if pending.fresh and pending.request.leader is not None:
-            return (len(tokens) // size,) * 2
-        return self.paging.tree.locked_depth(tokens[: (len(tokens) - 1) // size * size]), len(tokens) // size
+            return Costs(others, others, 0)
+        if pending.fresh and pending.request.needs_all:
+            return Costs(0, others, tokens)
+        locked, cached = self.paging.tree.depths(pending.tokens[: full * size])
+        return Costs(locked, others, tokens - cached * size)
 
 
 def _shares(first: int, count: int) -> Float64:

@@ -44,8 +44,10 @@ class Cohorts:
         self._chains: deque[tuple[int, int]] = deque()  # steps under way and how many of them waited for each other
 
     def rows(self) -> Int64:
-        """Slots that decode in this turn, ascending."""
+        """Slots that decode in this turn, ascending; those held do not."""
         slots = self._table.in_state(State.DECODE)
+        if self._table.held.any():
+            slots = slots[~self._table.held[slots]]
         return slots if self.count == 1 else slots[self._table.cohort[slots] == self.turn]
 
     def next_turn(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from tok_core.messages import Int64
 
 Reserve = Callable[[Int64], Int64]
-"""Pages to leave free, by moment from now on: int64 [M] of int64 [M] ascending; more, the later."""
+"""Pages to leave free, by moment from now on: int64 [M] of int64 [M] ascending. Asked of moments of finishes alone."""
 
 TABLE = 1 << 15  # entries, at most, of the table of page crossings
 

@@ -3,9 +3,8 @@
 Lengths are put in buckets of geometrically growing width. The chance to end within a bucket is what ended there over
 what came to it (Kaplan and Meier 1958): running samples count in every bucket they have passed, and samples that their
 limit cut off are no ends. Counts fade with what has finished since. There is a curve for each power of two that limits
-are of, drawn to that of all samples where little is known; and that one is drawn to a careful guess: a fraction of the
-rate of ends in the longest lengths that are known, so that samples are expected to run to their limit until some have
-ended.
+are of, drawn to that of all samples where little is known; and that one is drawn to a guess, the distribution of Lomax
+(1954): a sample runs on the longer, the longer it has run. What has run on or ended at a length soon outweighs it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ Float64 = NDArray[np.float64]
 
 HALF_LIFE = 2048  # finished samples after which one counts half
 PRIOR_WEIGHT = 16.0  # samples that came to a bucket at which they and the guess weigh the same
-CARE = 1.0  # share of the rate of ends in the longest lengths that are known, where nobody has been yet
+SCALE, SHAPE = 640.0, 5.0  # of the guess: of those at t tokens, ((SCALE + t) / (SCALE + u)) ** SHAPE come to u
 LONGEST = 1 << 31
 GROWTH = 1.08
-DOUBLING = 9  # buckets from a length to twice as much
 SHORT = 1 << 16  # lengths up to here have their bucket looked up
 CLASSES = 33  # of limits: below 2⁰, 2¹, …; the last row of the counts is of all samples
 CERTAIN = 1 - 1e-9  # of ends in a bucket: nothing is ruled out
@@ -40,6 +38,7 @@ class LengthModel:
         self._passed = self._search(np.arange(SHORT))
         self._ended = np.zeros((CLASSES + 1, len(self._edges) - 1))
         self._came = np.zeros_like(self._ended)
+        self._guess = 1 - ((SCALE + self._knots[:-1]) / (SCALE + self._knots[1:])) ** SHAPE
         self._curves: dict[int, Float64] = {}
 
     def observe(
@@ -111,20 +110,12 @@ class LengthModel:
     def _curve(self, kind: int) -> Float64:
         """Chance to outlive each knot, of samples whose limit is of a kind; falls, never to 0."""
         if kind not in self._curves:
-            width = np.diff(self._knots)
             ended, came = self._ended[-1], self._came[-1]
-            every = _drawn(ended, came, -np.expm1(-self._rate(1 << kind) * width))
+            every = _drawn(ended, came, self._guess)
             here = _drawn(self._ended[kind], self._came[kind], every)
             alive = np.cumprod(1 - np.minimum(here, CERTAIN))
             self._curves[kind] = np.concatenate(([1.0], np.maximum(alive, 1e-290)))
         return self._curves[kind]
-
-    def _rate(self, limit: int) -> float:
-        """Ends a token to be expected of lengths that nobody has come to yet."""
-        ended, came = self._ended[-1], self._came[-1]
-        last = np.flatnonzero(came >= PRIOR_WEIGHT)[-1:].sum() + 1
-        near = slice(max(0, last - DOUBLING), last)
-        return float(CARE * ended[near].sum() / (came[near] @ np.diff(self._knots)[near] + limit))
 
     def _buckets(self, length: Int64) -> Int64:
         """How many buckets begin at or before each length."""

@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 
 from tok_core.config import EngineConfig
+from tok_core.grammar.library import loader
 from tok_core.manager.deferral import runs_low
+from tok_core.manager.guides import LOOK, Guides
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.returns import Reported, Returns
@@ -75,7 +77,9 @@ class Manager:
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
-        parts = info, self.table, self.paging, self.lengths, self.stops
+        load = loader(config.model, info.vocab_size, info.eos_token_ids)
+        self.guides = Guides(self.table, info.vocab_size, load)
+        parts = info, self.table, self.paging, self.lengths, self.stops, self.guides
         self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
@@ -90,7 +94,11 @@ class Manager:
         while True:
             if not self.turn():
                 self._report_if_changed()
-                self.ports.wait(1.0)
+                self.ports.wait(LOOK if self.guides.waiting else 1.0)
+
+    def close(self) -> None:
+        """Ends what it has beside its loop, when that is over."""
+        self.guides.close()
 
     def turn(self) -> bool:
         """Takes in what has arrived and sends at most one step; returns whether it did anything."""
@@ -100,6 +108,10 @@ class Manager:
         if self._cancelled:
             self.scheduler.waiting.remove(self._cancelled)
             self._cancelled = set()
+        for request in self.guides.admitted():
+            self.scheduler.submit(request)
+        if self.guides.failed:
+            self._report_failed()
         for output in outputs:
             self._take_output(output)
         step = self._send_step()
@@ -110,6 +122,8 @@ class Manager:
         began = time.thread_time()
         self.scheduler.cohorts.returned = output.step
         self._report(self.returns.take(output))
+        while (skipped := self.returns.skip()) is not None:
+            self._report(skipped)
         self.run_ahead.observe(output.device_seconds)
         self._seconds["launch_seconds"] += self._sane(output.launch_seconds)
         self._seconds["device_seconds"] += self._sane(output.device_seconds)
@@ -154,16 +168,19 @@ class Manager:
             self._arrivals,
             self.info.max_model_len,
             message.first_sample,
+            message.pooling,
         )
         self.requests[message.rid] = request
         self._prompt_tokens += len(message.prompt)
-        self.scheduler.submit(request)
+        if self.guides.admit(request):
+            self.scheduler.submit(request)
 
     def _cancel(self, rid: int) -> None:
         """Frees whatever the request holds, in whichever state its samples are."""
         request = self.requests.pop(rid, None)
         if request is None:
             return
+        self.guides.waiting.pop(rid, None)
         self.scheduler.cancel(request)
         self._cancelled.add(rid)
         if request.stop_set is not None:
@@ -182,7 +199,14 @@ class Manager:
     def _tell(self, reported: Reported) -> None:
         starts = self.scheduler.starts
         cached, starts.newly_cached = starts.newly_cached, []
-        self.ports.report(Progress(*reported, cached, self._stats))
+        failed, self.guides.failed = self.guides.failed, []
+        self.ports.report(Progress(*reported, cached, self._stats, failed))
+
+    def _report_failed(self) -> None:
+        for rid, _ in self.guides.failed:
+            self.requests.pop(rid, None)
+        self._stats = self.stats()
+        self._tell(NOTHING)
 
     def _report_if_changed(self) -> None:
         """Once what was counted has changed; time that has passed is no news."""
@@ -205,6 +229,7 @@ class Manager:
             cached_tokens=self.scheduler.starts.cached_tokens,
             computed_tokens=self.scheduler.computed_tokens,
             output_tokens=self.returns.output_tokens,
+            skipped_tokens=self.returns.skipped_tokens,
             discarded_tokens=self.returns.discarded_tokens,
             preemptions=self.scheduler.preemptions,
             deferred_admission=deferred["admission"],
@@ -224,4 +249,4 @@ class Manager:
 
 SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")
 _I32, _F32 = np.empty(0, np.int32), np.empty(0, np.float32)
-NOTHING = Reported(np.empty(0, np.int64), _I32, _I32, _F32, _I32.reshape(0, 0), _F32.reshape(0, 0), [])
+NOTHING = Reported(np.empty(0, np.int64), _I32, _I32, _F32, _I32.reshape(0, 0), _F32.reshape(0, 0), [], [], [])

@@ -15,7 +15,7 @@ from tok_core.manager.forecast import usage
 from tok_core.messages import Int64
 
 FULL = 0.85  # share of the capacity in use from which on the pace is kept
-STREAM = 0.9  # share of the capacity that a stream is to find
+STREAM = 0.93  # share of the capacity that a stream is to find
 KEPT = 8  # steps for which a curve is good
 KNOTS = 64
 FEW = 32  # samples that memory bears at once, at their largest, are no stream

@@ -102,20 +102,22 @@ class PrefixTree:
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
-    def locked_depth(self, tokens: Int32) -> int:
-        """Pages of the longest prefix of `tokens` under lock. Only looks: it is no use, and nothing is split."""
-        data, width, node, at = tokens.tobytes(), self._width, self.root, 0
+    def depths(self, tokens: Int32) -> tuple[int, int]:
+        """Pages of the longest prefixes of `tokens` under lock and cached. Only looks: no use, and nothing is split."""
+        data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
         whole = len(data) // width * width
         while at < whole:
             child = node.children.get(data[at : at + width])
-            if child is None or not child.locks:
+            if child is None:
                 break
             common = self._common(child, data, at)
             at += common * width
+            if child.locks:  # as all above it
+                locked = at
             if common < len(child.pages):
                 break
             node = child
-        return at // width
+        return locked // width, at // width
 
     def continues(self, node: Node, tokens: Int32) -> bool:
         """Whether a page of `tokens`, int32 [page_size], follows on `node`. Only looks."""

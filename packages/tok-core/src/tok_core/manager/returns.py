@@ -9,10 +9,11 @@ import numpy as np
 
 from tok_core.manager.borders import Rows
 from tok_core.manager.lengths import LengthModel
+from tok_core.manager.prompt_returns import PromptReturns
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
-from tok_core.messages import Finished, Int64, StepInput, StepOutput
+from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
 from tok_core.outputs import FinishReason
 
 
@@ -26,6 +27,8 @@ class Reported(NamedTuple):
     top_token: np.ndarray
     top_logprob: np.ndarray
     finished: list[Finished]
+    scores: list[Scores]
+    embedded: list[Embedded]
 
 
 class Returns:
@@ -36,8 +39,11 @@ class Returns:
         self.scheduler = scheduler
         self.stops = stops
         self.lengths = lengths
+        self.prompts = PromptReturns(table)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
+        self._guided: tuple[Int64, np.ndarray] = NOBODY, EMPTY  # sequences to be followed, and their newest tokens
         self.output_tokens = 0
+        self.skipped_tokens = 0
         self.discarded_tokens = 0
         self.requests_finished = 0
 
@@ -45,30 +51,81 @@ class Returns:
         """The step was sent: remembers whose tokens it will return."""
         slots = step.sample_slot
         self.in_flight.append((step.step, slots, self.table.epoch[slots]))
+        if step.prompts is not None:
+            self.prompts.expect(step, step.prompts)
 
     def take(self, output: StepOutput) -> Reported:
         """Stores the step's tokens, ends what they end, and returns what is to be reported."""
         number, slots, epoch = self.in_flight.popleft()
         assert number == output.step, f"step {output.step} returned where {number} was expected"
+        scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
         live = self.table.epoch[slots] == epoch
+        done = self._end_silent(slots, live)
         slots = slots[live].astype(np.int64)
         token = output.token[live]
+        self.discarded_tokens += len(live) - len(slots) - len(done)
+        guided = self.table.guided[slots]
+        reported = self._gain(slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live])
+        self._requeue(slots[~guided])
+        return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
+
+    def skip(self) -> Reported | None:
+        """The one token that may come next, of each guided sequence that has just got another and has no choice.
+
+        None once there are no such sequences: all of them can go on. To be called until then after each `take`.
+        """
+        slots, token = self._guided
+        if not len(slots):
+            return None
+        self._guided = NOBODY, EMPTY
+        followed = self.scheduler.guides.follow(slots, token)
+        free = slots[~(followed.forced | followed.stuck)]
+        self.scheduler.go_on(free)
+        self._requeue(free)
+        stuck = self._end_stuck(slots[followed.stuck])
+        slots, token = slots[followed.forced], followed.token[followed.forced]
+        if not len(slots) and not stuck:
+            return None
+        self.skipped_tokens += len(slots)
+        reported = self._gain(slots, token, *_certain(token, int(self.table.top_logprobs[slots].max(initial=0))))
+        return reported._replace(finished=stuck + reported.finished)
+
+    def _gain(
+        self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
+    ) -> Reported:
+        """The sequences have these tokens more, and end where that ends them."""
+        table = self.table
         self.output_tokens += len(slots)
-        self.discarded_tokens += len(live) - len(slots)
-        self.table.tokens[slots, self.table.known[slots]] = token
-        self.table.known[slots] += 1
-        rid, sample = self.table.rid[slots], self.table.sample[slots]
+        table.tokens[slots, table.known[slots]] = token
+        table.known[slots] += 1
+        rid, sample, epoch = table.rid[slots], table.sample[slots], table.epoch[slots]
         finished = self._finish(slots, token)
-        self._requeue(slots)
-        return Reported(
-            rid,
-            sample,
-            token,
-            output.logprob[live],
-            output.top_token[live],
-            output.top_logprob[live],
-            finished,
-        )
+        followed = table.guided[slots] & (table.epoch[slots] == epoch)
+        if followed.any():
+            self._guided = slots[followed], token[followed]
+        return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
+
+    def _end_stuck(self, slots: Int64) -> list[Finished]:
+        """Ends sequences whose grammar no token can follow on: they are cut, like those that may not be longer."""
+        columns = (self.table.rid, self.table.sample, self.table.known - self.table.prompt_len)
+        rows = [column[slots].tolist() for column in columns]
+        if len(slots):
+            self._end(slots)
+        return [Finished(rid, sample, "length", tokens) for rid, sample, tokens in zip(*rows, strict=True)]
+
+    def _end_silent(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
+        """Ends the live ones that may have no token: what they have drawn only tells that their prompt is computed.
+
+        They are not `live` after that.
+        """
+        silent = live & (self.table.limit[slots] <= self.table.prompt_len[slots])
+        if not silent.any():
+            return []
+        live &= ~silent
+        over = slots[silent].astype(np.int64)
+        rid, sample = self.table.rid[over].tolist(), self.table.sample[over].tolist()
+        self._close(over)
+        return [Finished(*one, "length", 0) for one in zip(rid, sample, strict=True)]
 
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """Ends the sequences among `slots` that their new token ends."""
@@ -127,10 +184,15 @@ class Returns:
         return self.stops.find(int(table.stop_set[slot]), generated)
 
     def _end(self, slots: Int64) -> None:
-        """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
+        """Ends sequences with the last token that they have."""
         table = self.table
         # The worker computes nothing for a sequence after its end: what the last token would add is not in the cache.
         table.length[slots] = np.minimum(table.length[slots], table.known[slots] - 1)
+        self._close(slots)
+
+    def _close(self, slots: Int64) -> None:
+        """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
+        table = self.table
         for slot in slots.tolist():
             request = table.requests[slot]
             assert request is not None
@@ -148,6 +210,16 @@ class Returns:
         back = slots[table.state[slots] == State.PREEMPTED]
         for slot in back[table.known[back] > table.length[back]].tolist():
             self.scheduler.starts.requeue(slot)
+
+
+NOBODY: Int64 = np.empty(0, np.int64)
+
+
+def _certain(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probabilities of tokens beside which none is possible, and the `top` most likely ones: them, and others."""
+    top_token, top_logprob = np.zeros((len(token), top), np.int32), np.full((len(token), top), -np.inf, np.float32)
+    top_token[:, :1], top_logprob[:, :1] = token[:, None], 0.0
+    return np.zeros(len(token), np.float32), top_token, top_logprob
 
 
 _End = tuple[FinishReason, int | str | None, int | None]

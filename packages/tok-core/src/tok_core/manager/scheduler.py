@@ -12,6 +12,7 @@ from tok_core.manager.cohorts import Cohorts
 from tok_core.manager.deferral import Deferral
 from tok_core.manager.evenness import Evenness
 from tok_core.manager.grouping import Grouping, Groups
+from tok_core.manager.guides import Guides
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
@@ -39,6 +40,7 @@ class Scheduler:
         paging: Paging,
         lengths: LengthModel,
         stops: StopSets,
+        guides: Guides,
         *,
         groups: bool,
         stages: int = 1,
@@ -46,6 +48,7 @@ class Scheduler:
         self.info = info
         self.table = table
         self.paging = paging
+        self.guides = guides
         self.starts = Starts(table, paging, stops, lengths.families)
         self.stems = self.starts.stems
         self.waiting = self.starts.waiting
@@ -62,8 +65,9 @@ class Scheduler:
         self.steps = 0
 
     def submit(self, request: Request) -> None:
-        """A new request joins the queue."""
-        self.waiting.append(Pending(request, deque(request.samples), request.prompt))
+        """A new request joins the queue; one with a grammar may have waited for that, and takes its place by age."""
+        join = self.waiting.append if request.guide is None else self.waiting.put_back
+        join(Pending(request, deque(request.samples), request.prompt))
 
     def next_step(self, *, hurried: bool = False, depth: int = 1) -> StepInput | None:
         """The next step, or None where nothing can be computed now. Lengths and states move on at once.
@@ -88,7 +92,7 @@ class Scheduler:
         `first`: no other turn has just found nothing that could start.
         """
         self.cohorts.balance()
-        builder = StepBuilder(self.table, self.info.eos_token_ids)
+        builder = StepBuilder(self.table, self.info.eos_token_ids, self.guides)
         preempted = self.preemptions
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
@@ -113,6 +117,8 @@ class Scheduler:
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
         step = builder.build(self.steps, self.cohorts.step(self.steps, decode), decode, groups, changes)
         self.cohorts.drew(self.steps, step.sample_slot)
+        if len(step.mask_row):
+            self.table.held[step.sample_slot[step.mask_row]] = True
         return step
 
     def preempt(self, slot: int) -> None:
@@ -146,6 +152,14 @@ class Scheduler:
             slots, self._ended = np.concatenate(self._ended), []
             self.paging.surrender(slots)
             self.table.free(slots)
+
+    def go_on(self, slots: Int64) -> None:
+        """Sequences that were held draw again, after a prefill where more than their last token is not in the cache."""
+        table = self.table
+        table.held[slots] = False
+        behind = slots[(table.state[slots] == State.DECODE) & (table.known[slots] > table.length[slots] + 1)]
+        table.target[behind] = table.known[behind]
+        table.state[behind] = State.PREFILL
 
     def cancel(self, request: Request) -> None:
         """Gives up all that the request holds; samples of it that wait stay in the queue."""
@@ -219,7 +233,7 @@ class Scheduler:
         """Schedules the next chunk of `slot`; returns its number of tokens, 0 where there is no room for it."""
         table = self.table
         if preempting:  # who has just started has done so
-            self.paging.adopt(slot)
+            self.starts.adopt(slot)
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = self.paging.missing(slot, start + count)
@@ -232,10 +246,12 @@ class Scheduler:
         if start + count == table.target[slot]:
             forks = self.starts.finish_prefill(slot, self.steps + 1)
             builder.draw(slot, forks)
-            table.state[slot] = State.DECODE
-            table.state[forks] = State.DECODE
+            # The forks are as long as their leader, and end where it does.
+            state = State.DRAIN if table.length[slot] + 1 >= table.limit[slot] else State.DECODE
+            table.state[slot] = state
+            if len(forks):
+                table.state[forks] = state
             self.deferral.concern(1 + len(forks), "regrouping")
-            self._drain(np.append(forks, slot))
         return count
 
     def _admit(self, builder: StepBuilder, budget: int) -> int:
@@ -243,7 +259,8 @@ class Scheduler:
         if budget <= 0 or not self.waiting:
             return budget
         reserved = {slot: len(forks) for slot, forks in self.followers.items()}
-        allowed = self.admission.count(self.waiting, reserved, self.cohorts.cycles)
+        self.admission.account(self.computed_tokens, self.starts.computed_twice)
+        allowed = self.admission.count(self.waiting, reserved, self.cohorts.cycles, budget)
         while allowed > 0 and budget > 0 and self.waiting:
             pending = self.waiting.pop()
             stem = self.stems.find(pending.request) if pending.fresh else None

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tok_core.manager.families import ALONE
-from tok_core.messages import Int32, Int64
+from tok_core.messages import Float32, Int32, Int64
+from tok_core.outputs import Pooling
 from tok_core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tok_core.grammar.compiler import Compiled
+    from tok_core.manager.guides import Follower
 
 
 class State:
@@ -30,17 +35,26 @@ class State:
 class Request:
     """One open request: its prompt, what it asks for, and the slots of its running samples.
 
-    `limit`: tokens, prompt and output, at which its samples end by length. `leader`: the slot that prefills the prompt
-    now, for itself and the samples that fork from it.
+    `limit`: tokens, prompt and output, at which its samples end by length; `least`: that each of them has at its end.
+    `leader`: the slot that prefills the prompt now, for itself and the samples that fork from it. `asks`: whether the
+    leader's chunks are to tell something of the prompt itself (`prompt_asks`), which they have not yet. `guide`: its
+    grammar, compiled.
     """
 
     __slots__ = (
-        *("arrival", "family", "leader", "left", "limit", "params", "preempted", "prompt", "reported", "rid", "slots"),
-        *("samples", "stop_set", "undrawn"),
+        *("arrival", "asks", "family", "guide", "leader", "least", "left", "limit", "params", "pooled", "pooling"),
+        *("preempted", "prompt", "reported", "rid", "samples", "slots", "stop_set", "undrawn"),
     )
 
     def __init__(
-        self, rid: int, prompt: Int32, params: SamplingParams, arrival: int, max_len: int, first_sample: int = 0
+        self,
+        rid: int,
+        prompt: Int32,
+        params: SamplingParams,
+        arrival: int,
+        max_len: int,
+        first_sample: int = 0,
+        pooling: Pooling | None = None,
     ) -> None:
         self.rid = rid
         self.prompt = prompt
@@ -48,14 +62,25 @@ class Request:
         self.arrival = arrival
         self.family = ALONE  # of `Families`; set when the first of its samples starts
         self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
-        self.limit = min(max_len, len(prompt) + (params.max_tokens or max_len))
+        self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
+        never = params.ignore_eos and not params.stop and not params.stop_token_ids
+        self.least = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
+        self.guide: Compiled | None = None
         self.leader: int | None = None
         self.preempted: set[int] = set()  # samples that were, at some time
         self.slots: dict[int, int] = {}
         self.reported = False  # whether the engine knows how much of the prompt was cached
+        self.pooling = pooling
+        self.pooled: Float32 | None = None  # the parts of its embedding that are back, added up
+        self.asks = pooling is not None or params.prompt_logprobs is not None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the leader has to compute all of the prompt, cached or not."""
+        return self.asks and self.pooling != "last"
 
 
 class Pending:
@@ -89,6 +114,7 @@ class SequenceTable:
     target      tokens to prefill before the first draw
     known       tokens whose values the manager has (prompt and returned ones)
     limit       tokens at which the sequence ends by length
+    least       tokens that it has when it ends, unless it is cancelled
     min_total   tokens before which nothing but `limit` ends it
     ends_from   drawn positions from which a model's end id ends it: a token at position p is the (p + 1)-th
     family      samples of one prompt have one, of `Families`
@@ -98,6 +124,9 @@ class SequenceTable:
     epoch       grows whenever the slot's owner has ended: tells its late tokens from those of the next one
     cohort      a pipeline's: in whose turns it decodes
     drawn       the last step, of a pipeline, in which its present owner drew
+    guided      whether a grammar says which tokens it may draw
+    held        whether it waits for the value of its last token, without which nobody knows what it may draw next
+    followers   by slot, of guided sequences that have drawn: how far they have followed their grammar
     order       age: smaller came first
     priority    class: the smallest is served first and preempted last
     preempted   whether it was, before
@@ -112,6 +141,9 @@ class SequenceTable:
         self.epoch = np.zeros(slots, np.int64)
         self.cohort = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
+        self.guided = np.zeros(slots, np.bool_)
+        self.held = np.zeros(slots, np.bool_)
+        self.followers: dict[int, Follower] = {}
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.preempted = np.zeros(slots, np.bool_)
@@ -122,6 +154,7 @@ class SequenceTable:
         self.known = np.zeros(slots, np.int32)
         self.prompt_len = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
+        self.least = np.zeros(slots, np.int32)
         self.min_total = np.zeros(slots, np.int32)
         self.ends_from = np.zeros(slots, np.int32)
         self.num_pages = np.zeros(slots, np.int32)
@@ -179,6 +212,8 @@ class SequenceTable:
         self.state[slots] = State.PREFILL
         self.announced[slots] = False
         self.drawn[slots] = 0
+        self.guided[slots] = params.grammar is not None
+        self.held[slots] = False
         self.order[slots] = request.arrival * (1 << 20) + samples
         self.priority[slots] = params.priority
         self.rid[slots] = request.rid
@@ -187,6 +222,7 @@ class SequenceTable:
         self.target[slots] = self.known[slots] = len(tokens)
         self.prompt_len[slots] = prompt_len
         self.limit[slots] = request.limit
+        self.least[slots] = request.least
         min_total = prompt_len + min(params.min_tokens, request.limit)
         self.min_total[slots] = min_total
         self.ends_from[slots] = NEVER if params.ignore_eos else min_total
@@ -207,6 +243,7 @@ class SequenceTable:
             request = self.requests[slot]
             assert request is not None
             del request.slots[sample]
+            self.followers.pop(slot, None)
             self.requests_running -= not request.slots
             self.requests[slot] = None
         self.state[slots] = State.ENDED

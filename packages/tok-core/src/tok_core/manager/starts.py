@@ -33,6 +33,7 @@ class Starts:
         self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
         self.newly_cached: list[tuple[int, int]] = []  # request, prompt tokens found in the cache
         self.cached_tokens = 0
+        self.computed_twice = 0  # tokens of preempted samples that were not cached any more
 
     def lead(self, pending: Pending, allowed: int) -> tuple[int, int]:
         """A slot for the first of the samples, and how many of the others, at most `allowed − 1`, follow it."""
@@ -40,13 +41,23 @@ class Starts:
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
             request.family = self.families.acquire(request.params.n)
-        slot = int(self.table.claim(request, [samples.popleft()], pending.tokens)[0])
-        self.paging.start(slot)
-        self.paging.adopt(slot)
-        self._report_cached(request, int(self.table.length[slot]))
+        sample = samples.popleft()
+        slot = int(self.table.claim(request, [sample], pending.tokens)[0])
         if pending.fresh:
             request.leader = slot
+        self.paging.start(slot)
+        self.adopt(slot)
+        self._report_cached(request, int(self.table.length[slot]))
+        if sample in request.preempted:
+            self.computed_twice += len(pending.tokens) - int(self.table.length[slot])
         return slot, self.follow(pending, allowed - 1) if samples else 0
+
+    def adopt(self, slot: int) -> None:
+        """The slot takes over what the cache has of its tokens, unless it has to compute them."""
+        request = self.table.requests[slot]
+        assert request is not None
+        if not (request.needs_all and request.leader == slot):
+            self.paging.adopt(slot)
 
     def follow(self, pending: Pending, allowed: int) -> int:
         """At most `allowed` of the samples will fork from their request's leader; returns how many."""
@@ -64,7 +75,7 @@ class Starts:
         assert request is not None
         if request.leader != slot:
             return NOBODY
-        request.leader = None
+        request.leader, request.asks = None, False
         forks = self._fork(slot, request, self.followers.pop(slot, deque()))
         request.undrawn -= 1 + len(forks)
         if request.undrawn:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.grouping import Groups
+from tok_core.manager.guides import NO_MASKS, Guides
+from tok_core.manager.prompt_asks import prompt_asks
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, StepInput, array
 from tok_core.sampling import SamplingParams
@@ -27,8 +29,9 @@ class Changes(NamedTuple):
 class StepBuilder:
     """Collects what a step computes while it is being scheduled."""
 
-    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: Guides) -> None:
         self.table = table
+        self.guides = guides
         self.eos_ids = eos_ids
         self.fresh: list[int] = []  # slots that the worker has not seen with their present owner
         self.fresh_length: list[int] = []  # positions they have in the cache before the step
@@ -36,11 +39,16 @@ class StepBuilder:
         self.draw_slot: list[int] = []  # slots that draw from a chunk's logits
         self.draw_chunk: list[int] = []
         self.starts: list[Int64] = []  # slots that begin with a decode row
+        self.asking: list[int] = []  # chunks of prompts of which something is asked
 
     def chunk(self, slot: int, start: int, count: int) -> None:
         """`slot` prefills `count` tokens from `start` on."""
         if not self.table.announced[slot]:
             self._announce([slot], start)
+        request = self.table.requests[slot]
+        assert request is not None
+        if request.asks and request.leader == slot:
+            self.asking.append(len(self.chunks))
         self.chunks.append((slot, start, count))
 
     def draw(self, slot: int, forks: Int64) -> None:
@@ -70,6 +78,7 @@ class StepBuilder:
             sample_slot = np.concatenate((decode_slot, array(self.draw_slot)))
             sample_row = np.concatenate((sample_row, array(self.draw_chunk) + np.int32(rows)))
             computed = np.concatenate((decode, chunk_slot))
+        guided = _rows(table.guided[sample_slot])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
             step=step,
@@ -94,6 +103,9 @@ class StepBuilder:
             top_logprobs=int(table.top_logprobs[sample_slot].max(initial=0)),
             all_greedy=bool(table.greedy[sample_slot].all()),
             max_kv=int(table.length[computed].max(initial=0)),
+            prompts=prompt_asks(table, self.chunks, self.asking) if self.asking else None,
+            mask_row=guided,
+            mask=self.guides.masks(sample_slot[guided].astype(np.int64)) if len(guided) else NO_MASKS,
         )
 
     def _new_slots(self) -> NewSlots:

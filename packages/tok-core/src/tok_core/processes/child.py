@@ -11,11 +11,13 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from typing import IO
 
 import zmq
 
 from tok_core.errors import TokError, to_wire
+from tok_core.log_format import set_format
 from tok_core.messages import Failed, FromWorker, Launch, StepInput, ToManager, decoder, encode
 from tok_core.processes.sockets import Receiver, Sender
 
@@ -23,6 +25,9 @@ log = logging.getLogger("tok_core")
 
 LENGTH = struct.Struct("<I")
 ORPHANED = 70  # exit status of a child whose parent is gone
+
+Work = Callable[["zmq.Context[zmq.Socket[bytes]]", Launch, Receiver[StepInput]], None]
+"""What a worker does with the steps it is sent; never returns."""
 
 
 def write_launch(stream: IO[bytes], launch: Launch) -> None:
@@ -39,16 +44,16 @@ def read_launch(stream: IO[bytes]) -> Launch:
     return launch
 
 
-def main() -> int:
-    """Runs until the lifeline ends, or fails and says why."""
+def main(work: Work | None = None) -> int:
+    """Runs until the lifeline ends, or fails and says why. `work`: a worker's; None: what a model's does."""
     # Signals of a terminal or a service manager reach the whole group: the parent drains, then ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = read_launch(sys.stdin.buffer)
-    logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s {launch.role}: %(message)s")
+    set_format(launch.role, launch.log_level, json=launch.json_log)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     try:
-        _run(zmq.Context(), launch)
+        _run(zmq.Context(), launch, work)
     except Exception as error:
         report_failure(launch, error)
     os._exit(1)  # not by way of destructors: other threads still use sockets and the device
@@ -65,10 +70,12 @@ def report_failure(launch: Launch, error: Exception) -> None:
     context.term()
 
 
-def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> None:
+def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, work: Work | None) -> None:
     """Imports late: the manager process never loads torch, and the lifeline is watched during slow imports."""
     if launch.place is not None:
         steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)
+        if work is not None:
+            work(context, launch, steps)
         from tok_core.processes.worker import run_worker
 
         run_worker(context, launch, launch.place, steps)

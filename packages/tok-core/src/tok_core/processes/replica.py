@@ -15,6 +15,7 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
+from tok_core.log_format import is_json
 from tok_core.messages import Cancel, Failed, Launch, Submit, ToEngine
 from tok_core.parallel.place import Place, places
 from tok_core.processes.child import write_launch
@@ -100,16 +101,22 @@ class ThreadReplica:
         self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
             return
-        self.manager = Manager(config, info, ports, load_pieces(self._config.model))
+        self.manager = manager = Manager(config, info, ports, load_pieces(self._config.model))
         self._report(info)
-        self.manager.run()
+        try:
+            manager.run()
+        finally:
+            manager.close()
 
 
 class ProcessReplica:
     """Manager and workers as child processes. When one ends, the others are ended and the death reported once.
 
     `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
+    `entry` is the module whose `main` they run.
     """
+
+    entry = "tok_core.processes.child"
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
@@ -157,7 +164,7 @@ class ProcessReplica:
 
     def _spawn(self, role: str, place: Place | None) -> None:
         # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.processes.child import main; sys.exit(main())"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {self.entry} import main; sys.exit(main())"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
@@ -167,6 +174,7 @@ class ProcessReplica:
         return Launch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),
+            json_log=is_json(),
             config=self._config,
             replica=self._index,
             place=place,
@@ -174,6 +182,7 @@ class ProcessReplica:
             reports=self._address("reports"),
             steps=[self._address(f"steps-{one.number}") for one in self._places],
             outputs=self._address("outputs"),
+            on_host=self._config.dp * len(self._places),
             rendezvous=f"{self._directory.name}/rendezvous",
         )
 

@@ -23,10 +23,9 @@ def run_worker(
 ) -> None:
     """Never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
-        workers = place.workers * launch.config.dp
-        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), workers))
+        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
-    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device)
+    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.on_host)
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if place.returns else None
     if outputs is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATE = "chat_template.jinja"
+MOST_WORDS = 1000  # characters of what a template says when it refuses messages
 
 
 class ChatTemplate:
@@ -45,6 +46,7 @@ class ChatTemplate:
             "documents": None,
             "strftime_now": lambda form: now().strftime(form),
         }
+        self._sources = dict(sources)
         environment = _environment()
         self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
 
@@ -54,28 +56,49 @@ class ChatTemplate:
         directory = Path(path)
         return cls(_sources(directory), special_tokens(directory), now)
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the templates read and do not set themselves: `tools` and such, where they know of them."""
+        from jinja2 import meta
+
+        environment = _environment()
+        read = (meta.find_undeclared_variables(environment.parse(source)) for source in self._sources.values())
+        return frozenset().union(*read) - self._fixed.keys() - environment.globals.keys()
+
+    def mentions(self, text: str) -> bool:
+        """Whether `text` stands in a template's source: markup that it writes, the model writes too."""
+        return any(text in source for source in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text; it holds its special tokens already, so encode it with add_special_tokens=False.
+
+        variables  more of what the template reads, beside what it is always given, which goes first
 
         Errors: InvalidField("messages") with the template's own words where it refuses them.
         """
         if not messages:
             raise InvalidField("messages", messages, "at least one message")
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        variables: dict[str, object] = {
+        given: dict[str, object] = {
+            **(variables or {}),
+            **self._fixed,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        from tok_core.text.meter import metered
+
         try:
-            return self._templates[name](self._fixed | variables)
+            with metered():
+                return self._templates[name](given)
         except Exception as error:  # the template is a program of others, run on the client's data
-            allowed = f"messages that the model's chat template accepts; it says: {error}"
+            allowed = f"messages that the model's chat template accepts; it says: {_short(error)}"
             raise InvalidField("messages", messages, allowed) from error
 
 
@@ -107,14 +130,13 @@ def _compile(environment: Environment, name: str, source: str) -> Callable[[Mapp
 def _environment() -> Environment:
     # Imported on first use: only processes that render chats pay for it.
     from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from tok_core.text.generation_tag import GenerationTag
+    from tok_core.text.metered import MeteredEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
-    )
+    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
     environment.filters["tojson"] = _tojson
+    environment.meter_filters("tojson")
     environment.globals["raise_exception"] = _refuse
     return environment
 
@@ -127,6 +149,11 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _short(error: Exception) -> str:
+    words = str(error)
+    return words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + "..."
 
 
 def _refuse(message: str) -> NoReturn:

@@ -14,15 +14,19 @@ from tok_core.parallel.tensor import VocabularyShards
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, SamplingBatch
 
-CHUNK = 256  # rows drawn at once where any asks for filters or penalties, which take whole rows of scratch memory
+CHUNK = 256  # rows drawn at once where any asks for what takes whole rows of scratch memory
 COUNTED = 4096  # positions counted at once for penalties: contexts may be long, scratch memory is not
 
-_ASKING = ("filter_row", "penalty_row", "bias_row")
+MASKED = 64  # rows that are masked at once: a mask is a bit an entry, and unpacked a byte
+
+_ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row")
 
 
 def extras(step: StepInput) -> dict[str, np.ndarray]:
     """The host arrays that `draw` needs, by name."""
     arrays = {"sample_slot": step.sample_slot}
+    if len(step.mask_row):
+        arrays["mask"] = step.mask
     return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
 
 
@@ -36,11 +40,11 @@ def draw(
 ) -> Sampled:
     """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device. `shards`: of which part
     of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
-    them, on every rank."""
+    them, on every rank. The logits of rows with masks are changed."""
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
     wide = len(step.filter_row) or len(step.penalty_row)
-    if shards is not None:
-        wide = wide or len(step.bias_row) or step.top_logprobs
+    if shards is not None:  # then these need whole rows, too, put together from all parts
+        wide = wide or len(step.mask_row) or len(step.bias_row) or step.top_logprobs
     size = CHUNK if wide else max(rows, 1)
     parts = [
         _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
@@ -72,6 +76,9 @@ def _draw(
     agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
     if agreed is not None:
         logits, shards = agreed.whole(logits), None
+    if asking.get("mask_row") is not None:
+        first = int(np.searchsorted(step.mask_row, chunk.start))
+        _forbid(logits, asking["mask_row"], put["mask"][first:])
     batch = SamplingBatch(
         temperature=state.temperature[slots],
         seed=state.seed[slots],
@@ -89,6 +96,17 @@ def _draw(
         return sampled
     # Each rank has drawn from the whole rows, but torch's sums may differ in a last bit: the first one's tokens count.
     return replace(sampled, token=agreed.gather(sampled.token)[0])
+
+
+def _forbid(logits_RV: Tensor, row_m: Tensor | None, mask_mW: Tensor) -> None:
+    """Sets the logits that the masks of the rows, packed, do not have to −inf, in place: nothing is left of them."""
+    assert row_m is not None
+    bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
+    for start in range(0, len(row_m), MASKED):
+        rows = row_m[start : start + MASKED]
+        octets = mask_mW[start : start + len(rows)].view(torch.uint8)
+        allowed = (octets.unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits_RV.shape[1]]
+        logits_RV[rows] = logits_RV[rows].masked_fill_(allowed == 0, -torch.inf)
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:

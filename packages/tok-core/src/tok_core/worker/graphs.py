@@ -63,7 +63,8 @@ class DecodeGraph:
     @staticmethod
     def draws(step: StepInput) -> bool:
         """Whether `draw` does all that the step's rows ask for."""
-        return not (len(step.filter_row) or len(step.penalty_row) or len(step.bias_row) or step.top_logprobs)
+        asking = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
+        return not (step.top_logprobs or any(map(len, asking)))
 
 
 class DecodeGraphs:

@@ -41,12 +41,12 @@ class Measured:
         return int((self.step_bytes + self.graph_bytes) * SLACK) + (GRAPHS_BYTES if self.graph_rows else 0)
 
 
-def measure(runner: Runner, max_step_tokens: int, *, graphs: bool) -> Measured:
-    """Runs the largest step, and decode steps of several sizes, on a CUDA device.
+def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> Measured:
+    """Runs the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
 
     All workers of a replica do so together. They agree on `graph_rows`: none has graphs where one cannot.
     """
-    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len))
+    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
     rows = graph_rows(runner) if runner.pipeline.peers.least(graphs) else 0
     graph_bytes = _peak(runner, trial_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
     return Measured(step_bytes, rows, graph_bytes)
@@ -63,16 +63,25 @@ def _kept_bytes(runner: Runner, rows: int) -> int:
     return kept_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
 
 
-def largest_step(slots: int, tokens: int, max_len: int) -> StepInput:
-    """As many prompt tokens as a step may have, and as many draws, as costly as draws can be.
+def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
+    """As many prompt tokens as a step may have, with all that can be asked of them, and as many draws, as costly as
+    draws can be.
 
-    No sequence is longer than `max_len`: where `slots` of them hold fewer than `tokens`, so does any step.
+    No sequence is longer than `max_len`: where `slots` of them hold fewer than `tokens`, so does any step. `words`: of
+    a mask; all draws are guided then, 0 where none can be.
     """
     tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
     draws = min(slots, tokens)
     return trial_step(
-        chunks=min(chunks, slots), tokens=tokens, draws=draws, filtered=min(draws, CHUNK), penalised=min(draws, CHUNK)
+        chunks=min(chunks, slots),
+        tokens=tokens,
+        draws=draws,
+        filtered=min(draws, CHUNK),
+        penalised=min(draws, CHUNK),
+        asks=True,
+        masked=draws if words else 0,
+        words=words,
     )
 
 
@@ -105,14 +114,20 @@ def graph_rows(runner: Runner) -> int:
 
 
 def cache_tokens(
-    config: EngineConfig, per_token: int, tables: int, device: torch.device, measured: Measured | None
+    config: EngineConfig,
+    per_token: int,
+    tables: int,
+    device: torch.device,
+    measured: Measured | None,
+    on_host: int,
 ) -> int:
     """Positions of the KV cache: as configured, else what the memory leaves.
 
     `per_token`: bytes of a position; `tables`: bytes of the page tables; `measured` is needed on a CUDA device. Raises
-    InvalidField, or EngineError where the memory is too small. A CPU's memory is cut evenly among all workers.
+    InvalidField, or EngineError where the memory is too small. A CPU's memory is cut evenly among the workers
+    `on_host`.
     """
-    per_cpu = psutil.virtual_memory().available // (config.dp * config.pp * config.tp)
+    per_cpu = psutil.virtual_memory().available // on_host
     if config.kv_cache_tokens is not None:
         # A CPU's memory is promised before it is there; what takes more than is free is killed later.
         free = per_cpu if device.type == "cpu" else None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tok_core.config import MOST_AHEAD
-from tok_core.messages import StepInput, StepOutput
+from tok_core.messages import PromptValues, StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.pipeline_draws import Late
-from tok_core.worker import rows
+from tok_core.worker import prompt_values, rows
 from tok_core.worker.draw import draw, extras
 from tok_core.worker.graphs import NOTHING, DecodeGraph, DecodeGraphs
 from tok_core.worker.staging import Outbox, Staging
@@ -60,6 +60,7 @@ class Launched:
     rows: int
     top_token: Tensor
     top_logprob: Tensor
+    prompts: prompt_values.Found | None
 
     def output(self) -> StepOutput:
         """The step's tokens, none but at the last stage; blocks until the device has done the step."""
@@ -73,6 +74,7 @@ class Launched:
             top_logprob=self.top_logprob.numpy(),
             launch_seconds=self.launch_seconds,
             device_seconds=self.done.seconds_since(self.began),
+            prompts=None if self.prompts is None else PromptValues(*(one.numpy() for one in self.prompts)),
         )
 
 
@@ -116,7 +118,7 @@ class Runner:
         place, late = self.pipeline.place, self.pipeline.late(step)
         graph = self.graphs.find(step)
         arrays = rows.arrays(step) if graph is None else graph.arrays(step)
-        asked = extras(step) if place.last else {}
+        asked = extras(step) | prompt_values.arrays(step) if place.last else {}
         put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
         if late:
             self._take_over(late, put)
@@ -127,14 +129,18 @@ class Runner:
             stream = self._receive(step, graph)
             began = Mark(self.state.device)  # nor is the wait for the stage before
         hidden = self._compute(step, put, graph, stream)
+        found = None
         if place.last:
-            draws, top = self._draw(step, put, graph, hidden)
+            drawing = hidden if step.prompts is None else hidden[put["logit_row"].long()]
+            draws, top = self._draw(step, put, graph, drawing)
             self.pipeline.share(draws[0, : len(step.sample_slot)])
+            if step.prompts is not None:
+                found = prompt_values.find(self.model, put, step.prompts.top_logprobs, hidden)
         else:
             draws, top = NOTHING, NO_TOP
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        return self._send(step, time_began, began, draws, top)
+        return self._send(step, time_began, began, draws, top, found)
 
     def forget(self) -> None:
         """Forgets all sequences, as if no step had been carried out."""
@@ -166,7 +172,8 @@ class Runner:
             graph.forward.replay()
             return graph.hidden
         made = rows.rows(self.backend, self.state, step, put, kv_len)
-        x_T, logit_row_R = made.token_T if stream is None else stream, made.logit_row_R
+        x_T = made.token_T if stream is None else stream
+        logit_row_R = made.logit_row_R if step.prompts is None else None  # all are wanted
         hidden: Tensor = self.model(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R)
         return hidden
 
@@ -183,7 +190,13 @@ class Runner:
         return draws, (sampled.top_token.int(), sampled.top_logprob)
 
     def _send(
-        self, step: StepInput, time_began: float, began: Mark, draws: Tensor, top: tuple[Tensor, Tensor]
+        self,
+        step: StepInput,
+        time_began: float,
+        began: Mark,
+        draws: Tensor,
+        top: tuple[Tensor, Tensor],
+        found: prompt_values.Found | None,
     ) -> Launched:
         drawn = len(step.sample_slot) if self.pipeline.place.last else 0
         host = self.outbox.send(draws)
@@ -191,6 +204,7 @@ class Runner:
             top_token, top_logprob = (_page_locked(x) for x in top)
         else:
             top_token, top_logprob = (x.new_empty((drawn, 0), device="cpu") for x in NO_TOP)
+        prompts = None if found is None else prompt_values.Found(*map(_page_locked, found))
         done = Mark(self.state.device)
         return Launched(
             step=step.step,
@@ -201,6 +215,7 @@ class Runner:
             rows=drawn,
             top_token=top_token,
             top_logprob=top_logprob,
+            prompts=prompts,
         )
 
 

@@ -48,9 +48,11 @@ def set_up(
     place: Place | None = None,
     rendezvous: Path | Meeting | None = None,
     gpu: int | None = None,
+    on_host: int | None = None,
 ) -> tuple[Runner, EngineInfo]:
     """A runner and what it found out; `config.model` is a local directory. Returns when all workers of `replica`,
     which meet at `rendezvous`, are ready; without a `place` there can be but one. `gpu`: see `choose_device`.
+    `on_host`: the workers that share this host's memory; None: all of all replicas.
 
     Raises ModelError, InvalidField, or EngineError where the memory is too small.
     """
@@ -71,11 +73,15 @@ def set_up(
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
-    measured = None
+    measured, words = None, 0
     if device.type == "cuda":
-        measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens)
+        # Without a tokenizer nothing can be guided. All workers are to try out the same steps.
+        guided = peers.least((path / "tokenizer.json").is_file())
+        words = -(-model_config.vocab_size // 32) if guided else 0
+        measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    tokens = peers.least(cache_tokens(config, kv_bytes_per_token(local, cache_dtype), tables, device, measured))
+    per_token, on_host = kv_bytes_per_token(local, cache_dtype), on_host or config.dp * place.workers
+    tokens = peers.least(cache_tokens(config, per_token, tables, device, measured, on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
@@ -83,7 +89,7 @@ def set_up(
         model, backend, state, _tracer(config, device) if place.returns and replica == 0 else None, pipeline
     )
     if measured is not None:
-        _warm_up(runner, measured, max_step_tokens)
+        _warm_up(runner, measured, max_step_tokens, words)
     peers.least(0)  # waits for the others
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
@@ -96,6 +102,7 @@ def set_up(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         backend=backend.name,
+        hidden_size=model_config.hidden_size,
     )
     return runner, info
 
@@ -135,6 +142,7 @@ def _measure(
     cache_dtype: torch.dtype,
     max_running: int,
     max_step_tokens: int,
+    words: int,
 ) -> Measured:
     """What steps take, seen on a state whose sequences all stand on one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
@@ -149,7 +157,7 @@ def _measure(
     )
     graphs = config.cuda_graphs and backend.capturable
     try:
-        return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs)
+        return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs, words=words)
     except torch.OutOfMemoryError as error:
         raise EngineError(
             f"a step of {max_step_tokens} tokens and {max_running} draws does not fit beside the weights: lower "
@@ -160,9 +168,9 @@ def _measure(
         torch.cuda.empty_cache()
 
 
-def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
+def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int) -> None:
     try:
-        warm_up(runner, measured, max_step_tokens)
+        warm_up(runner, measured, max_step_tokens, words)
     except torch.OutOfMemoryError as error:
         state = runner.state
         raise EngineError(

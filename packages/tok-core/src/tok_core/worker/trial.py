@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tok_core.messages import EMPTY, GroupLevel, Int32, StepInput, StepOutput, array
+from tok_core.messages import EMPTY, GroupLevel, Int32, PromptAsks, StepInput, StepOutput, array
+from tok_core.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from tok_core.worker.runner import Runner
@@ -35,12 +36,17 @@ def trial_step(
     penalised: int = 0,
     top_logprobs: int = 0,
     greedy: bool = False,
+    asks: bool = False,
+    masked: int = 0,
+    words: int = 0,
 ) -> StepInput:
     """A step of `decode` rows, evenly in `groups` of a prefix, and `chunks` of `tokens` in all behind `cached` ones.
 
     levels     parts that the prefix is read in: all but the last by one group of all rows
     draws      rows that sample, spread over the sequences; None: one of each sequence
     filtered, penalised   how many of them, from the first on, ask for that
+    asks       all that can be asked of prompts is asked of all chunks
+    masked     how many rows are guided, each by a mask of so many `words`, which forbids nothing
     """
     slot = np.arange(decode + chunks, dtype=np.int32)
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
@@ -73,7 +79,15 @@ def trial_step(
         top_logprobs=top_logprobs,
         all_greedy=greedy,
         max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
+        prompts=_asks(count) if asks else None,
+        mask_row=np.arange(masked, dtype=np.int32),
+        mask=np.full((masked, words), -1, np.int32),
     )
+
+
+def _asks(count: Int32) -> PromptAsks:
+    chunk = np.arange(len(count), dtype=np.int32)
+    return PromptAsks(chunk, count, np.zeros(count.sum(), np.int32), MAX_LOGPROBS, chunk, count)
 
 
 def _level(first: Int32, members: Int32, start: int, end: int) -> GroupLevel:

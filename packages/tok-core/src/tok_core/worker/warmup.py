@@ -12,14 +12,14 @@ from tok_core.worker.runner import Runner
 from tok_core.worker.trial import trial_step, try_out
 
 
-def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
-    """Captures the decode graphs, and carries out a step of each kind, on a CUDA device."""
+def warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int = 0) -> None:
+    """Captures the decode graphs, and carries out a step of each kind, on a CUDA device. `words`: as in `kinds`."""
     state = runner.state
     if measured.graph_rows:
         runner.graphs.capture(sizes(measured.graph_rows))
     # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
-    for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size):
+    for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         try_out(runner, step)
     runner.forget()
     for _ in range(2):  # draws that come from another stage are recorded by the step after theirs
@@ -28,12 +28,13 @@ def warm_up(runner: Runner, measured: Measured, max_step_tokens: int) -> None:
     torch.cuda.synchronize(state.device)
 
 
-def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInput]:
+def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
     """A step for each way in which kernels are chosen: few rows and many, with prefix groups, nested ones and none,
-    prompts alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw."""
+    prompts alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw: masks, too,
+    where they have `words`."""
     prefix, most = max_len // 2 // page_size * page_size, min(slots, tokens)
     nested = [(levels, prefix // page_size // levels * levels * page_size) for levels in range(2, MOST_LEVELS + 1)]
-    found = [largest_step(slots, tokens, max_len)]
+    found = [largest_step(slots, tokens, max_len, words)]
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(trial_step(decode=rows))
         if rows > 1 and prefix:
@@ -48,6 +49,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInp
             chunks = min(few, slots - decode, tokens - decode)
             found.append(trial_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
             found.append(trial_step(decode=decode, chunks=1, tokens=1, greedy=True))  # no graph draws these
+            found.append(trial_step(decode=decode, chunks=1, tokens=1, asks=True))
         if few > 1 and prefix:
             found.append(trial_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
     for rows in {1, min(most, CHUNK + 1)}:
@@ -61,4 +63,6 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int) -> list[StepInp
             trial_step(decode=rows, penalised=1, greedy=True),
             trial_step(decode=rows, penalised=rows, filtered=rows),
         ]
+        if words:
+            found += [trial_step(decode=rows, masked=masked, words=words) for masked in {1, rows}]
     return found

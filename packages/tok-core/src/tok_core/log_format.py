@@ -1,0 +1,60 @@
+"""JsonFormatter: log records as JSON objects, one a line, for machines to read; those of all processes look alike."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+
+import msgspec
+
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FIELDS = "fields"
+"""Name of the attribute of a record that holds what else to say, as a dict."""
+
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time": …, "level": …, "logger": …, "message": …}`, and whatever a record's `FIELDS` add.
+
+    role  of the process, told as "process" if there is one
+    """
+
+    def __init__(self, role: str | None = None) -> None:
+        super().__init__()
+        self._own = {} if role is None else {"process": role}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line: JSON knows no line breaks, whatever was logged."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        found: dict[str, object] = {
+            "time": time,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **self._own,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return _encode(_valid(found)).decode()
+
+
+def set_format(role: str, level: int, *, json: bool) -> None:
+    """For a process that an engine has started."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(role) if json else logging.Formatter(TEXT.replace("%(name)s", role)))
+    logging.basicConfig(level=level, handlers=[handler], force=True)  # Ray has handlers of its own
+
+
+def is_json() -> bool:
+    """Whether this process writes its log so: processes that it starts do the same."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def _valid(found: dict[str, object]) -> dict[str, object]:
+    """Without lone surrogates, which no JSON has."""
+    return {
+        name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in found.items()
+    }

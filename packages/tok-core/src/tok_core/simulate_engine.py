@@ -1,0 +1,83 @@
+"""An engine whose worker process computes nothing: to measure what a server costs. Manager and processes are real."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.engine import AsyncEngine
+from tok_core.messages import EngineInfo, Int64, Launch, StepInput
+from tok_core.processes import child
+from tok_core.processes.replica import ProcessReplica
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.simulate import SimulatedWorker
+from tok_core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PAGE, MAX_MODEL_LEN = 16, 1024
+
+
+class SimulatedEngine(AsyncEngine):
+    """Serves `model`'s tokenizer; tokens are random, at once, and without end. The model's own length is ignored."""
+
+    def __init__(self, model: str, max_running: int) -> None:
+        super().__init__(EngineConfig(model=model, device="cpu", max_running=max_running))
+        self._core._fleet._kind = _SimulatedReplica
+
+    def cpu_seconds(self) -> float:
+        """CPU time of manager and worker until now."""
+        found = 0.0
+        for life in self._core._fleet.lives:
+            assert isinstance(life.replica, _SimulatedReplica)
+            for process in life.replica.children.values():
+                times = psutil.Process(process.pid).cpu_times()
+                found += times.user + times.system
+        return found
+
+
+class _SimulatedReplica(ProcessReplica):
+    entry = "tok_core.simulate_engine"
+
+
+def main() -> int:
+    """A child process of the engine; as `tok_core.processes.child.main`."""
+    return child.main(_run_worker)
+
+
+def _run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, steps: Receiver[StepInput]) -> None:
+    """Never returns."""
+    tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
+    assert running is not None
+    info = EngineInfo(
+        vocab_size=len(tokenizer.pieces),
+        eos_token_ids=(len(tokenizer.pieces) - 1,),
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=running * (MAX_MODEL_LEN // PAGE + 2),
+        page_size=PAGE,
+        max_running=running,
+        max_step_tokens=2 * running,
+        device="none",
+        dtype="none",
+        backend="simulated",
+    )
+    worker, outputs = SimulatedWorker(info, _for_ever), Sender(context, launch.outputs)
+    outputs.send(info)
+    while True:
+        step = steps.wait(None)
+        if step is not None:
+            outputs.send(worker.run(step, 0.0))
+
+
+def _for_ever(u: NDArray[np.float64]) -> Int64:
+    return np.full(len(u), 1 << 40)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

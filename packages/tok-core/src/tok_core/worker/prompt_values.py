@@ -1,0 +1,81 @@
+"""What a step tells of the prompts that it computes: log-probabilities of their tokens, and sums of hidden states.
+
+Legend: T tokens of the step, Q rows scored, P rows pooled, E chunks pooled, N hidden size, V vocabulary, K most likely
+tokens wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tok_core.messages import Int32, StepInput, array
+from tok_core.model.decoder import CausalLM
+
+SCORED = 256  # rows that have logits at once: whole ones, in fp32
+
+
+class Found(NamedTuple):
+    """`PromptValues` on the device: float32 `[Q]`, int32 and float32 `[Q, K]`, float32 `[E, N]`."""
+
+    logprob: Tensor
+    top_token: Tensor
+    top_logprob: Tensor
+    pooled: Tensor
+
+
+def arrays(step: StepInput) -> dict[str, np.ndarray]:
+    """The host arrays that `find` needs, by name; none where nothing is asked."""
+    asks = step.prompts
+    if asks is None:
+        return {}
+    end = len(step.decode_slot) + np.cumsum(step.prefill_count)
+    scored_from = end[asks.scored] - step.prefill_count[asks.scored]
+    return {
+        "scored_row": _ranges(scored_from, asks.scored_count),
+        "scored_token": asks.scored_token,
+        "pooled_row": _ranges(end[asks.pooled] - asks.pooled_count, asks.pooled_count),
+        "pooled_count": asks.pooled_count,
+    }
+
+
+def find(model: CausalLM, put: Mapping[str, Tensor], top: int, x_TN: Tensor) -> Found:
+    """What is asked, of the residual stream behind the last layer; `put` holds `arrays(step)` on the device.
+
+    All ranks of a stage are to call it; each finds the same.
+    """
+    row_Q, token_Q = put["scored_row"].long(), put["scored_token"].long()
+    parts = [_score(model, x_TN[row_Q[part]], token_Q[part], top) for part in _slices(len(row_Q))]
+    logprob, top_token, top_logprob = (torch.cat(each) for each in zip(*parts, strict=True))
+    normed_PN = model.normed(x_TN[put["pooled_row"].long()]).float()
+    pooled = torch.segment_reduce(normed_PN, "sum", lengths=put["pooled_count"].long(), unsafe=True)
+    return Found(logprob, top_token, top_logprob, pooled)
+
+
+def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits_QV = model.logits(x_QN)
+    if model.shards is not None:
+        logits_QV = model.shards.whole(logits_QV)
+    logits_QV = logits_QV.float()
+    lse_Q1 = logits_QV.logsumexp(-1, keepdim=True)
+    logprob = logits_QV.gather(-1, token_Q.unsqueeze(-1)) - lse_Q1
+    value, token = logits_QV.topk(top, dim=-1)
+    # The lower id first among equals, which `topk` does not promise.
+    token, order = token.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return logprob.squeeze(-1), token.gather(-1, order).int(), value - lse_Q1
+
+
+def _slices(rows: int) -> list[slice]:
+    """Of at most SCORED rows each; one where there are none."""
+    return [slice(start, start + SCORED) for start in range(0, max(rows, 1), SCORED)]
+
+
+def _ranges(start: np.ndarray, count: Int32) -> Int32:
+    """`start[i]`, `start[i]` + 1, … `count[i]` numbers, one range after the other."""
+    before = np.cumsum(count) - count
+    return array(np.arange(count.sum()) + np.repeat(start - before, count))

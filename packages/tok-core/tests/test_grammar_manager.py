@@ -1,0 +1,340 @@
+"""Guided sequences get the very tokens that their grammars and contexts say, whatever runs beside them."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.guided import BYTES, COMPILER, expected_guided, guided_manager, prepare, spell, text_of
+from support.schedules import (
+    EOS,
+    VOCAB,
+    assert_all_given_back,
+    drive,
+    engine_info,
+    expected,
+    submit,
+)
+from support.simulated_worker import SimulatedPorts, SimulatedWorker
+from tok_core import SamplingParams
+from tok_core.grammar import Grammar
+from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.manager.loop import Manager
+from tok_core.manager.sequences import State
+from tok_core.messages import Cancel, Finished, ToManager
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ab": {"type": "integer", "minimum": 0, "maximum": 60}, "cd": {"enum": ["abc", "gh", "abcd"]}},
+    "required": ["ab", "cd"],
+    "additionalProperties": False,
+}
+GRAMMARS = (
+    Grammar(kind="json_schema", value=json.dumps(SCHEMA)),
+    Grammar(kind="regex", value="(abcdef|abcdefgh|0)*1"),
+    Grammar(kind="choice", value='["abcdefgh", "abcdefab", "gh"]'),
+    Grammar(kind="regex", value="[a-h]{3,9}"),
+)
+
+
+def tokens_of(ports: SimulatedPorts) -> dict[tuple[int, int], list[int]]:
+    """Tokens of each request's samples, as reported."""
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for report in ports.reports:
+        keys = list(zip(report.rid.tolist(), report.sample.tolist(), strict=True))
+        assert len(set(keys)) == len(keys)
+        for key, token in zip(keys, report.token.tolist(), strict=True):
+            found[key].append(token)
+    return dict(found)
+
+
+def ends_of(ports: SimulatedPorts) -> dict[tuple[int, int], Finished]:
+    return {(end.rid, end.sample): end for report in ports.reports for end in report.finished}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    run_ahead=st.integers(1, 4),
+    pp=st.sampled_from([1, 1, 2, 3]),
+    pages=st.sampled_from([20, 30, 64]),
+    slots=st.integers(3, 8),
+    budget=st.sampled_from([8, 17, 64]),
+)
+def test_every_sample_is_what_its_grammar_and_context_say(
+    seed: int, run_ahead: int, pp: int, pages: int, slots: int, budget: int
+) -> None:
+    rng = random.Random(seed)
+    info = engine_info(num_pages=pages, max_running=slots, max_step_tokens=budget)
+    manager, ports = guided_manager(info, run_ahead, pp=pp)
+    prepare(manager, GRAMMARS)
+    shared = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
+    prompts, params, arrivals = {}, {}, defaultdict(list)
+    for rid in range(rng.randint(1, 9)):
+        prompts[rid] = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9)))]
+        grammar = rng.choice([*GRAMMARS, None])
+        params[rid] = SamplingParams(
+            n=rng.randint(1, 4), max_tokens=rng.randint(1, 30), seed=0, grammar=grammar, priority=rng.randrange(2)
+        )
+        arrivals[rng.randrange(30)].append(submit(rid, prompts[rid], params[rid]))
+    drive(manager, ports, arrivals)
+    found, ends = tokens_of(ports), ends_of(ports)
+    for rid, one in params.items():
+        for sample in range(one.n):
+            right = (
+                expected(prompts[rid], sample, one)
+                if one.grammar is None
+                else expected_guided(prompts[rid], sample, one)
+            )
+            assert found[rid, sample] == right
+            end = ends[rid, sample]
+            assert end.tokens == len(right)
+            assert end.reason == ("stop" if right[-1] == EOS else "length")
+    assert manager.stats().output_tokens == sum(map(len, found.values()))
+    assert_all_given_back(manager)
+    assert not manager.table.followers
+
+
+def test_text_that_has_to_come_is_not_drawn_but_computed_at_once() -> None:
+    manager, ports = guided_manager(engine_info())
+    grammar = Grammar(kind="choice", value='["abcdefgh01", "abcdefgh12"]')
+    prepare(manager, [grammar])
+    params = SamplingParams(max_tokens=20, seed=0, grammar=grammar)
+    drive(manager, ports, {0: [submit(1, [1, 2, 3], params)]})
+    found = tokens_of(ports)[1, 0]
+    assert found == expected_guided([1, 2, 3], 0, params)
+    assert text_of(found) in ("abcdefgh01", "abcdefgh12")
+    assert manager.stats().skipped_tokens >= len(found) - 4
+    assert manager.stats().steps < len(found)
+    assert manager.stats().output_tokens == len(found)
+    assert max(len(step.prefill_token) for step in ports.steps[1:]) > 1
+
+
+def test_a_limit_or_a_stop_within_such_text_ends_the_sample_there() -> None:
+    grammar = Grammar(kind="choice", value='["gh0123456gh"]')
+    for most, stops in ((4, ()), (30, (spell("3")[0],))):
+        manager, ports = guided_manager(engine_info())
+        prepare(manager, [grammar])
+        params = SamplingParams(max_tokens=most, stop_token_ids=stops, seed=0, grammar=grammar)
+        drive(manager, ports, {0: [submit(1, [1], params)]})
+        found, end = tokens_of(ports)[1, 0], ends_of(ports)[1, 0]
+        assert found == expected_guided([1], 0, params)
+        assert end.reason == ("stop" if stops else "length")
+        assert len(found) <= most
+        assert_all_given_back(manager)
+
+
+def test_others_run_ahead_while_guided_ones_wait_for_their_tokens() -> None:
+    manager, ports = guided_manager(engine_info(), 4)
+    prepare(manager, GRAMMARS)
+    guided = SamplingParams(max_tokens=24, seed=0, grammar=GRAMMARS[3])
+    free = SamplingParams(max_tokens=24, seed=0, ignore_eos=True)
+    drive(manager, ports, {0: [submit(1, [1, 2], guided), submit(2, [3, 4], free)]})
+    assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, guided)
+    assert tokens_of(ports)[2, 0] == expected([3, 4], 0, free)
+    assert ports.most_queued == 4
+    assert manager.stats().steps == 24  # not one more than the free one takes
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_preempted_ones_go_on_where_their_grammar_was(held: bool) -> None:
+    manager, ports = guided_manager(engine_info(max_running=6, max_step_tokens=6))
+    params = SamplingParams(n=4, max_tokens=40, seed=0, grammar=GRAMMARS[0])
+    prepare(manager, GRAMMARS)
+    table = manager.table
+
+    def victims() -> list[int]:
+        """Who waits for a token, or is to compute text that has to come."""
+        state, behind = (State.DECODE, True) if held else (State.PREFILL, table.known > table.prompt_len)
+        found: list[int] = ((table.state == state) & (table.held == held) & behind).nonzero()[0].tolist()
+        return found
+
+    drive(manager, ports, {0: [submit(1, [1, 2, 3, 4, 5], params)]}, until=lambda: bool(victims()))
+    for _ in range(3):
+        for slot in victims()[:2]:
+            manager.scheduler.preempt(slot)
+        drive(manager, ports, {0: []}, until=lambda: bool(victims()))
+    drive(manager, ports, {0: []})
+    assert manager.stats().preemptions >= 2
+    found = tokens_of(ports)
+    assert all(found[1, sample] == expected_guided([1, 2, 3, 4, 5], sample, params) for sample in range(4))
+    assert_all_given_back(manager)
+
+
+class Slow(Compiler):
+    """Compiles when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(BYTES, VOCAB, [EOS], spell)
+        self.go = threading.Event()
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        assert self.go.wait(60)
+        return super().compile(grammar)
+
+
+def test_a_request_whose_grammar_is_being_compiled_holds_nobody_back() -> None:
+    slow = Slow()
+    manager, ports = guided_manager(engine_info(), compiler=slow)
+    params = SamplingParams(max_tokens=9, seed=0, grammar=GRAMMARS[0])
+    free = SamplingParams(max_tokens=9, seed=0)
+    messages = [submit(1, [1], params), submit(2, [2], free), submit(3, [3], params), submit(4, [4], params)]
+    drive(manager, ports, {0: messages, 3: [Cancel(3)]}, until=lambda: (2, 0) in ends_of(ports))
+    assert set(manager.guides.waiting) == {1, 4}
+    assert manager.stats().requests_waiting == 2
+    slow.go.set()
+    prepare(manager, [GRAMMARS[0]])
+    drive(manager, ports, {0: []})
+    assert tokens_of(ports).keys() == {(1, 0), (2, 0), (4, 0)}
+    assert tokens_of(ports)[1, 0] == expected_guided([1], 0, params)
+    assert not manager.guides.waiting
+    assert_all_given_back(manager)
+
+
+def test_those_that_have_waited_come_before_whoever_came_later() -> None:
+    manager, ports = guided_manager(engine_info(max_running=1))
+    params = SamplingParams(max_tokens=3, seed=0, grammar=GRAMMARS[3])
+    free = SamplingParams(max_tokens=30, seed=0, ignore_eos=True)
+    manager._submit(submit(1, [1], free))
+    manager._submit(submit(2, [1], params))  # not compiled yet
+    manager._submit(submit(3, [1], free))
+    prepare(manager, [GRAMMARS[3]])
+    drive(manager, ports, {0: []})
+    order = [rid for report in ports.reports for rid in dict.fromkeys(report.rid.tolist())]
+    assert list(dict.fromkeys(order)) == [1, 2, 3]
+
+
+def test_a_grammar_that_this_vocabulary_cannot_follow_on_cuts_the_sample() -> None:
+    manager, ports = guided_manager(engine_info())
+    grammar = Grammar(kind="choice", value='["abéa"]')  # no token has the é
+    prepare(manager, [grammar])
+    drive(manager, ports, {0: [submit(1, [1], SamplingParams(max_tokens=9, seed=0, grammar=grammar))]})
+    assert text_of(tokens_of(ports)[1, 0]) == "ab"
+    assert ends_of(ports)[1, 0].reason == "length"
+    assert_all_given_back(manager)
+
+
+def test_a_worker_that_draws_what_is_forbidden_loses_the_sample_and_not_the_manager() -> None:
+    manager, ports = guided_manager(engine_info())
+    prepare(manager, GRAMMARS)
+    ports.worker = SimulatedWorker(manager.info)  # it does not know of masks
+    params = SamplingParams(n=4, max_tokens=9, seed=0, grammar=GRAMMARS[0])
+    drive(manager, ports, {0: [submit(1, [1], params), submit(2, [1], SamplingParams(max_tokens=4, seed=0))]})
+    assert {end.reason for key, end in ends_of(ports).items() if key[0] == 1} <= {"length", "stop"}
+    assert tokens_of(ports)[2, 0] == expected([1], 0, SamplingParams(max_tokens=4, seed=0))
+    assert_all_given_back(manager)
+
+
+def test_masks_have_the_very_tokens_whose_text_can_go_on() -> None:
+    rng = random.Random(3)
+    for grammar in GRAMMARS:
+        guide = COMPILER.compile(grammar)
+        for _ in range(6):
+            matcher, text = guide.matcher(), b""
+            for _ in range(12):
+                mask = np.zeros((1, 2), np.int32)
+                matcher.fill_next_token_bitmask(mask)
+                allowed = set(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+                assert allowed == {token for token in range(VOCAB) if _accepts(guide, text, token)}
+                going = sorted(allowed - {EOS})
+                if not going:
+                    break
+                token = rng.choice(going)
+                assert matcher.accept_token(token)
+                text += BYTES[token]
+
+
+def _accepts(guide: Compiled, text: bytes, token: int) -> bool:
+    """Whether the token may follow the text, asked of a matcher that has seen the text alone."""
+    if token != EOS and (token >= len(BYTES) or not BYTES[token]):
+        return False
+    matcher = guide.matcher()
+    assert matcher.accept_string(text)
+    if token == EOS:
+        return bool(matcher.accept_token(EOS))
+    return bool(matcher.accept_string(BYTES[token]))
+
+
+@pytest.mark.parametrize("state", [State.PREFILL, State.DECODE])
+def test_a_cancelled_request_leaves_nothing_behind_wherever_it_was(state: int) -> None:
+    manager, ports = guided_manager(engine_info(max_step_tokens=4))
+    prepare(manager, GRAMMARS)
+    params = SamplingParams(n=3, max_tokens=30, seed=0, grammar=GRAMMARS[0])
+    arrivals = {0: [submit(1, [1] * 9, params)]}
+    drive(manager, ports, arrivals, until=lambda: bool((manager.table.state == state).any()))
+    assert manager.requests
+    drive(manager, ports, {0: [Cancel(1)]})
+    assert_all_given_back(manager)
+    assert not manager.table.followers
+
+
+class Broken(Compiler):
+    """Cannot compile anything that has a z."""
+
+    def __init__(self) -> None:
+        super().__init__(BYTES, VOCAB, [EOS], spell)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        if "z" in grammar.value:
+            raise RuntimeError("no z")
+        return super().compile(grammar)
+
+
+def test_a_grammar_that_cannot_be_compiled_after_all_fails_its_requests_and_no_others() -> None:
+    manager, ports = guided_manager(engine_info(), compiler=Broken())
+    bad = SamplingParams(max_tokens=9, seed=0, grammar=Grammar(kind="regex", value="z"))
+    good = SamplingParams(max_tokens=9, seed=0, grammar=GRAMMARS[0])
+    failed = set[int]()
+
+    def told() -> bool:
+        failed.update(rid for report in ports.reports for rid, reason in report.failed if "no z" in reason)
+        return len(failed) == 2 and not manager.guides.waiting
+
+    drive_waiting(manager, ports, [submit(1, [1], bad), submit(2, [2], good), submit(3, [3], bad)], told)
+    drive(manager, ports, {0: []})
+    assert failed == {1, 3}
+    assert tokens_of(ports) == {(2, 0): expected_guided([2], 0, good)}
+    assert_all_given_back(manager)
+    manager.close()
+
+
+def drive_waiting(
+    manager: Manager, ports: SimulatedPorts, messages: list[ToManager], until: Callable[[], bool]
+) -> None:
+    """Turns, while threads compile, until it is true."""
+    deadline = time.monotonic() + 60
+    ports.inbox += messages
+    while not until():
+        assert time.monotonic() < deadline
+        manager.turn()
+        time.sleep(0.001)
+
+
+def test_grammars_that_nobody_waits_for_any_more_are_kept_if_compiled_and_given_up_if_not() -> None:
+    slow = Slow()
+    manager, ports = guided_manager(engine_info(), compiler=slow)
+    library = manager.guides._library
+    asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
+    for rid, params in enumerate(asked):
+        manager._submit(submit(rid, [1], params))
+    running = library._pending[GRAMMARS[0]]
+    drive_waiting(manager, ports, [], running.running)
+    drive_waiting(manager, ports, [Cancel(rid) for rid in range(3)], lambda: len(library._pending) == 1)
+    slow.go.set()
+    drive_waiting(manager, ports, [], lambda: not library._pending)
+    assert list(library._ready) == [GRAMMARS[0]]
+    assert library._bytes > 0
+    assert_all_given_back(manager)
+    manager.close()
+    (thread,) = library._threads._threads
+    thread.join(60)
+    assert not thread.is_alive()

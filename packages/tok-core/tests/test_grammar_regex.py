@@ -1,0 +1,129 @@
+"""Regular expressions become automata that match the very texts that Python's do, and say what they cannot."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tok_core.errors import InvalidField
+from tok_core.grammar import Grammar
+from tok_core.grammar.compiler import Compiled, Compiler
+
+END = 256
+COMPILER = Compiler([bytes([byte]) for byte in range(256)], 257, [END])
+ATOMS = st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", r"\w", "[a-c]", r"\x61", "[^b-c]"])
+TIMES = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,2}", "{2,}", "{1,3}", "*?", "+?", "??"])
+
+
+def patterns(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("({}|{})".format, inner, inner),
+        st.builds("(?:{}|{}|)".format, inner, inner),
+        st.builds("({}){}".format, inner, TIMES),
+    )
+
+
+def compiled(pattern: str) -> Compiled:
+    return COMPILER.compile(Grammar(kind="regex", value=pattern))
+
+
+def accepts(grammar: Compiled, text: bytes) -> bool:
+    matcher = grammar.matcher()
+    return all(matcher.accept_token(byte) for byte in text) and matcher.accept_token(END)
+
+
+TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("abc", repeat=size)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(ATOMS, patterns, max_leaves=8))
+def test_the_texts_that_match_are_those_that_match_in_python(pattern: str) -> None:
+    grammar = compiled(pattern)
+    for text in TEXTS:
+        assert accepts(grammar, text.encode()) == bool(re.fullmatch(pattern, text)), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^\d{3}-\w+$", ["123-a_9"], ["12-a", "123-", "１２３-a"]),
+        ("^a|b$", ["a", "b"], ["ab", ""]),
+        (r"[\]\-x]", ["]", "-", "x"], ["\\"]),
+        ("[a-]", ["a", "-"], ["b"]),
+        (r"\s\S", [" x", "\tx"], ["  ", "x "]),
+        (r"[^\d]", ["x", " "], ["1", "é", "٣"]),
+        (r"\D\W", ["x-"], ["1-", "xx", "é-"]),
+        ("(?P<year>[0-9]{4})(?<sep>/)x", ["2024/x"], ["2024x"]),
+        (".", ["é", "日", "🙂", "\t"], ["\n", "\r", "\u2028", "ab"]),
+        (r"[^a]", ["\n", "é", "\U0010ffff"], ["a"]),
+        ("日{1,2}", ["日", "日日"], ["", "日日日"]),
+        (r"\x41B\/\.", ["AB/."], ["ABx."]),
+        ("(|x)y", ["y", "xy"], ["x"]),
+    ],
+)
+def test_what_dialects_agree_on_is_understood(pattern: str, good: list[str], bad: list[str]) -> None:
+    grammar = compiled(pattern)
+    assert [text for text in good if not accepts(grammar, text.encode())] == []
+    assert [text for text in bad if accepts(grammar, text.encode())] == []
+
+
+def test_no_byte_sequence_matches_that_is_no_text() -> None:
+    grammar = compiled(r"[\x01-\uffff]|[^a-z]")
+    for text in (b"\xe0\x8d\x93", b"\xc0\x80", b"\xed\xa0\x80", b"\xf0\x8f\xbf\xbf", b"\xf4\x90\x80\x80", b"\xff"):
+        assert not accepts(grammar, text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(a", "a)", "[a", "a**", "a{2}{3}", "{2}", "a{3,2}", "a{,3}", "a{1,99999}", "*a", "[b-a]", "[]a]", "a\\"),
+        *("(?=a)", "(?!a)", "(?<=a)b", "(?i)a", r"(a)\1", r"\bx", r"\p{L}", r"\k<a>", "x^", "$x", r"\x4", r"\ud800"),
+        *("(" * 100 + ")" * 100, "((a{1000}){1000}){1000}", "(" * 5000),
+    ],
+)
+def test_what_no_grammar_can_say_is_refused_with_a_reason(pattern: str) -> None:
+    with pytest.raises(InvalidField, match="grammar is") as refused:
+        compiled(pattern)
+    assert refused.value.field == "grammar"
+    assert refused.value.allowed.startswith(("regular expressions that a grammar can say", "repetitions"))
+
+
+@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){12}", "(a*)*b", "(a|a)*c", "(x+x+)+y"])
+def test_patterns_that_make_backtracking_matchers_slow_do_no_harm(pattern: str) -> None:
+    assert not accepts(compiled(pattern), b"a" * 2000 + b"!")
+
+
+def test_a_choice_is_one_of_its_texts_whatever_is_in_them() -> None:
+    choices = ["yes", "no", "no way", 'a "b"\n\\', "日本 🙂", "[x]*"]
+    grammar = COMPILER.compile(Grammar(kind="choice", value=json.dumps(choices)))
+    assert all(accepts(grammar, text.encode()) for text in choices)
+    assert not any(accepts(grammar, text) for text in (b"", b"yesno", b"ye", b"no w", b"xx"))
+
+
+@pytest.mark.parametrize("value", ["", "[]", "{}", '["a", 1]', '[""]', '"a"', '["\\u0000"]', '["a"'])
+def test_a_choice_of_anything_but_texts_is_refused(value: str) -> None:
+    with pytest.raises(InvalidField, match="grammar is"):
+        COMPILER.compile(Grammar(kind="choice", value=value))
+
+
+def test_rules_are_taken_as_xgrammar_reads_them_and_its_complaints_are_told() -> None:
+    grammar = COMPILER.compile(Grammar(kind="ebnf", value='root ::= "a" more?\nmore ::= [b-c]+\n'))
+    assert accepts(grammar, b"abcb")
+    assert not accepts(grammar, b"abd")
+    for rules in ("root ::= x", "other ::= 'a'", "root ::= (", ""):
+        with pytest.raises(InvalidField, match="rules that xgrammar understands"):
+            COMPILER.compile(Grammar(kind="ebnf", value=rules))
+    with pytest.raises(InvalidField, match="some text"):
+        COMPILER.compile(Grammar(kind="ebnf", value='root ::= root "a"'))
+
+
+def test_what_stands_before_and_after_is_part_of_the_text() -> None:
+    grammar = COMPILER.compile(Grammar(kind="regex", value="[0-9]", prefix="<n>\n", suffix='"</n>'))
+    assert accepts(grammar, b'<n>\n7"</n>')
+    assert not accepts(grammar, b"7")
