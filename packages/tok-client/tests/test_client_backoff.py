@@ -72,6 +72,14 @@ def test_only_what_may_pass_is_tried_again(error: TokError, expected: bool) -> N
 
 
 @pytest.mark.parametrize(
+    ("error", "expected"),
+    [(BROKEN, False), *((status_error(status, {}, b""), status in (429, 503)) for status in (408, 409, 429, 500, 503))],
+)
+def test_what_may_not_be_done_twice_is_tried_again_only_after_a_refusal(error: TokError, expected: bool) -> None:
+    assert may_retry(error, repeatable=False) is expected
+
+
+@pytest.mark.parametrize(
     ("body", "told"),
     [
         (b'{"error":{"message":"bad n","type":"t","param":"n","code":"c"}}', ("bad n", "t", "n", "c")),

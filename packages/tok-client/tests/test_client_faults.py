@@ -116,7 +116,7 @@ async def ending(request: web.Request, how: str) -> None:
         await until(connection.is_closing)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -151,7 +151,7 @@ async def blocking(function: Callable[[Client], object], good: Good, api_key: st
     return await asyncio.to_thread(run)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -315,7 +315,7 @@ async def test_closing_an_async_stream_disconnects(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         async with await client.completions.create(model="m", prompt="a", user="endless", stream=True) as stream:
             assert (await anext(stream)).choices[0].text == "x"
-        await asyncio.wait_for(good.disconnected.wait(), 10)
+        await asyncio.wait_for(good.disconnected.wait(), 60)
         assert [chunk async for chunk in stream] == []
 
 
@@ -330,10 +330,10 @@ async def test_closing_or_dropping_a_stream_disconnects(good: Good, way: str) ->
             stream.close()
             assert list(stream) == []
         del stream
-        assert closed.wait(10)  # the client itself stays open until the server has seen it
+        assert closed.wait(60)  # the client itself stays open until the server has seen it
 
     reading = asyncio.ensure_future(blocking(read, good))
-    await asyncio.wait_for(good.disconnected.wait(), 10)
+    await asyncio.wait_for(good.disconnected.wait(), 60)
     closed.set()
     await reading
 
@@ -431,9 +431,9 @@ async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
     try:
         await until(lambda: len(good.bodies) == 1)
         child.send_signal(signal.SIGINT)
-        await asyncio.wait_for(good.disconnected.wait(), 10)
+        await asyncio.wait_for(good.disconnected.wait(), 60)
         child.stdin.close()
-        shown = await asyncio.wait_for(child.stdout.read(), 10)
+        shown = await asyncio.wait_for(child.stdout.read(), 60)
         assert (shown, await child.wait()) == (b"interrupted\n", 0)
     finally:
         if child.returncode is None:
@@ -477,12 +477,6 @@ def test_arguments_that_are_not_allowed_are_named(
 
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS)
-async def test_the_readmes_snippets_run(good: Good, snippet: str) -> None:
-    code = snippet.replace("http://127.0.0.1:10210/v1", good.url)
-    await asyncio.to_thread(exec, compile(code, str(README), "exec"), {"__name__": "snippet"})
 
 
 async def test_the_readmes_snippets_print_what_the_server_said(good: Good, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,17 @@ EXTENSIONS = {
     "priority",
     "stop_token_ids",
     "return_token_ids",
+    "prompt_logprobs",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json_object",
+    "stop_when",
 }
+OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 USAGE = wire.Usage(
     prompt_tokens=3,
@@ -132,11 +142,16 @@ def test_openais_own_models_accept_the_objects(made: msgspec.Struct, theirs: typ
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(wire.CompletionRequest, OpenAICompletionParams), (wire.ChatCompletionRequest, OpenAIChatParams)],
+    ("ours", "theirs", "more"),
+    [
+        (wire.CompletionRequest, OpenAICompletionParams, set()),
+        (wire.ChatCompletionRequest, OpenAIChatParams, OF_CHATS),
+    ],
 )
-def test_requests_have_openais_fields_and_the_extensions(ours: type[msgspec.Struct], theirs: type) -> None:
-    assert known_fields(ours) == frozenset(get_type_hints(theirs)) | EXTENSIONS | {"stream"}
+def test_requests_have_openais_fields_and_the_extensions(
+    ours: type[msgspec.Struct], theirs: type, more: set[str]
+) -> None:
+    assert known_fields(ours) == frozenset(get_type_hints(theirs)) | EXTENSIONS | more | {"stream"}
 
 
 @pytest.mark.parametrize(
@@ -313,8 +328,8 @@ def of_info(info: msgspec.inspect.Type) -> st.SearchStrategy[object]:
             return TEXT
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(of_info(item), max_size=2)
-        case msgspec.inspect.DictType(value_type=value):
-            return st.dictionaries(TEXT, of_info(value), max_size=2)
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(of_info(key), of_info(value), max_size=2)
         case msgspec.inspect.CustomType(cls=cls) if cls is object:
             return st.none() | TEXT | st.integers(-9, 9)
         case msgspec.inspect.StructType(cls=cls):

@@ -33,12 +33,14 @@ class Backoff:
         return max(waited, _seconds(asked, self.clock()) if asked else 0.0)
 
 
-def may_retry(error: TokError) -> bool:
+def may_retry(error: TokError, *, repeatable: bool = True) -> bool:
     """Whether the same request may do better: broken connections and statuses 408, 409, 429 and from 500 on.
 
     Not after a timeout: the server may still be at work on the request, and a second one would double its
-    load.
+    load. One that is not repeatable may only follow a refusal: 429 and 503.
     """
+    if not repeatable:
+        return isinstance(error, APIStatusError) and error.status_code in (429, 503)
     if isinstance(error, APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     return isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)

@@ -3,171 +3,23 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal, Self, Unpack, overload
+from typing import Self
 
 from tok_client.backoff import Backoff
+from tok_client.blocking import BlockingTransport
 from tok_client.loop_thread import LoopThread
-from tok_client.params import (
-    ChatCompletionParams,
-    CompletionParams,
-    Object,
-    chat_completion_body,
-    completion_body,
-    model_path,
-)
-from tok_client.streaming import Stream
+from tok_client.resources.batches import Batches
+from tok_client.resources.chat import Chat
+from tok_client.resources.completions import Completions
+from tok_client.resources.embeddings import Embeddings
+from tok_client.resources.files import Files
+from tok_client.resources.models import Models
+from tok_client.resources.operations import Operations
+from tok_client.resources.responses import Responses
 from tok_client.transport import Transport
-from tok_client.types import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
 
 
-class Completions:
-    """`/completions`."""
-
-    def __init__(self, transport: Transport, thread: LoopThread) -> None:
-        self._transport = transport
-        self._thread = thread
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Completion: ...
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Stream[Completion]: ...
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Completion | Stream[Completion]: ...
-
-    def create(
-        self,
-        *,
-        stream: bool = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Completion | Stream[Completion]:
-        """Completes `prompt`; with `stream`, gives an iterator of what it gains.
-
-        The other parameters are those of the wire: see `CompletionRequest`. What is not given is not
-        sent. `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as
-        it is.
-        """
-        body = completion_body(params, stream, extra_body)
-        send = self._transport
-        if stream:
-            source = self._thread.call(lambda: send.stream("/completions", Completion, body=body, timeout=timeout))
-            return Stream(source, self._thread)
-        return self._thread.call(lambda: send.fetch("POST", "/completions", Completion, body=body, timeout=timeout))
-
-
-class ChatCompletions:
-    """`/chat/completions`."""
-
-    def __init__(self, transport: Transport, thread: LoopThread) -> None:
-        self._transport = transport
-        self._thread = thread
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
-    ) -> ChatCompletion: ...
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
-    ) -> Stream[ChatCompletionChunk]: ...
-
-    @overload
-    def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
-    ) -> ChatCompletion | Stream[ChatCompletionChunk]: ...
-
-    def create(
-        self,
-        *,
-        stream: bool = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
-    ) -> ChatCompletion | Stream[ChatCompletionChunk]:
-        """Answers `messages`; with `stream`, gives an iterator of what the answer gains.
-
-        The other parameters are those of the wire: see `ChatCompletionRequest`. What is not given is not
-        sent. `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as
-        it is.
-        """
-        body = chat_completion_body(params, stream, extra_body)
-        send = self._transport
-        if stream:
-            source = self._thread.call(
-                lambda: send.stream("/chat/completions", ChatCompletionChunk, body=body, timeout=timeout)
-            )
-            return Stream(source, self._thread)
-        return self._thread.call(
-            lambda: send.fetch("POST", "/chat/completions", ChatCompletion, body=body, timeout=timeout)
-        )
-
-
-class Chat:
-    """`/chat`."""
-
-    def __init__(self, transport: Transport, thread: LoopThread) -> None:
-        self.completions = ChatCompletions(transport, thread)
-
-
-class Models:
-    """`/models`."""
-
-    def __init__(self, transport: Transport, thread: LoopThread) -> None:
-        self._transport = transport
-        self._thread = thread
-
-    def list(self, *, timeout: float | None = None) -> ModelList:
-        """The models that the server has."""
-        send = self._transport
-        return self._thread.call(lambda: send.fetch("GET", "/models", ModelList, timeout=timeout))
-
-    def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
-        """The model with the id `model`. NotFoundError: there is none."""
-        send, path = self._transport, model_path(model)
-        return self._thread.call(lambda: send.fetch("GET", path, Model, timeout=timeout))
-
-
-class Client:
+class Client(Operations):
     """A client of an OpenAI-compatible server, for any number of threads.
 
     timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
@@ -175,9 +27,9 @@ class Client:
                  none once a stream has begun, nor after a timeout
     backoff      how long to wait before a retry
 
-    Connections are served by an event loop on a thread of its own. Close it, or use it as a context manager;
-    one that is dropped closes itself. Its calls raise the exceptions of `tok_client.errors`. ValueError: an
-    argument is not allowed.
+    All its calls share one pool of connections, served by an event loop on a thread of its own. Close it, or use it as
+    a context manager; one that is dropped closes itself. Its calls raise the exceptions of `tok_client.errors`.
+    ValueError: an argument is not allowed.
     """
 
     def __init__(
@@ -189,15 +41,19 @@ class Client:
         *,
         backoff: Backoff | None = None,
     ) -> None:
-        self._transport = Transport(base_url, api_key, timeout, max_retries, backoff or Backoff())
-        self._thread = LoopThread(self._transport.close)
-        self.completions = Completions(self._transport, self._thread)
-        self.chat = Chat(self._transport, self._thread)
-        self.models = Models(self._transport, self._thread)
+        transport = Transport(base_url, api_key, timeout, max_retries, backoff or Backoff())
+        super().__init__(BlockingTransport(transport, LoopThread(transport.close)))
+        self.completions = Completions(self._transport)
+        self.chat = Chat(self._transport)
+        self.responses = Responses(self._transport)
+        self.embeddings = Embeddings(self._transport)
+        self.files = Files(self._transport)
+        self.batches = Batches(self._transport)
+        self.models = Models(self._transport)
 
     def close(self) -> None:
         """Closes all connections, those of open streams too, and ends the thread. May be called again."""
-        self._thread.stop()
+        self._transport.thread.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -1,28 +1,42 @@
-"""The keyword parameters of `create`, under the names of the wire, and the body made of them.
-
-What is not given (or is `UNSET`) is not sent; None is sent as null.
-"""
+"""The keyword parameters of `create`, under the names of the wire."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Required, TypedDict, cast
-from urllib.parse import quote
+from collections.abc import Mapping, Sequence
+from typing import Literal, Required, TypedDict
 
-import msgspec
-
+from tok_client.bodies import Object
 from tok_client.types import (
-    UNSET,
-    ChatCompletionRequest,
     ChatMessage,
-    CompletionRequest,
+    ExpiresAfter,
+    InputItem,
     Maybe,
     Message,
+    OutputItem,
+    ResponseFormat,
+    ResponseReasoning,
+    ResponseStreamOptions,
+    ResponseText,
+    ResponseTool,
+    ResponseToolChoice,
+    StopWhen,
     StreamOptions,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
 )
 
-Object = Mapping[str, object]
+Prompt = str | Sequence[int]
+"""One prompt: a text, or the ids of its tokens."""
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+"""A prompt, or several of one kind."""
+
+Messages = Sequence[Message | ChatMessage | Object]
+"""A conversation."""
+
+Conversation = str | Messages
+"""A conversation; a text is what the user says."""
 
 
 class GenerationParams(TypedDict, total=False):
@@ -48,31 +62,43 @@ class GenerationParams(TypedDict, total=False):
     priority: Maybe[int]
     stop_token_ids: Maybe[Sequence[int]]
     return_token_ids: Maybe[bool]
+    prompt_logprobs: Maybe[int]
+    response_format: Maybe[ResponseFormat | Object]
+    structured_outputs: Maybe[StructuredOutputs | Object]
+    guided_json: Maybe[Object | str]
+    guided_regex: Maybe[str]
+    guided_choice: Maybe[Sequence[str]]
+    guided_grammar: Maybe[str]
+    guided_json_object: Maybe[bool]
+    stop_when: Maybe[StopWhen | Object]
 
 
-class CompletionParams(GenerationParams, total=False):
-    """What `completions.create` takes; see `tok_client.types.CompletionRequest`."""
+class CompletionOptions(GenerationParams, total=False):
+    """What `completions.create` takes but for its prompts; see `tok_client.types.CompletionRequest`."""
 
-    prompt: Required[str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]]
     logprobs: Maybe[int]
     echo: Maybe[bool]
     best_of: Maybe[int]
     suffix: Maybe[str]
 
 
-class ChatCompletionParams(GenerationParams, total=False):
-    """What `chat.completions.create` takes; see `tok_client.types.ChatCompletionRequest`."""
+class CompletionParams(CompletionOptions, total=False):
+    """What `completions.create` takes."""
 
-    messages: Required[Sequence[Message | ChatMessage | Object]]
+    prompt: Required[Prompts]
+
+
+class ChatCompletionOptions(GenerationParams, total=False):
+    """What `chat.completions.create` takes but for its messages; see `tok_client.types.ChatCompletionRequest`."""
+
     logprobs: Maybe[bool]
     top_logprobs: Maybe[int]
     max_completion_tokens: Maybe[int]
-    tools: Maybe[Sequence[Object]]
-    tool_choice: Maybe[str | Object]
+    tools: Maybe[Sequence[Tool | Object]]
+    tool_choice: Maybe[ToolChoice | Object]
     parallel_tool_calls: Maybe[bool]
     functions: Maybe[Sequence[Object]]
     function_call: Maybe[str | Object]
-    response_format: Maybe[Object]
     modalities: Maybe[Sequence[Literal["text", "audio"]]]
     audio: Maybe[Object]
     prediction: Maybe[Object]
@@ -85,53 +111,83 @@ class ChatCompletionParams(GenerationParams, total=False):
     service_tier: Maybe[Literal["auto", "default", "flex", "scale", "priority", "fast"]]
     safety_identifier: Maybe[str]
     prompt_cache_key: Maybe[str]
+    prompt_cache_retention: Maybe[Literal["in_memory", "in-memory", "24h"]]
+    prompt_cache_options: Maybe[Object]
+    chat_template_kwargs: Maybe[Object]
+    add_generation_prompt: Maybe[bool]
+    continue_final_message: Maybe[bool]
+
+
+class ChatCompletionParams(ChatCompletionOptions, total=False):
+    """What `chat.completions.create` takes."""
+
+    messages: Required[Messages]
+
+
+class ResponseParams(TypedDict, total=False):
+    """What `responses.create` takes; see `tok_client.types.ResponseRequest`. Items of an output may be sent back."""
+
+    input: Required[str | Sequence[InputItem | OutputItem | Object]]
+    model: Maybe[str]
+    instructions: Maybe[str]
+    max_output_tokens: Maybe[int]
+    temperature: Maybe[float]
+    top_p: Maybe[float]
+    text: Maybe[ResponseText | Object]
+    reasoning: Maybe[ResponseReasoning | Object]
+    tools: Maybe[Sequence[ResponseTool | Object]]
+    tool_choice: Maybe[Literal["none", "auto", "required"] | ResponseToolChoice | Object]
+    parallel_tool_calls: Maybe[bool]
+    include: Maybe[Sequence[str]]
+    top_logprobs: Maybe[int]
+    stream_options: Maybe[ResponseStreamOptions | Object]
+    metadata: Maybe[Mapping[str, str]]
+    user: Maybe[str]
+    safety_identifier: Maybe[str]
+    prompt_cache_key: Maybe[str]
+    store: Maybe[bool]
+    truncation: Maybe[Literal["auto", "disabled"]]
+    service_tier: Maybe[Literal["auto", "default", "flex", "scale", "priority", "fast"]]
+    previous_response_id: Maybe[str]
+    conversation: Maybe[str | Object]
+    background: Maybe[bool]
+    prompt: Maybe[Object]
+    max_tool_calls: Maybe[int]
+    context_management: Maybe[Sequence[Object]]
+    moderation: Maybe[Object]
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]]
     prompt_cache_options: Maybe[Object]
 
 
-def completion_body(params: CompletionParams, stream: bool, extra: Object | None) -> bytes:
-    """The JSON body of `POST /completions`."""
-    return _body(CompletionRequest, cast(Object, params), stream, extra)
+class EmbeddingParams(TypedDict, total=False):
+    """What `embeddings.create` takes but for its input; see `tok_client.types.EmbeddingRequest`."""
+
+    model: Required[str]
+    encoding_format: Maybe[Literal["float", "base64"]]
+    dimensions: Maybe[int]
+    user: Maybe[str]
+    pooling: Maybe[Literal["last", "mean"]]
 
 
-def chat_completion_body(params: ChatCompletionParams, stream: bool, extra: Object | None) -> bytes:
-    """The JSON body of `POST /chat/completions`."""
-    return _body(ChatCompletionRequest, cast(Object, params), stream, extra)
+class TokenizeParams(TypedDict, total=False):
+    """What `tokenize` takes: `prompt` or `messages`; see `tok_client.types.TokenizeRequest`."""
+
+    model: Maybe[str]
+    prompt: Maybe[str]
+    messages: Maybe[Messages]
+    tools: Maybe[Sequence[Tool | Object]]
+    add_special_tokens: Maybe[bool]
+    return_token_strs: Maybe[bool]
+    add_generation_prompt: Maybe[bool]
+    continue_final_message: Maybe[bool]
+    chat_template_kwargs: Maybe[Object]
 
 
-def _body(kind: Callable[..., msgspec.Struct], params: Object, stream: bool, extra: Object | None) -> bytes:
-    """TypeError: a parameter the wire does not know, no JSON. ValueError: NaN, infinity, a lone surrogate."""
-    for name, value in params.items():
-        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: it would be sent as null
-            raise ValueError(f"{name} is {value}; allowed: finite numbers")
-    request = kind(**params, stream=True if stream else UNSET)
-    try:
-        if not extra:
-            return msgspec.json.encode(request)
-        return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
-    except UnicodeEncodeError:
-        raise _surrogate(_at_fault({**params, **(extra or {})})) from None
+class BatchParams(TypedDict, total=False):
+    """What `batches.create` takes; see `tok_client.types.BatchRequest`. `completion_window` is "24h" if not given."""
 
-
-def model_path(model: str) -> str:
-    """The path of one model. ValueError: a lone surrogate."""
-    try:
-        return f"/models/{quote(model, safe='')}"
-    except UnicodeEncodeError:
-        raise _surrogate("model") from None
-
-
-def _at_fault(params: Object) -> str:
-    """The parameter that is no Unicode."""
-    for name, value in params.items():
-        try:
-            msgspec.json.encode({name: value})
-        except UnicodeEncodeError:
-            return ascii(name).strip("'")
-    return "extra_body"
-
-
-def _surrogate(name: str) -> ValueError:
-    return ValueError(
-        f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot carry; allowed: valid text"
-    )
+    input_file_id: Required[str]
+    endpoint: Required[str]
+    completion_window: str
+    metadata: Maybe[Mapping[str, str]]
+    output_expires_after: Maybe[ExpiresAfter | Object]

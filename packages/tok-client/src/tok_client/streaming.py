@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 
 import msgspec
 
@@ -33,11 +33,13 @@ class AsyncStream(Generic[T_co]):
     read may be lost.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse, chunk_type: type[T_co]) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, chunk_type: type[T_co], ends: tuple[type, ...] = ()) -> None:
         self.request_id = response.headers.get("x-request-id")
         self._response = response
         self._events = SSEDecoder()
         self._chunks = msgspec.json.Decoder(chunk_type)
+        self._ends = ends
+        self._tags = _tags(chunk_type) if ends else frozenset()
         self._ready: deque[T_co] = deque()
         self._done = False  # [DONE] has come
         self._failure: TokError | None = None  # to be raised after the chunks ahead of it
@@ -95,17 +97,25 @@ class AsyncStream(Generic[T_co]):
                 if event.data == b"[DONE]":
                     self._done = True
                     break
-                chunks.append(self._decode(event))
+                chunk = self._decode(event)
+                if chunk is not None:
+                    chunks.append(chunk)
+                if isinstance(chunk, self._ends):
+                    self._done = True
+                    break
         except TokError as failure:
             self._failure = failure
         return chunks
 
-    def _decode(self, event: ServerSentEvent) -> T_co:
+    def _decode(self, event: ServerSentEvent) -> T_co | None:
+        """None: a chunk of a type that is not known."""
         if event.event == "error":
             raise event_error(event.data)
         try:
             return self._chunks.decode(event.data)
         except msgspec.MsgspecError as error:
+            if self._ends and event.event not in self._tags and event.event != "message":
+                return None
             raise event_error(event.data) from error
 
     async def _finish(self) -> None:
@@ -114,8 +124,9 @@ class AsyncStream(Generic[T_co]):
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
                 with translating(self._response.url):
-                    if not await self._response.content.readany():
-                        self._response.release()
+                    while await self._response.content.readany():
+                        pass  # what comes after the last chunk means nothing
+                    self._response.release()
         except (TimeoutError, APIConnectionError):
             pass  # the answer is whole; only the connection is lost
         finally:
@@ -138,6 +149,11 @@ class AsyncStream(Generic[T_co]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _tags(kind: object) -> frozenset[str]:
+    """The types of chunks in a union of them."""
+    return frozenset(str(one.__struct_config__.tag) for one in get_args(kind))
 
 
 class Stream(Generic[T_co]):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BytesIO
 from itertools import count
+from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 import msgspec
 
 from tok_client.backoff import Backoff, may_retry
+from tok_client.call import Call
 from tok_client.errors import APIResponseError, TokError, status_error
 from tok_client.streaming import AsyncStream
 from tok_client.translate import translating
+from tok_client.whole_file import write_whole
 
 if TYPE_CHECKING:
     import aiohttp
 
 T = TypeVar("T")
+U = TypeVar("U")
+
+_PIECE = 1 << 20
 
 
 class Transport:
@@ -36,8 +43,9 @@ class Transport:
         if max_retries < 0:
             raise ValueError(f"max_retries is {max_retries}; allowed: integers from 0")
         self._base_url = base_url.rstrip("/")
+        self._root = self._base_url.removesuffix("/v1")
         self._api_key = api_key
-        self._timeout = _checked(timeout)
+        self._timeout = checked_timeout(timeout)
         self._max_retries = max_retries
         self._backoff = backoff
         self._session: aiohttp.ClientSession | None = None
@@ -45,36 +53,26 @@ class Transport:
         self._streams: WeakSet[AsyncStream[object]] = WeakSet()
         self._closed = False
 
-    async def fetch(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        *,
-        body: bytes | None = None,
-        timeout: float | None = None,
-    ) -> T:
-        """The answer to one request, whole, decoded as `kind`."""
-
-        seconds = self._timeout if timeout is None else _checked(timeout)
+    async def fetch(self, call: Call[T], timeout: float | None = None, max_retries: int | None = None) -> T:
+        """The answer to one call, whole. `max_retries` takes the place of the client's."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
 
         async def once() -> T:
-            response = await self._open(method, path, body, seconds)
+            response = await self._open(call, seconds)
             with translating(response.url):
                 content = await response.read()
-            return _decoded(content, kind)
+            return _answer(call, response, content)
 
-        return await self._retrying(once, seconds)
+        return await self._retrying(call, once, seconds, max_retries)
 
-    async def stream(self, path: str, kind: type[T], *, body: bytes, timeout: float | None = None) -> AsyncStream[T]:
-        """The answer to one request as a stream of `kind`; once it has begun there is no retry."""
-
-        seconds = self._timeout if timeout is None else _checked(timeout)
+    async def stream(self, call: Call[T], timeout: float | None = None) -> AsyncStream[T]:
+        """The answer to one call as a stream; once it has begun there is no retry."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
 
         async def once() -> AsyncStream[T]:
-            response = await self._open("POST", path, body, seconds)
+            response = await self._open(call, seconds)
             if response.content_type == "text/event-stream":
-                opened = AsyncStream(response, kind)
+                opened = AsyncStream(response, call.kind, call.ends)
                 self._streams.add(opened)
                 return opened
             with translating(response.url):
@@ -82,7 +80,20 @@ class Transport:
             message = f"asked for a stream, got {response.content_type}: {content[:200]!r}"
             raise APIResponseError(message, body=content)
 
-        return await self._retrying(once, seconds)
+        return await self._retrying(call, once, seconds)
+
+    async def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
+        """Writes the answer to the file `path`, which appears when it is whole; gives its size in bytes."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+
+        async def once() -> int:
+            response = await self._open(call, seconds)
+            try:
+                return await write_whole(path, _pieces(response))
+            finally:
+                response.close()  # where the file could not be written; a body that was read has left its connection
+
+        return await self._retrying(call, once, seconds)
 
     async def close(self) -> None:
         """Closes all connections, those of open streams too. May be called again."""
@@ -93,12 +104,15 @@ class Transport:
         if session is not None:
             await session.close()
 
-    async def _retrying(self, once: Callable[[], Awaitable[T]], timeout: float) -> T:
+    async def _retrying(
+        self, call: Call[T], once: Callable[[], Awaitable[U]], timeout: float, max_retries: int | None = None
+    ) -> U:
+        most = self._max_retries if max_retries is None else max_retries
         for retry in count(1):
             try:
                 return await once()
             except TokError as error:
-                if retry > self._max_retries or not may_retry(error):
+                if retry > most or not may_retry(error, repeatable=call.repeatable):
                     raise
                 delay = self._backoff.delay(retry, error)
                 if delay > timeout:  # asked to stay away for longer than the caller would wait
@@ -106,19 +120,20 @@ class Transport:
             await self._backoff.sleep(delay)
         raise AssertionError("unreachable")
 
-    async def _open(self, method: str, path: str, body: bytes | None, timeout: float) -> aiohttp.ClientResponse:
+    async def _open(self, call: Call[T], timeout: float) -> aiohttp.ClientResponse:
         """The response, its body still to be read, unless its status is an error."""
         import aiohttp
         from yarl import URL
 
         limits = aiohttp.ClientTimeout(total=None, connect=timeout, sock_read=timeout)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        url = URL(self._base_url + path, encoded=True)
+        headers = {"Content-Type": "application/json"} if call.body is not None else {}
+        url = URL((self._root if call.at_root else self._base_url) + call.path, encoded=True)
+        data = _large(call.body) if call.form is None else call.form()
         with translating(url):
             response = await self._opened().request(
-                method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
+                call.method, url, data=data, headers=headers, timeout=limits, allow_redirects=False
             )
-            if response.status < 300:
+            if response.status < 300 or response.status in call.also:
                 return response
             content = await response.read()
         raise status_error(response.status, response.headers, content)
@@ -147,13 +162,41 @@ def _session(api_key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
-def _checked(timeout: float) -> float:
+def checked_timeout(timeout: float) -> float:
+    """The same. ValueError: it is not allowed."""
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: seconds above 0, finite")
     return timeout
 
 
+def _large(body: bytes | None) -> bytes | BytesIO | None:
+    """A large body in a form that is written piece by piece."""
+    return BytesIO(body) if body is not None and len(body) > _PIECE else body
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    with translating(response.url):
+        async for piece in response.content.iter_chunked(_PIECE):
+            yield piece
+
+
+def _answer(call: Call[T], response: aiohttp.ClientResponse, content: bytes) -> T:
+    failed = response.status >= 300
+    if call.default is not None and not content and not failed:
+        return call.default
+    try:
+        return _decoded(content, call.kind)
+    except APIResponseError:
+        if not failed:
+            raise
+    raise status_error(response.status, response.headers, content)
+
+
 def _decoded(content: bytes, kind: type[T]) -> T:
+    if issubclass(kind, bytes):
+        return kind(content)
+    if issubclass(kind, str):
+        return kind(content, "utf-8", "replace")
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec import field
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.common import Usage
+from tok_client.types.common import PromptLogprobs, Usage
 from tok_client.types.messages import CustomToolCall, FunctionCall, FunctionToolCall
+from tok_client.types.stop_when import StopWhenResult
 
 
 class TopLogprob(Wire, frozen=True, kw_only=True):
@@ -34,11 +35,15 @@ class ChatLogprobs(Wire, frozen=True, kw_only=True):
 
 
 class ChatMessage(Wire, frozen=True, kw_only=True):
-    """What the model answered. It may be sent back as a message of the next request."""
+    """What the model answered. It may be sent back as a message of the next request.
+
+    `reasoning_content`: what it thought before, where the server tells that apart.
+    """
 
     role: str = "assistant"
     content: str | None = None
     refusal: str | None = None
+    reasoning_content: Maybe[str] = UNSET
     tool_calls: Maybe[list[FunctionToolCall | CustomToolCall]] = UNSET
     function_call: Maybe[FunctionCall] = UNSET
     annotations: Maybe[list[JSONObject]] = UNSET
@@ -46,7 +51,7 @@ class ChatMessage(Wire, frozen=True, kw_only=True):
 
 
 class ChatChoice(Wire, frozen=True, kw_only=True):
-    """One sample. `finish_reason` is "stop" or "length" ("tool_calls" and others elsewhere)."""
+    """One sample. `finish_reason` is "stop", "length", "tool_calls" or "stop_when" (and others elsewhere)."""
 
     index: int
     message: ChatMessage
@@ -56,7 +61,7 @@ class ChatChoice(Wire, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Wire, frozen=True, kw_only=True):
-    """Response of `POST /chat/completions`. `created` is in seconds since 1970."""
+    """Response of `POST /chat/completions`. `created` is in seconds since 1970; `prompt_logprobs` as asked for."""
 
     id: str
     object: str = "chat.completion"
@@ -68,6 +73,8 @@ class ChatCompletion(Wire, frozen=True, kw_only=True):
     service_tier: Maybe[str] = UNSET
     metadata: Maybe[dict[str, str]] = UNSET
     moderation: Maybe[JSONObject] = UNSET
+    prompt_logprobs: Maybe[PromptLogprobs] = UNSET
+    stop_when: Maybe[StopWhenResult] = UNSET
 
 
 class FunctionCallDelta(Wire, frozen=True, kw_only=True):
@@ -92,6 +99,7 @@ class Delta(Wire, frozen=True, kw_only=True):
     role: Maybe[str] = UNSET
     content: Maybe[str] = UNSET
     refusal: Maybe[str] = UNSET
+    reasoning_content: Maybe[str] = UNSET
     tool_calls: Maybe[list[ToolCallDelta]] = UNSET
     function_call: Maybe[FunctionCallDelta] = UNSET
 
@@ -107,7 +115,10 @@ class ChunkChoice(Wire, frozen=True, kw_only=True):
 
 
 class ChatCompletionChunk(Wire, frozen=True, kw_only=True):
-    """One event of a streamed chat completion. `usage` is null on chunks before the one that carries it."""
+    """One event of a streamed chat completion. `usage` is null on chunks before the one that carries it.
+
+    `stop_when`, where it is asked for, comes with the last chunk.
+    """
 
     id: str
     object: str = "chat.completion.chunk"
@@ -119,3 +130,4 @@ class ChatCompletionChunk(Wire, frozen=True, kw_only=True):
     service_tier: Maybe[str] = UNSET
     moderation: Maybe[JSONObject] = UNSET
     obfuscation: Maybe[str] = UNSET
+    stop_when: Maybe[StopWhenResult] = UNSET

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from msgspec import field
 
 from tok_client.types.base import UNSET, Maybe, Wire
-from tok_client.types.common import GenerationRequest, Usage
+from tok_client.types.common import GenerationRequest, PromptLogprobs, Usage
+from tok_client.types.prompts import Prompts, check_prompts, one_by_one
+from tok_client.types.stop_when import StopWhenResult
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -19,29 +19,18 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     ValueError (decoding: msgspec.ValidationError): `prompt` mixes kinds, or holds no prompt.
     """
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompts
     logprobs: Maybe[int] = UNSET
     echo: Maybe[bool] = UNSET
     best_of: Maybe[int] = UNSET
     suffix: Maybe[str] = UNSET
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str):
-            return
-        kinds = {list if kind is tuple else kind for kind in set(map(type, self.prompt))}
-        if len(kinds) > 1:
-            named = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise ValueError(f"prompt mixes {named}; allowed: only strings, only integers, or only lists")
-        if not kinds:
-            raise ValueError("prompt is []; allowed: a text, a list of texts, token ids, lists of token ids")
+        check_prompts("prompt", self.prompt)
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one: each a text, or the ids of its tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        # Of one kind, which the first tells: thousands of ids are not to be looked at one by one.
-        prompts = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
-        return cast("list[str | list[int]]", prompts)
+        return one_by_one(self.prompt)
 
 
 class CompletionLogprobs(Wire, frozen=True, kw_only=True):
@@ -60,7 +49,7 @@ class CompletionLogprobs(Wire, frozen=True, kw_only=True):
 class CompletionChoice(Wire, frozen=True, kw_only=True):
     """One sample of one prompt; `index` is prompt × n + sample.
 
-    `finish_reason` is "stop" or "length" ("content_filter" and others elsewhere), None while it streams.
+    `finish_reason` is "stop", "length" or "stop_when" ("content_filter" and others elsewhere), None while it streams.
     """
 
     index: int
@@ -68,12 +57,14 @@ class CompletionChoice(Wire, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: Maybe[list[int]] = UNSET
+    prompt_logprobs: Maybe[PromptLogprobs] = UNSET
 
 
 class Completion(Wire, frozen=True, kw_only=True):
     """Response of `POST /completions`; streamed, each event is one of these with what was gained.
 
     `created` is in seconds since 1970. `usage` is null on the chunks before the one that carries it.
+    `stop_when`, where it is asked for, comes with the last chunk of a stream.
     """
 
     id: str
@@ -83,3 +74,4 @@ class Completion(Wire, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Maybe[Usage] = UNSET
     system_fingerprint: Maybe[str] = UNSET
+    stop_when: Maybe[StopWhenResult] = UNSET

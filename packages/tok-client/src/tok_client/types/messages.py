@@ -101,7 +101,7 @@ class UserMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="user")
 
 
 class AssistantMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
-    """What the model said; without content where it called tools."""
+    """What the model said; without content where it called tools. `reasoning_content`: what it thought before."""
 
     role: ClassVar[Literal["assistant"]] = "assistant"
     content: Maybe[str | list[TextPart | RefusalPart]] = UNSET
@@ -110,6 +110,7 @@ class AssistantMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="a
     tool_calls: Maybe[list[FunctionToolCall | CustomToolCall]] = UNSET
     function_call: Maybe[FunctionCall] = UNSET
     audio: Maybe[JSONObject] = UNSET
+    reasoning_content: Maybe[str] = UNSET
 
 
 class ToolMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="tool"):

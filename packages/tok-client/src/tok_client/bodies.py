@@ -1,0 +1,66 @@
+"""Keyword parameters to JSON: what is not given, or is `UNSET`, is not sent; None is sent as null."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+Object = Mapping[str, object]
+
+
+def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object | None = None) -> bytes:
+    """The JSON of a `kind` with these fields, `extra` members added as they are.
+
+    TypeError: a parameter the wire does not know, or no JSON. ValueError: NaN, infinity, a lone surrogate.
+    """
+    for name, value in params.items():
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: it would be sent as null
+            raise ValueError(f"{name} is {value}; allowed: finite numbers")
+    request = kind(**params)
+    try:
+        if not extra:
+            return msgspec.json.encode(request)
+        return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
+    except UnicodeEncodeError:
+        raise _surrogate(_at_fault({**params, **(extra or {})})) from None
+
+
+def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
+    """The path of the member `value` of a collection. ValueError, naming `name`: empty, or a lone surrogate."""
+    if not value:
+        raise ValueError(f"{name} is ''; allowed: an id")
+    from urllib.parse import quote  # slow to import, and the HTTP library has it anyway
+
+    try:
+        return f"{collection}/{quote(value, safe='')}{rest}"
+    except UnicodeEncodeError:
+        raise _surrogate(name) from None
+
+
+def query_of(**given: str | int | None) -> str:
+    """The query of a URL, with what is not None, or nothing. ValueError: a lone surrogate."""
+    from urllib.parse import urlencode
+
+    try:
+        query = urlencode({name: value for name, value in given.items() if value is not None})
+    except UnicodeEncodeError:
+        raise _surrogate(_at_fault(given)) from None
+    return f"?{query}" if query else ""
+
+
+def _at_fault(params: Object) -> str:
+    """The parameter that is no Unicode."""
+    for name, value in params.items():
+        try:
+            msgspec.json.encode({name: value})
+        except UnicodeEncodeError:
+            return ascii(name).strip("'")
+    return "extra_body"
+
+
+def _surrogate(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot carry; allowed: valid text"
+    )

@@ -1,0 +1,44 @@
+"""One prompt of a `map` as the call that is made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+from tok_client import calls
+from tok_client.bodies import Object
+from tok_client.call import Call
+from tok_client.params import ChatCompletionParams, CompletionParams, Conversation, EmbeddingParams, Prompt
+from tok_client.types import ChatCompletion, Completion, EmbeddingList
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+Params = Mapping[str, object]
+
+
+def completions_of(params: Params, extra: Object | None) -> Callable[[Prompt], Call[Completion]]:
+    """Completions of prompts. ValueError, TypeError: a parameter cannot be sent."""
+    return _checked(lambda prompt: calls.completion(cast(CompletionParams, {**params, "prompt": prompt}), extra), "")
+
+
+def chats_of(params: Params, extra: Object | None) -> Callable[[Conversation], Call[ChatCompletion]]:
+    """Answers to conversations; a text is what the user says. ValueError, TypeError: a parameter cannot be sent."""
+
+    def call(conversation: Conversation) -> Call[ChatCompletion]:
+        text = isinstance(conversation, str)
+        messages = [{"role": "user", "content": conversation}] if text else conversation
+        return calls.chat_completion(cast(ChatCompletionParams, {**params, "messages": messages}), extra)
+
+    return _checked(call, "")
+
+
+def embeddings_of(params: Params, extra: Object | None) -> Callable[[Prompt], Call[EmbeddingList]]:
+    """Embeddings, one input each. ValueError, TypeError: a parameter cannot be sent."""
+    return _checked(lambda prompt: calls.embedding(prompt, cast(EmbeddingParams, params), extra), "")
+
+
+def _checked(make: Callable[[P], Call[T]], example: P) -> Callable[[P], Call[T]]:
+    """The same, tried: parameters that cannot be sent shall be refused once, not with each prompt."""
+    make(example)
+    return make

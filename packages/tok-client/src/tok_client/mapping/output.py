@@ -1,0 +1,140 @@
+"""The file of answers: a line each, whole or dropped, and gone on with by a later run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from os import PathLike
+from typing import IO, Generic, TypeVar
+
+import msgspec
+
+from tok_client.mapping.done import Done
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line. `request`: a digest of what was asked."""
+
+    index: int
+    key: str | None = None
+    request: str
+    answer: msgspec.Raw
+
+
+class SavedAnswer(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
+    """One line of an output file: number and key of the prompt, and its answer."""
+
+    index: int
+    key: str | None
+    answer: T_co
+
+
+class Output:
+    """Appends answers to the file `path`, for one run at a time.
+
+    A last line without its end, as a killed process leaves it, is cut off by `resume`. OSError: it cannot be written,
+    or (BlockingIOError) another run writes it. ValueError: it is no such file.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, keyed: bool) -> None:
+        self._name = os.fspath(path)
+        self._lock = threading.Lock()
+        self._file: FileIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 - it is closed by `close`
+        self.done = Done(self._name, keyed=keyed)
+        try:
+            _own(self._file, self._name)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def resume(self) -> None:
+        """Reads what an earlier run wrote, to be called before anything else; it may take long."""
+        whole = 0
+        with open(self._name, "rb") as file:
+            for line in _lines(file, self._name):
+                self.done.add(line.index, line.key, int(line.request, 16))
+                whole = file.tell()
+        with self._lock:
+            if self._file is not None:
+                self._file.truncate(whole)
+
+    def write(self, index: int, key: str | None, body: bytes, answer: msgspec.Struct) -> None:
+        """Appends an answer, which has left this process when it returns."""
+        encoded = msgspec.Raw(msgspec.json.encode(answer))
+        line = Line(index=index, key=key, request=f"{digest(body):016x}", answer=encoded)
+        with self._lock:
+            self._append(msgspec.json.encode(line) + b"\n")
+
+    def sync(self) -> None:
+        """Forces to the disk what was written."""
+        with self._lock:
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Forces it to the disk and closes it. May be called again."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            with file:
+                os.fsync(file.fileno())
+
+    def _append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest and self._file is not None:
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError:  # a line may be torn: nothing may come after it
+                self._file.close()
+                self._file = None
+                raise
+
+
+def read_answers(path: str | PathLike[str], kind: type[T]) -> Iterator[SavedAnswer[T]]:
+    """The answers of an output file, `Completion`s for instance, in the order in which they came.
+
+    A last line without its end is left out. OSError: it cannot be read; ValueError: it is no such file.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    with open(path, "rb") as file:
+        for line in _lines(file, os.fspath(path)):
+            yield SavedAnswer(index=line.index, key=line.key, answer=decoder.decode(line.answer))
+
+
+def digest(body: bytes) -> int:
+    """Eight bytes that tell one request from another; never 0."""
+    from hashlib import blake2b  # slow to import
+
+    return int.from_bytes(blake2b(body, digest_size=8).digest(), "big") or 1
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    file.seek(0)
+    number = 0
+    while (data := file.readline()).endswith(b"\n"):
+        number += 1
+        try:
+            line = decoder.decode(data)
+            int(line.request, 16)
+        except ValueError as error:
+            raise ValueError(f"{name} is no output of map: line {number} is not: {error}") from error
+        yield line
+
+
+def _own(file: FileIO, name: str) -> None:
+    """Takes the file for this process, until it is closed. BlockingIOError: another one has it."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another run writes this output", name) from error

@@ -1,0 +1,65 @@
+"""How far a run is, on one line of a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+
+class Progress:
+    """Tells on `stream`: in place, ten times a second, on a terminal, else a line every ten seconds.
+
+    `total`: prompts in all, if that is known. `clock`: seconds. One whose stream is None says nothing.
+    """
+
+    def __init__(self, stream: TextIO | None, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._total = total
+        self._clock = clock
+        self._in_place = stream is not None and stream.isatty()
+        self._begun = self._told = clock()
+        self._width = 0
+        self.answered = self.failed = self.skipped = 0
+
+    def tell(self) -> None:
+        """Shows the counts, unless it did just before."""
+        if self._stream is not None and self._clock() - self._told >= (0.1 if self._in_place else 10.0):
+            self._show()
+
+    def end(self) -> None:
+        """Shows the counts for the last time."""
+        if self._stream is not None:
+            self._show()
+            if self._in_place:
+                self._write("\n")
+
+    def line(self) -> str:
+        """What it says now."""
+        count, passed = self.answered + self.failed, self._clock() - self._begun
+        met, rate = count + self.skipped, count / passed if passed > 0 else 0.0
+        of = "" if self._total is None else f"/{self._total} ({met / max(1, self._total):.0%})"
+        parts = [f"{met}{of}", f"{rate:.1f}/s"]
+        if self.skipped:
+            parts.append(f"{self.skipped} from before")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        if self._total is not None and rate and met < self._total:
+            parts.append(f"{_spoken((self._total - met) / rate)} left")
+        return ", ".join(parts)
+
+    def _show(self) -> None:
+        self._told, line = self._clock(), self.line()
+        self._write("\r" + line.ljust(self._width) if self._in_place else line + "\n")
+        self._width = len(line)
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _spoken(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

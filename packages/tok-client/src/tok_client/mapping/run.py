@@ -1,0 +1,190 @@
+"""A window of requests that moves over the prompts: so many open at a time, so many held."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from tok_client.call import Call
+from tok_client.errors import TokError
+from tok_client.mapping.options import MapOptions
+from tok_client.mapping.output import Output, digest
+from tok_client.mapping.progress import Progress
+from tok_client.mapping.result import MapResult
+from tok_client.mapping.source import Source
+from tok_client.transport import Transport, checked_timeout
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+_HELD = 4  # times as many prompts as are open: a slow one shall not empty the window
+
+
+class MapRun(Generic[P, T]):
+    """Answers all of `prompts`, each by the call that `make` gives. It begins with the first `read`.
+
+    key  makes a prompt's key, by which an output file is gone on with even where the order has changed
+
+    ValueError: an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        prompts: Iterable[P] | AsyncIterable[P],
+        make: Callable[[P], Call[T]],
+        key: Callable[[P], str] | None,
+        options: MapOptions,
+        timeout: float | None,
+    ) -> None:
+        self._transport = transport
+        self._source = Source(prompts)
+        self._make = make
+        self._key = key
+        self._options = options
+        self._timeout = timeout if timeout is None else checked_timeout(timeout)
+        self._open = asyncio.Semaphore(options.concurrency)
+        self._held = asyncio.Semaphore(options.concurrency * _HELD)
+        self._progress = Progress(sys.stderr if options.progress else None, self._source.total)
+        self._output: Output | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._begun = self._read_all = False
+        self._index = self._place = self._next = 0
+        self._early: dict[int, MapResult[P, T]] = {}  # by place, results that wait for those before them
+        self._ready: deque[MapResult[P, T]] = deque()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self.closed = False
+
+    async def read(self) -> list[MapResult[P, T]]:
+        """The next results, at least one; none at the end. Raises what ends the run, after the results before it."""
+        if self.closed:
+            return []
+        if not self._begun:
+            self._begun = True
+            self._spawn(self._pump())
+        while not self._ready and self._failure is None and (self._tasks or not self._read_all):
+            self._changed.clear()
+            await self._changed.wait()
+        results = self._take()
+        if not results:
+            await self.close()
+            if self._failure is not None:
+                raise self._failure
+        return results
+
+    def abandon(self) -> None:
+        """Ends the run: disconnects and closes the output. To be called on the client's event loop."""
+        if self._begun and not self.closed:
+            self._progress.end()
+        self.closed = True
+        for task in (*self._tasks, *((self._syncing,) if self._syncing else ())):
+            task.cancel()
+        if self._output is not None:
+            self._output.close()
+
+    async def close(self) -> None:
+        """As `abandon`; what was open has ended when it returns. May be called again."""
+        if self._output is not None:
+            await asyncio.to_thread(self._output.sync)
+        self.abandon()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self) -> list[MapResult[P, T]]:
+        results: list[MapResult[P, T]] = []
+        while self._ready:
+            error = self._ready[0].error
+            if error is not None and self._options.on_error == "raise":
+                self._failure = error
+                self._ready.clear()
+                break
+            results.append(self._ready.popleft())
+            self._held.release()
+        return results
+
+    async def _pump(self) -> None:
+        if self._options.output is not None:
+            self._output = Output(self._options.output, keyed=self._key is not None)
+            await asyncio.to_thread(self._output.resume)
+            self._syncing = asyncio.create_task(self._sync(self._output))
+        while prompts := await self._source.take(self._options.concurrency):
+            for prompt in prompts:
+                await self._admit(prompt)
+        self._read_all = True
+
+    async def _admit(self, prompt: P) -> None:
+        index, key = self._index, None if self._key is None else self._key(prompt)
+        self._index += 1
+        try:
+            call = self._make(prompt)
+        except (ValueError, TypeError) as error:
+            await self._held.acquire()
+            self._settle(self._numbered(), MapResult(index=index, prompt=prompt, key=key, error=error))
+            return
+        if self._output is not None and self._output.done.has(index, key, digest(call.body or b"")):
+            self._progress.skipped += 1
+            self._progress.tell()
+            return
+        await self._held.acquire()
+        await self._open.acquire()
+        self._spawn(self._answer(self._numbered(), index, key, prompt, call))
+
+    async def _answer(self, place: int, index: int, key: str | None, prompt: P, call: Call[T]) -> None:
+        try:
+            answer = await self._transport.fetch(call, self._timeout, self._options.max_retries)
+        except TokError as error:
+            self._settle(place, MapResult(index=index, prompt=prompt, key=key, error=error))
+        else:
+            if self._output is not None:
+                self._output.write(index, key, call.body or b"", cast(msgspec.Struct, answer))
+            self._settle(place, MapResult(index=index, prompt=prompt, key=key, answer=answer))
+        finally:
+            self._open.release()
+
+    def _settle(self, place: int, result: MapResult[P, T]) -> None:
+        if result.error is None:
+            self._progress.answered += 1
+        else:
+            self._progress.failed += 1
+        self._progress.tell()
+        if self._options.ordered:
+            self._early[place] = result
+        else:
+            self._ready.append(result)
+        while self._next in self._early:
+            self._ready.append(self._early.pop(self._next))
+            self._next += 1
+        self._changed.set()
+
+    async def _sync(self, output: Output) -> None:
+        while True:
+            await asyncio.sleep(self._options.sync_seconds)
+            try:
+                await asyncio.to_thread(output.sync)
+            except OSError as error:
+                self._fail(error)
+
+    def _numbered(self) -> int:
+        self._place += 1
+        return self._place - 1
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        self._changed.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()

@@ -1,0 +1,139 @@
+"""Batches: a file of requests that a server answers when it has room, and the lines of their files."""
+
+from __future__ import annotations
+
+from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
+from tok_client.types.files import ExpiresAfter
+
+
+class BatchRequest(Wire, frozen=True, kw_only=True):
+    """Body of `POST /batches`: what to do with an uploaded file.
+
+    completion_window     "24h": lines that are not answered by then expire
+    output_expires_after  when the files of answers are deleted; absent: never
+    """
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Maybe[dict[str, str]] = UNSET
+    output_expires_after: Maybe[ExpiresAfter] = UNSET
+
+
+class BatchError(Wire, frozen=True, kw_only=True):
+    """Why a file is refused; `line` counts from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(Wire, frozen=True, kw_only=True):
+    """The first errors of a refused file."""
+
+    object: str = "list"
+    data: list[BatchError]
+
+
+class BatchRequestCounts(Wire, frozen=True, kw_only=True):
+    """Lines in all, lines answered, and lines that ended with an error."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class InputTokensDetails(Wire, frozen=True, kw_only=True):
+    """Of a batch's prompt tokens, how many were found in the cache."""
+
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(Wire, frozen=True, kw_only=True):
+    """Of a batch's generated tokens, how many were thoughts."""
+
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(Wire, frozen=True, kw_only=True):
+    """Tokens of all answered lines."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Batch(Wire, frozen=True, kw_only=True):
+    """One batch. Times are in seconds since 1970, each null until its moment.
+
+    `status`: validating, in_progress, finalizing, completed; or failed, expired, cancelling, cancelled.
+    """
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str
+    created_at: int
+    model: Maybe[str] = UNSET
+    errors: Maybe[BatchErrors] = None
+    output_file_id: Maybe[str] = None
+    error_file_id: Maybe[str] = None
+    in_progress_at: Maybe[int] = None
+    expires_at: Maybe[int] = None
+    finalizing_at: Maybe[int] = None
+    completed_at: Maybe[int] = None
+    failed_at: Maybe[int] = None
+    expired_at: Maybe[int] = None
+    cancelling_at: Maybe[int] = None
+    cancelled_at: Maybe[int] = None
+    request_counts: Maybe[BatchRequestCounts] = UNSET
+    usage: Maybe[BatchUsage] = UNSET
+    metadata: Maybe[dict[str, str]] = None
+
+
+class BatchList(Wire, frozen=True, kw_only=True):
+    """Response of `GET /batches`. `has_more`: ask again with `after` the last id."""
+
+    object: str = "list"
+    data: list[Batch]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class BatchLine(Wire, frozen=True, kw_only=True):
+    """One line of an input file: the body of a request to `url`, under a name that the file has once."""
+
+    custom_id: str
+    method: str = "POST"
+    url: str
+    body: JSONObject
+
+
+class BatchResponse(Wire, frozen=True, kw_only=True):
+    """What a request of its own would have been answered."""
+
+    status_code: int
+    request_id: str
+    body: JSONObject
+
+
+class BatchLineError(Wire, frozen=True, kw_only=True):
+    """Why a line has no response: "batch_expired" or "batch_cancelled"."""
+
+    code: str
+    message: str
+
+
+class BatchAnswer(Wire, frozen=True, kw_only=True):
+    """One line of an output or error file, in the order of the input's lines."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse | None = None
+    error: BatchLineError | None = None

@@ -1,0 +1,28 @@
+"""Prompts on the wire: a text, a list of texts, the token ids of one prompt, or a list of such lists; no mixture."""
+
+from __future__ import annotations
+
+from typing import cast
+
+Prompts = str | list[str | int | list[int]]
+
+
+def check_prompts(name: str, value: Prompts) -> None:
+    """Raises ValueError where the field `name` mixes kinds, or holds no prompt."""
+    if isinstance(value, str):
+        return
+    kinds = {list if kind is tuple else kind for kind in set(map(type, value))}
+    if len(kinds) > 1:
+        named = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"{name} mixes {named}; allowed: only strings, only integers, or only lists")
+    if not kinds:
+        raise ValueError(f"{name} is []; allowed: a text, a list of texts, token ids, lists of token ids")
+
+
+def one_by_one(value: Prompts) -> list[str | list[int]]:
+    """The prompts of a checked field, each a text, or the ids of its tokens."""
+    if isinstance(value, str):
+        return [value]
+    # Of one kind, which the first tells: thousands of ids are not to be looked at one by one.
+    prompts = [value] if isinstance(value[0], int) else value
+    return cast("list[str | list[int]]", prompts)

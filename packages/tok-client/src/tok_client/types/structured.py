@@ -1,0 +1,50 @@
+"""What the text of an answer must be: OpenAI's response_format, and what other servers call structured outputs."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
+
+
+class TextFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """Any text."""
+
+    type: ClassVar[Literal["text"]] = "text"
+
+
+class JsonObjectFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+    type: ClassVar[Literal["json_object"]] = "json_object"
+
+
+class JsonSchema(Wire, frozen=True, kw_only=True):
+    """A JSON schema with a name. `strict`: the answer follows it in any case."""
+
+    name: str
+    schema: Maybe[JSONObject] = UNSET
+    description: Maybe[str] = UNSET
+    strict: Maybe[bool] = UNSET
+
+
+class JsonSchemaFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    type: ClassVar[Literal["json_schema"]] = "json_schema"
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Wire, frozen=True, kw_only=True):
+    """Beyond OpenAI's reference, one of these: a JSON schema, as an object or as text; a regular expression that the
+    whole text matches; texts to choose from; a grammar in EBNF, whose `root` is the whole text; or any JSON object.
+    """
+
+    json: Maybe[JSONObject | str] = UNSET
+    regex: Maybe[str] = UNSET
+    choice: Maybe[list[str]] = UNSET
+    grammar: Maybe[str] = UNSET
+    json_object: Maybe[bool] = UNSET

@@ -1,0 +1,55 @@
+"""Text to tokens and back: not in OpenAI's reference, in the shape that vLLM gave them."""
+
+from __future__ import annotations
+
+from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
+from tok_client.types.messages import Message
+from tok_client.types.tools import Tool
+
+
+class TokenizeRequest(Wire, frozen=True, kw_only=True):
+    """Body of `POST /tokenize`: a text, or the messages of a chat, which the model's template makes one of.
+
+    add_special_tokens  those that begin and end a text; by default for a `prompt` only, templates write theirs
+
+    ValueError (decoding: msgspec.ValidationError): not one of `prompt` and `messages`.
+    """
+
+    model: Maybe[str] = UNSET
+    prompt: Maybe[str] = UNSET
+    messages: Maybe[list[Message]] = UNSET
+    tools: Maybe[list[Tool]] = UNSET
+    add_special_tokens: Maybe[bool] = UNSET
+    return_token_strs: Maybe[bool] = UNSET
+    add_generation_prompt: Maybe[bool] = UNSET
+    continue_final_message: Maybe[bool] = UNSET
+    chat_template_kwargs: Maybe[JSONObject] = UNSET
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str) == isinstance(self.messages, list):
+            told = "stands beside messages" if isinstance(self.prompt, str) else "is missing, and so is messages"
+            raise ValueError(f"prompt {told}; allowed: one of them")
+        if self.messages == []:
+            raise ValueError("messages is []; allowed: at least one message")
+
+
+class TokenizeResponse(Wire, frozen=True, kw_only=True):
+    """Response of `POST /tokenize`; `token_strs` as asked for: the text of each token."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Wire, frozen=True, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    model: Maybe[str] = UNSET
+    tokens: list[int]
+
+
+class DetokenizeResponse(Wire, frozen=True, kw_only=True):
+    """Response of `POST /detokenize`: the text, special tokens included."""
+
+    prompt: str

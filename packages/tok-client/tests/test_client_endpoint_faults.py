@@ -1,0 +1,201 @@
+"""Endpoints beside completions against a server that misbehaves: uploads, downloads, batches, health, responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tok_client import (
+    APIConnectionError,
+    APIResponseError,
+    AsyncClient,
+    Backoff,
+    InternalServerError,
+    StreamError,
+)
+from tok_client import types as wire
+
+FILE = b'{"id":"f","bytes":5,"created_at":1,"filename":"n","purpose":"batch"}'
+HEALTHY = b'{"status":"draining","detail":"so","replicas":[]}'
+DELTA = (
+    b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":0,"item_id":"i",'
+)
+DELTA += b'"output_index":0,"content_index":0,"delta":"a","logprobs":[]}\n\n'
+NEWS = b'event: response.news\ndata: {"type":"response.news"}\n\n'
+LAST = b'event: response.completed\ndata: {"type":"response.completed","sequence_number":1,"response":'
+LAST += b'{"id":"r","created_at":1,"status":"completed","model":"m"}}\n\n'
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Odd:
+    """Answers whatever it is asked as `script` says, in turn; the last answer goes on."""
+
+    def __init__(self) -> None:
+        self.script: list[Answer] = []
+        self.bodies: list[bytes] = []
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.server = TestServer(app)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.read())
+        return await self.script[min(len(self.bodies), len(self.script)) - 1](request)
+
+
+@pytest_asyncio.fixture
+async def odd() -> AsyncIterator[Odd]:
+    odd = Odd()
+    async with odd.server:
+        yield odd
+
+
+@pytest_asyncio.fixture
+async def client(odd: Odd) -> AsyncIterator[AsyncClient]:
+    url = str(odd.server.make_url("/v1"))
+    async with AsyncClient(url, backoff=Backoff(first=0.001, most=0.001), timeout=30) as found:
+        yield found
+
+
+def says(body: bytes = b"", status: int = 200, kind: str = "application/json") -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=status, content_type=kind)
+
+    return answer
+
+
+def slowly(body: bytes, kind: str = "application/json") -> Answer:
+    """A byte at a time, from one turn of the event loop to the next."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        for place in range(len(body)):
+            await response.write(body[place : place + 1])
+            await asyncio.sleep(0)
+        return response
+
+    return answer
+
+
+def half(body: bytes) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": str(2 * len(body))})
+        await response.prepare(request)
+        await response.write(body)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    return answer
+
+
+async def drops(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+@pytest.mark.parametrize("size", [5, 3 << 20])
+async def test_an_upload_is_tried_again_from_its_beginning(
+    odd: Odd, client: AsyncClient, tmp_path: Path, as_path: bool, size: int
+) -> None:
+    odd.script = [says(b"{}", 503), drops, says(FILE)]
+    data = b"x" * size
+    (path := tmp_path / "in.jsonl").write_bytes(data)
+    kept = wire.ExpiresAfter(anchor="created_at", seconds=3600)
+    made = await client.files.create(file=path if as_path else data, expires_after=kept)
+    assert (made.id, len(odd.bodies)) == ("f", 3)
+    for body in odd.bodies:
+        assert body.count(data) == 1
+        assert b'name="expires_after[seconds]"\r\n' in body
+        assert body.index(b'name="purpose"') < body.index(b'name="file"')
+
+
+async def test_a_file_that_is_not_there_is_not_uploaded(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        await client.files.create(file=tmp_path / "none")
+    assert odd.bodies == []
+
+
+async def test_a_file_is_saved_whole_or_not_at_all(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
+    odd.script = [half(b"abc"), says(b"abcabc")]
+    assert await client.files.save("f", tmp_path / "out") == 6
+    assert (tmp_path / "out").read_bytes() == b"abcabc"
+    odd.script = [half(b"other")]
+    with pytest.raises(APIConnectionError):
+        await client.files.save("f", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out").read_bytes() == b"abcabc"
+    odd.bodies.clear()
+    odd.script = [says(b"abc")]
+    with pytest.raises(FileNotFoundError):
+        await client.files.save("f", tmp_path / "none" / "out")
+    assert len(odd.bodies) == 1
+
+
+async def test_a_batch_that_may_have_begun_is_not_begun_again(odd: Odd, client: AsyncClient) -> None:
+    odd.script = [drops]
+    with pytest.raises(APIConnectionError):
+        await client.batches.create(input_file_id="f", endpoint="/v1/completions")
+    assert len(odd.bodies) == 1
+
+
+async def test_health_is_told_in_whatever_form_it_comes(odd: Odd, client: AsyncClient) -> None:
+    odd.script = [says(b"")]
+    assert (await client.health()).status == "ready"
+    odd.script = [says(HEALTHY, 503)]
+    assert await client.health() == wire.HealthReport(status="draining", detail="so")
+    for body in (b"<h1>Service Unavailable</h1>", b""):
+        odd.script = [says(body, 503, "text/html")]
+        with pytest.raises(InternalServerError):
+            await client.health()
+
+
+async def test_a_slow_answer_that_keeps_coming_is_waited_for(odd: Odd) -> None:
+    odd.script = [slowly(HEALTHY + b" " * 300)]
+    async with AsyncClient(str(odd.server.make_url("/v1")), timeout=20, max_retries=0) as client:
+        assert (await client.health()).status == "draining"
+        odd.script = [slowly(DELTA + LAST, "text/event-stream")]
+        async with await client.responses.create(model="m", input="a", stream=True) as stream:
+            assert [type(event).__name__ async for event in stream] == ["OutputTextDelta", "ResponseCompleted"]
+
+
+async def test_a_response_is_whole_with_its_last_event(odd: Odd, client: AsyncClient) -> None:
+    for rest in (b"", b"data: [DONE]\n\n", b": bye\n\n"):
+        odd.script = [says(DELTA + NEWS + LAST + rest, kind="text/event-stream")]
+        async with await client.responses.create(model="m", input="a", stream=True) as stream:
+            assert [type(event).__name__ async for event in stream] == ["OutputTextDelta", "ResponseCompleted"]
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        (DELTA, APIConnectionError),
+        (DELTA + LAST[:-20], APIConnectionError),
+        (DELTA + b"event: response.output_text.delta\ndata: {}\n\n" + LAST, APIResponseError),
+        (DELTA + b"data: {\n\n" + LAST, APIResponseError),
+        (DELTA + b'event: error\ndata: {"type":"error","message":"died"}\n\n', StreamError),
+    ],
+)
+async def test_a_response_that_is_not_whole_is_an_error_after_its_events(
+    odd: Odd, client: AsyncClient, events: bytes, error: type[Exception]
+) -> None:
+    odd.script = [says(events, kind="text/event-stream")]
+    stream = await client.responses.create(model="m", input="a", stream=True)
+    assert isinstance(await anext(stream), wire.OutputTextDelta)
+    with pytest.raises(error):
+        await anext(stream)
+
+
+async def test_a_large_body_is_sent_without_a_warning(odd: Odd, client: AsyncClient) -> None:
+    odd.script = [drops, says(b'{"id":"c","created":1,"model":"m","choices":[]}')]
+    await client.completions.create(model="m", prompt="x" * (3 << 20))
+    assert [len(body) > 3 << 20 for body in odd.bodies] == [True, True]

@@ -1,0 +1,258 @@
+"""Both clients against the real server: every endpoint, with its types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from support.batching import assert_each_once, completion_line, jsonl
+from support.scripted_model import make_scripted_model
+from support.serving import NAME, Server, serving
+from tok_client import (
+    AsyncClient,
+    BadRequestError,
+    Client,
+    Completion,
+    NotFoundError,
+    PermissionDeniedError,
+    majority,
+    read_answers,
+)
+from tok_client import types as wire
+
+SCRIPTS = {
+    "@call": ["<tool_call>", '{"name": "weather", ', '"arguments": {"city": ', '"Paris"}}', "</tool_call>"],
+    "@think": ["<think>", "\nhm, ", "is it", "\n</think>", "\n\nIt", " is."],
+}
+WEATHER = wire.FunctionTool(function=wire.FunctionDefinition(name="weather", description="of a city"))
+USER = [wire.UserMessage(content="hi")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = make_scripted_model(tmp_path_factory.mktemp("scripted") / "model", SCRIPTS)
+    with serving(model, data_dir=str(tmp_path_factory.mktemp("data"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(whole: Server) -> Iterator[Client]:
+    with Client(whole.url) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def later(whole: Server) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(whole.url) as found:
+        yield found
+
+
+async def test_a_tool_call_comes_whole_and_in_pieces(client: Client, later: AsyncClient) -> None:
+    asked = client.chat.completions.create(
+        model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}
+    )
+    (choice,) = asked.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert isinstance(call, wire.FunctionToolCall)
+    assert (call.function.name, msgspec.json.decode(call.function.arguments)) == ("weather", {"city": "Paris"})
+    name = arguments = ""
+    async with await later.chat.completions.create(
+        model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}, stream=True
+    ) as stream:
+        async for chunk in stream:
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                assert piece.function
+                name, arguments = name + (piece.function.name or ""), arguments + (piece.function.arguments or "")
+    assert (name, arguments) == ("weather", call.function.arguments)
+
+
+def test_an_answer_to_a_tool_call_can_be_sent_back(client: Client) -> None:
+    asked = client.chat.completions.create(
+        model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}
+    )
+    said = asked.choices[0].message
+    assert said.tool_calls
+    result = wire.ToolMessage(content="sunny", tool_call_id=said.tool_calls[0].id)
+    after = client.chat.completions.create(
+        model=NAME, messages=[*USER, said, result], tools=[WEATHER], chat_template_kwargs={"script": "@think"}
+    )
+    assert after.choices[0].message.content == "It is."
+
+
+def test_what_was_thought_is_told_apart(client: Client) -> None:
+    asked = client.chat.completions.create(model=NAME, messages=USER, chat_template_kwargs={"script": "@think"})
+    message = asked.choices[0].message
+    assert message.reasoning_content
+    assert message.reasoning_content.strip() == "hm, is it"
+    assert asked.usage
+    assert asked.usage.completion_tokens_details
+    assert asked.usage.completion_tokens_details.reasoning_tokens
+
+
+def test_the_text_follows_a_schema_or_a_pattern(client: Client) -> None:
+    schema = wire.JsonSchema(name="yes", schema={"type": "boolean"}, strict=True)
+    text = client.chat.completions.create(
+        model=NAME, messages=USER, response_format=wire.JsonSchemaFormat(json_schema=schema), max_tokens=40
+    )
+    assert text.choices[0].message.content in ("true", "false")
+    made = client.completions.create(
+        model=NAME, prompt="a", structured_outputs=wire.StructuredOutputs(choice=["yes", "no"]), n=4, max_tokens=20
+    )
+    assert {choice.text for choice in made.choices} <= {"yes", "no"}
+
+
+def test_samples_end_once_enough_is_known(client: Client) -> None:
+    asked = client.completions.create(
+        model=NAME,
+        prompt="a",
+        n=8,
+        max_tokens=20,
+        structured_outputs={"regex": "(yes|no)"},
+        stop_when=wire.Majority(margin=2, pattern="(yes|no)"),
+        seed=1,
+    )
+    told = asked.stop_when
+    assert told
+    assert told.met
+    assert told.finished + told.cancelled == 8
+    finished = [choice.text for choice in asked.choices if choice.finish_reason != "stop_when"]
+    assert majority(finished) == next(iter(told.answers))
+
+
+async def test_a_response_comes_whole_and_in_events(client: Client, later: AsyncClient) -> None:
+    asked = client.responses.create(model=NAME, input="the quick", max_output_tokens=6, temperature=0)
+    (message,) = asked.output
+    assert isinstance(message, wire.OutputMessage)
+    assert asked.status in ("completed", "incomplete")
+    async with await later.responses.create(
+        model=NAME, input=[{"role": "user", "content": "the quick"}], max_output_tokens=6, temperature=0, stream=True
+    ) as stream:
+        events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if isinstance(event, wire.OutputTextDelta))
+    assert text == message.content[0].text != ""
+    assert isinstance(events[-1], wire.ResponseCompleted | wire.ResponseIncomplete)
+    assert events[-1].response.status == asked.status
+    assert events[-1].response.usage
+    assert asked.usage
+    assert events[-1].response.usage.total_tokens == asked.usage.total_tokens
+    again = client.responses.create(
+        model=NAME, input=[wire.InputItem(role="user", content="the quick"), *asked.output], max_output_tokens=1
+    )
+    assert again.usage
+    assert again.usage.input_tokens > asked.usage.input_tokens
+
+
+async def test_embeddings_are_the_same_in_either_form(client: Client, later: AsyncClient) -> None:
+    packed = await later.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean")
+    plain = client.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean", encoding_format="float")
+    assert isinstance(packed.data[0].embedding, str)
+    assert isinstance(plain.data[0].embedding, list)
+    for ours, theirs in zip(packed.data, plain.data, strict=True):
+        assert ours.vector() == pytest.approx(theirs.vector(), abs=1e-6)
+        assert math.hypot(*ours.vector()) == pytest.approx(1, abs=1e-5)
+    assert packed.usage.prompt_tokens == plain.usage.prompt_tokens > 2
+
+
+def test_vectors_that_are_none_are_refused() -> None:
+    for text in ("AAA=", "AAAA", "?"):
+        with pytest.raises(ValueError, match=r".+"):
+            wire.Embedding(index=0, embedding=text).vector()
+
+
+async def test_tokens_of_texts_and_chats_and_back(client: Client, later: AsyncClient) -> None:
+    found = client.tokenize(prompt="the quick fox", return_token_strs=True)
+    assert found.count == len(found.tokens) == len(found.token_strs or [])
+    assert "the quick fox" in (await later.detokenize(found.tokens, model=NAME)).prompt
+    chat = await later.tokenize(messages=[{"role": "user", "content": "the quick fox"}], model=NAME)
+    assert chat.count > found.count
+    with pytest.raises(ValueError, match="prompt is missing"):
+        client.tokenize()
+    with pytest.raises(BadRequestError, match=r"tokens\[0\] is -1"):
+        client.detokenize([-1])
+
+
+async def test_the_server_tells_of_itself(client: Client, later: AsyncClient) -> None:
+    assert (await later.health()).status == client.health().status == "ready"
+    assert (await later.ready()).ready
+    assert client.ready() == wire.ReadyReport(ready=True, status="ready")
+    assert client.version() == await later.version()
+    assert "# TYPE" in client.metrics()
+    assert "# TYPE" in await later.metrics()
+    with pytest.raises(PermissionDeniedError, match="admin"):
+        client.restart_replica(0)
+    with pytest.raises(PermissionDeniedError, match="admin"):
+        await later.restart_replica(0)
+
+
+async def test_a_batch_from_its_file_to_its_answers(client: Client, later: AsyncClient, tmp_path: Path) -> None:
+    lines = [completion_line(number) for number in range(5)]
+    source = tmp_path / "naïve.jsonl"
+    source.write_bytes(jsonl(lines))
+    kept = wire.ExpiresAfter(anchor="created_at", seconds=3600)
+    file = await later.files.create(file=source, expires_after=kept)
+    assert (file.filename, file.bytes, file.expires_at) == (source.name, source.stat().st_size, file.created_at + 3600)
+    assert client.files.retrieve(file.id) == await later.files.retrieve(file.id) == file
+    assert client.files.content(file.id) == source.read_bytes()
+
+    begun = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", metadata={"who": "me"})
+    done = await later.batches.wait(begun.id, poll=0.02)
+    assert (done.status, done.metadata) == ("completed", {"who": "me"})
+    assert client.batches.wait(begun.id) == client.batches.retrieve(begun.id) == done
+    assert done.output_file_id
+    target = tmp_path / "answers.jsonl"
+    size = await later.files.save(done.output_file_id, target)
+    assert (size, list(tmp_path.glob("*.part"))) == (target.stat().st_size, [])
+    assert_each_once(lines, target.read_bytes())
+    answers = [msgspec.json.decode(line, type=wire.BatchAnswer) for line in target.read_bytes().splitlines()]
+    assert [answer.response.status_code for answer in answers if answer.response] == [200] * 5
+
+    assert done in client.batches.list(limit=5).data
+    assert client.batches.list(after=begun.id).data == []
+    with pytest.raises(BadRequestError, match="limit"):
+        await later.batches.list(limit=0)
+
+
+def test_files_are_listed_and_deleted(client: Client, tmp_path: Path) -> None:
+    made = [client.files.create(file=jsonl([completion_line(number)]), filename=f"{number}") for number in range(3)]
+    page = client.files.list(limit=2, order="desc", purpose="batch")
+    assert [file.id for file in page.data] == [made[2].id, made[1].id]
+    assert page.has_more
+    assert page.last_id
+    assert client.files.list(after=page.last_id, limit=1).data == [made[0]]
+    assert client.files.save(made[0].id, tmp_path / "0") == made[0].bytes
+    assert client.files.delete(made[0].id).deleted
+    for missing in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(NotFoundError):
+            missing(made[0].id)
+    with pytest.raises(NotFoundError):
+        client.files.save(made[0].id, tmp_path / "1")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    with pytest.raises(ValueError, match="file_id is ''"):
+        client.files.retrieve("")
+
+
+def test_a_batch_is_cancelled(client: Client) -> None:
+    lines = [completion_line(number, max_tokens=200, ignore_eos=True) for number in range(300)]
+    file = client.files.create(file=jsonl(lines))
+    begun = client.batches.create(input_file_id=file.id, endpoint="/v1/completions")
+    assert client.batches.cancel(begun.id).status in ("cancelling", "cancelled")
+    assert client.batches.wait(begun.id, poll=0.02).status == "cancelled"
+
+
+async def test_many_prompts_are_mapped_into_a_file(client: Client, later: AsyncClient, tmp_path: Path) -> None:
+    asked = [[number + 1, 5] for number in range(40)]
+    output = tmp_path / "out.jsonl"
+    half = [one async for one in later.completions.map(asked[:20], model=NAME, max_tokens=3, seed=1, output=output)]
+    rest = list(client.completions.map(asked, model=NAME, max_tokens=3, seed=1, output=output, ordered=False))
+    assert [one.index for one in half] == list(range(20))
+    assert sorted(one.index for one in rest) == list(range(20, 40))
+    saved = {one.index: one.answer for one in read_answers(output, Completion)}
+    assert saved == {one.index: one.result() for one in [*half, *rest]}
