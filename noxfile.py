@@ -48,12 +48,18 @@ def tests(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "coverage", "erase")
     session.run(
         *(sys.executable, "-m", "coverage", "run", "-m", "pytest"),
-        *("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"),
+        *("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "-m", "not browser"),
         *session.posargs,
         env=TEST_ENVIRONMENT,
     )
     session.run(sys.executable, "-m", "coverage", "combine", "--quiet")
     session.run(sys.executable, "-m", "coverage", "report")
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """The tests that look at the dashboard in Chromium; what follows `--` goes to pytest."""
+    session.run(sys.executable, "-m", "pytest", "-m", "browser", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

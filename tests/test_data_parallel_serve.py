@@ -22,7 +22,7 @@ from support.tiny_models import make_model
 
 STREAMS = 24
 WHOLE = 24
-TOKENS = 200
+TOKENS = 300
 READY = re.compile(r"tok is ready: tiny \(float32 on cpu, 2 replicas\) at (http://127\.0\.0\.1:\d+)/v1\n")
 
 
@@ -45,7 +45,7 @@ def served(model: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    limits = aiohttp.ClientTimeout(total=120)
+    limits = aiohttp.ClientTimeout(total=240)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
         yield session
 
@@ -123,7 +123,7 @@ async def test_a_killed_replica_is_missed_only_by_streams_it_had_begun_and_comes
                 assert ended - killed < 5
 
             while (found := await health(http, url))[1]["detail"]:
-                assert time.monotonic() - killed < 60
+                assert time.monotonic() - killed < 120
                 assert found[0] == 200
                 assert (await whole(http, url, 0))[0] == 200
             assert (await metrics(http, url))["tok_restarts_total"] == times

@@ -13,7 +13,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT
+from support.teaching import PROMPT, SHORT, undrawn
 from support.tiny_models import reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -55,8 +55,12 @@ def wanted(grown: list[Case]) -> list[Case]:
     return grown[:8]
 
 
-def generate(engine: Engine, wanted: list[Case], n: int = 1) -> list[RequestOutput]:
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, n=n)
+def generate(
+    engine: Engine, wanted: list[Case], n: int = 1, stop_token_ids: tuple[int, ...] = ()
+) -> list[RequestOutput]:
+    params = SamplingParams(
+        temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, n=n, stop_token_ids=stop_token_ids
+    )
     return engine.generate([case.prompt for case in wanted], params)
 
 
@@ -90,7 +94,8 @@ def test_cached_prefixes_change_no_token(wanted: list[Case], page_size: int) -> 
 def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
     with cpu_engine(MODEL_DIR, page_size=4, kv_cache_tokens=256, max_model_len=256) as engine:
         engine.generate([PROMPT], SHORT)
-        outputs = generate(engine, wanted)
+        # A stop id that nobody draws: none of them is known to run to its limit.
+        outputs = generate(engine, wanted, stop_token_ids=(undrawn(case.tokens for case in wanted),))
         assert engine.stats()["preemptions"] > 0
     assert_equal(outputs, wanted)
 

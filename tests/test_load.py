@@ -59,7 +59,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
         yield session
 
 
@@ -118,7 +118,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """The metrics once nothing runs any more."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         now = await metrics(session, url)
         gauges = ("requests_running", "requests_waiting", "steps_in_flight", "pages_used")
@@ -158,6 +158,6 @@ async def test_killed_under_load_every_request_ends_at_once_and_service_returns(
             assert time.monotonic() - killed < 5
             assert all(isinstance(result, AssertionError) for result in results), results
             while (await http.get(f"{server.url}/health")).status != 200:
-                assert time.monotonic() - killed < 60
+                assert time.monotonic() - killed < 120
                 await asyncio.sleep(0.05)
             assert await complete(http, server.url, {"prompt": "Tom has", "max_tokens": 4, "temperature": 0})

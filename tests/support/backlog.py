@@ -77,8 +77,12 @@ class LengthWorker:
 
 @dataclass
 class Filled:
-    """Shares: of the pages, in the mean over steps with a backlog, from the start and once a fifth had ended; of the
-    samples, preempted; of the tokens computed, computed once more."""
+    """Shares: of the pages, of the samples that were preempted, of the tokens computed those computed once more.
+
+    Pages count in every turn after which requests wait in the backlog, and in no other: `pages` from the very first
+    turn on, when memory is empty and no length is known, `pages_settled` once a fifth of the tokens are there. What
+    comes after the last request has started is the tail of the run, when nobody is left to fill memory with.
+    """
 
     pages: float
     pages_settled: float

@@ -23,7 +23,7 @@ def manager_of(core: object, replica_number: int = 0) -> Manager:
     return replica.manager
 
 
-def assert_all_given_back(manager: Manager, seconds: float = 20.0) -> None:
+def assert_all_given_back(manager: Manager, seconds: float = 60.0) -> None:
     """No slot, page, lock or request is held once everything has ended; waits for the last steps to come back."""
     deadline = time.monotonic() + seconds
     while manager.requests or manager.returns.in_flight or manager.table.free_slots < manager.table.slots:

@@ -91,6 +91,8 @@ def draws_of(model: CausalLM) -> list[Draws]:
     state.bias_token = torch.arange(ROWS).unsqueeze(1) % 512
     state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
     plain = trial_step(decode=ROWS)
+    masked = np.arange(3, ROWS, 2, dtype=np.int32)
+    masks = np.random.default_rng(5).integers(-(2**31), 2**31, (ROWS, -(-model.config.vocab_size // 32)), np.int32)
     steps = [
         plain,
         trial_step(decode=ROWS, greedy=True),
@@ -98,6 +100,8 @@ def draws_of(model: CausalLM) -> list[Draws]:
         trial_step(decode=ROWS, penalised=5),
         trial_step(decode=ROWS, top_logprobs=3),
         structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
+        structs.replace(plain, mask_row=masked, mask=masks[masked]),
+        structs.replace(plain, mask_row=masked, mask=masks[masked], filter_row=masked[:9], top_logprobs=2),
     ]
     hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)
     found = []

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings, make_app
+from tok_server.connections import listening
 from tok_server.context import CONTEXT, Context
 from tok_server.serve import listen
+from tok_server.tls import server_context
 
 NAME = "tiny"
 
@@ -98,24 +102,43 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, *, name: str = NAME, api_key: str | None = None, max_body: int = 1 << 20) -> Iterator[Server]:
-    """Serves `model` under `name` on the CPU while the context lasts."""
-    config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
-    settings = Settings(model_name=name, api_key=api_key, max_body=max_body, body_timeout=2.0)
+def serving(
+    model: Path,
+    *,
+    name: str = NAME,
+    api_key: str | None = None,
+    max_body: int = 1 << 20,
+    engine_options: dict[str, Any] | None = None,
+    send_buffer: int | None = None,
+    **options: Any,
+) -> Iterator[Server]:
+    """Serves `model` under `name` on the CPU while the context lasts. `options`: of `Settings`.
+
+    send_buffer  bytes that the system holds for a client that does not read; None: megabytes
+    """
+    sizes: dict[str, Any] = {"kv_cache_tokens": 16_384, "max_running": 64} | (engine_options or {})
+    config = EngineConfig(model=str(model), device="cpu", **sizes)
+    keys = () if api_key is None else (api_key,)
+    settings = Settings(**{"model_name": name, "api_keys": keys, "max_body": max_body, "body_timeout": 2.0, **options})
+    tls = None if settings.tls_cert is None else server_context(settings.tls_cert, settings.tls_key)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     engine = AsyncEngine(config, in_process=True)
-    runner = web.AppRunner(make_app(engine, settings), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(make_app(engine, settings), handler_cancellation=True)
+    closing = AsyncExitStack()
 
     async def start() -> int:
         await engine.start()
         await runner.setup()
         listener = listen("127.0.0.1", 0)
-        await web.SockSite(runner, listener).start()
+        if send_buffer is not None:  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        await closing.enter_async_context(listening(runner, runner.app[CONTEXT], listener, tls))
         return int(listener.getsockname()[1])
 
     async def stop() -> None:
+        await closing.aclose()
         await runner.cleanup()
         await engine.close()
 
@@ -129,7 +152,7 @@ def serving(model: Path, *, name: str = NAME, api_key: str | None = None, max_bo
         loop.close()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns as soon as `true()` holds; fails when it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -15,12 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
+from tok_core.messages import EngineInfo, Progress, PromptAsks, PromptValues, StepInput, StepOutput, ToManager
 
 
 def next_token(context: np.ndarray, sample: int, vocab: int) -> int:
     """The token that follows `context` in sample `sample`."""
     return zlib.crc32(context.astype(np.int32).tobytes(), sample) % vocab
+
+
+def score(context: np.ndarray, token: int) -> float:
+    """The log-probability of `token` after `context`."""
+    return -float(zlib.crc32(context.astype(np.int32).tobytes(), token) % 1000)
+
+
+def hidden(context: np.ndarray) -> np.ndarray:
+    """The hidden state after `context`: two whole numbers, whose sums are exact."""
+    found = zlib.crc32(context.astype(np.int32).tobytes())
+    return np.array([found % 97, found // 97 % 89], np.float32)
 
 
 NOTHING = -5
@@ -66,7 +77,22 @@ class SimulatedWorker:
             top_logprob=np.empty((count, 0), np.float32),
             launch_seconds=0.25,
             device_seconds=0.5,
+            prompts=None if step.prompts is None else self._prompts(step, step.prompts, contexts),
         )
+
+    def _prompts(self, step: StepInput, asks: PromptAsks, contexts: list[np.ndarray]) -> PromptValues:
+        token, logprob, pooled = iter(asks.scored_token.tolist()), [], []
+        contexts = contexts[len(step.decode_slot) :]
+        for chunk, count in zip(asks.scored, asks.scored_count, strict=True):
+            first = int(step.prefill_start[chunk]) + 1
+            logprob += [score(contexts[chunk][:end], next(token)) for end in range(first, first + count)]
+        assert next(token, None) is None
+        for chunk, count in zip(asks.pooled, asks.pooled_count, strict=True):
+            end = int(step.prefill_start[chunk] + step.prefill_count[chunk])
+            pooled.append(sum(hidden(contexts[chunk][: at + 1]) for at in range(end - count, end)))
+        top = np.zeros((len(logprob), asks.top_logprobs), np.int32)
+        vectors = np.array(pooled, np.float32).reshape(-1, 2)
+        return PromptValues(np.array(logprob, np.float32), top, top.astype(np.float32), vectors)
 
     def _take_over(self, draws_upto: int) -> None:
         while self.drawn and self.drawn[0][0] <= draws_upto:

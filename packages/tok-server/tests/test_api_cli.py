@@ -19,6 +19,7 @@ from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
 from tok_server.cli import main, make_parser
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
 from tok_server.flags import ENGINE_FLAGS, engine_config, server_settings
+from tok_server.server_flags import LIMITS
 
 SERVE_FLAGS = {
     "--host": "127.0.0.1",
@@ -50,7 +51,32 @@ SERVE_FLAGS = {
     "--api-key": None,
     "--data-dir": None,
     "--log-level": "info",
+    "--api-key-file": None,
+    "--admin-key": None,
+    "--tls-cert": None,
+    "--tls-key": None,
+    "--allow-origin": None,
+    "--log-format": "text",
+    "--otlp-endpoint": None,
+    "--tool-call-parser": "auto",
+    "--reasoning-parser": "auto",
+    "--max-connections": 16_384,
+    "--max-header": 16_384,
+    "--max-body": 64 << 20,
+    "--max-bodies": 2 << 30,
+    "--max-file": 8 << 30,
+    "--max-n": 65_536,
+    "--max-queued": 65_536,
+    "--rate-limit-requests": None,
+    "--rate-limit-tokens": None,
+    "--header-timeout": 20.0,
+    "--body-timeout": 60.0,
+    "--write-timeout": 60.0,
+    "--idle-timeout": 300.0,
+    "--request-timeout": 3600.0,
+    "--drain-timeout": 30.0,
 }
+LIMIT_FLAGS = {"--" + name.replace("_", "-") for name in LIMITS}
 
 
 def subparser(name: str) -> argparse.ArgumentParser:
@@ -85,7 +111,8 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
         "--backend": "reference",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
-        "--max-step-tokens": 5, "--max-model-len": 7, "--api-key": "k",
+        "--max-step-tokens": 5, "--max-model-len": 7, "--admin-key": "k",
+        "--tls-cert": "c", "--tls-key": "t", "--otlp-endpoint": "http://o",
         "--data-dir": "somewhere", "--kv-cache-dtype": "fp8", "--run-ahead": 4, "--seed": 6,
         "--dp": 2, "--tp": 4, "--pp": 3, "--async-tp-threshold": 512, "--ray": "10.0.0.1:6379",
         "--step-timeout": 2.5, "--max-restarts": 0, "--restart-window": 1.5, "--eos-probability": 0.25,
@@ -97,8 +124,9 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
     assert (config.prefix_groups, config.cuda_graphs) == (False, False)
-    left = {"--log-level", "--no-prefix-groups", "--no-cuda-graphs"}
-    assert given.keys() | left == SERVE_FLAGS.keys()
+    left = {"--log-level", "--log-format", "--no-prefix-groups", "--no-cuda-graphs"}  # and those of other tests
+    elsewhere = {"--api-key", "--api-key-file", "--allow-origin", "--tool-call-parser", "--reasoning-parser"}
+    assert given.keys() | left | elsewhere | LIMIT_FLAGS == SERVE_FLAGS.keys()
 
 
 MEASURING = {"eos_temperature", "trace", "trace_from", "trace_steps"}
@@ -136,7 +164,7 @@ def test_without_a_model_the_demo_model_is_served_under_its_own_name(tmp_path: P
     assert model_and_name(path + "/") == (path + "/", "my-model")
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["batch"], ["chat"], ["models"]])
 def test_help_loads_no_torch_and_no_web_stack(command: list[str]) -> None:
     code = (
         "import sys\nfrom tok_server.cli import main\n"

@@ -90,7 +90,7 @@ def test_a_server_is_ready_survives_its_worker_drains_and_ends(tiny_model: Path)
         error = json.loads(last)["error"]
         assert error["type"] == "server_error"
         assert error["code"] == "engine_unavailable"
-        wait_until(lambda: process.health() == (200, "ready"), 60)
+        wait_until(lambda: process.health() == (200, "ready"), 120)
         with process.post({"prompt": "one", "max_tokens": 2}) as response:
             assert json.load(response)["choices"][0]["finish_reason"] in ("stop", "length")
 
@@ -98,14 +98,14 @@ def test_a_server_is_ready_survives_its_worker_drains_and_ends(tiny_model: Path)
             assert stream.readline().startswith(b"data: ")
             process.popen.send_signal(signal.SIGTERM)
             process.popen.send_signal(signal.SIGINT)  # as a launcher and a terminal would, for one Ctrl-C
-            wait_until(lambda: process.health() == (503, "draining"), 5)
+            wait_until(lambda: process.health() == (503, "draining"))
             with pytest.raises(urllib.error.HTTPError, match="503") as refused:
                 process.post({"prompt": "one"})
             refused.value.close()
             assert events(stream)[-1] == "[DONE]"
         children = process.children()
-        assert process.popen.wait(20) == 0
-        wait_until(lambda: not any(child.is_running() for child in children), 5)
+        assert process.popen.wait(60) == 0
+        wait_until(lambda: not any(child.is_running() for child in children))
 
 
 def run_curl(command: str) -> bytes:
@@ -126,10 +126,10 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
         assert stream.readline().startswith(b"data: ")
         children = process.children()
         process.popen.send_signal(signal.SIGINT)
-        wait_until(lambda: process.health() == (503, "draining"), 5)
-        wait_until(lambda: ended(process.popen, signal.SIGINT), 5)
+        wait_until(lambda: process.health() == (503, "draining"))
+        wait_until(lambda: ended(process.popen, signal.SIGINT))
         assert process.popen.returncode == 128 + signal.SIGINT
-        wait_until(lambda: not any(child.is_running() for child in children), 10)
+        wait_until(lambda: not any(child.is_running() for child in children))
 
 
 def ended(popen: subprocess.Popen[str], number: signal.Signals) -> bool:
@@ -144,17 +144,17 @@ def test_told_to_stop_while_starting_it_stops(tiny_model: Path) -> None:
     arguments = ["serve", str(tiny_model), "--port", str(port), "--device", "cpu"]
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
         try:
-            wait_until(lambda: answers(port), 30)
+            wait_until(lambda: answers(port))
             assert status(port, "/v1/models") == status(port, "/v1/models/anything") == 503  # a model takes longer
             children = psutil.Process(popen.pid).children(recursive=True)
             popen.send_signal(signal.SIGTERM)
-            output, error = popen.communicate(timeout=30)
+            output, error = popen.communicate(timeout=120)
         finally:
             popen.kill()
     assert popen.returncode == 0
     assert b"Traceback" not in error
     assert output == b"" or output.startswith(b"tok is ready")
-    wait_until(lambda: not any(child.is_running() for child in children), 10)
+    wait_until(lambda: not any(child.is_running() for child in children))
 
 
 def answers(port: int) -> bool:
@@ -166,7 +166,7 @@ def answers(port: int) -> bool:
 
 def status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -174,7 +174,7 @@ def status(port: int, path: str) -> int:
 
 
 def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model: Path, server: Server) -> None:
-    said = "hello\n/clear\n\nhello\n/exit\n"
+    said = "hello\n/reset\n\nhello\n/exit\n"
     flags = ["--temperature", "0", "--max-tokens", "8"]
     remote, local = ["--url", server.url], [str(tiny_model), "--device", "cpu"]
     printed = [chat([*where, *flags], said) for where in (remote, local)]
@@ -185,7 +185,7 @@ def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model:
 
 def chat(arguments: list[str], said: str) -> str:
     done = subprocess.run(
-        [*TOK, "chat", *arguments], input=said, capture_output=True, encoding="utf-8", timeout=60, check=False
+        [*TOK, "chat", *arguments], input=said, capture_output=True, encoding="utf-8", timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

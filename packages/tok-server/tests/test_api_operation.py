@@ -39,7 +39,7 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head.encode() + body)
         if stream:
             assert connection.recv(4096)
@@ -132,7 +132,7 @@ def test_every_answer_names_its_request(server: Server) -> None:
 
 
 def test_many_requests_may_use_one_connection(server: Server) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         for fields in ({}, {"n": 0}, {"stream": True}, {}):
             body = json.dumps({"prompt": "one", "max_tokens": 2, **fields}).encode()

@@ -42,16 +42,16 @@ def test_the_embedding_example_serves_and_ends(tiny_model: Path, tmp_path: Path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL, env=environment) as popen:
         try:
-            wait_until(lambda: healthy(port), 60)
+            wait_until(lambda: healthy(port), 120)
             popen.send_signal(signal.SIGTERM)
-            assert popen.wait(20) == 0
+            assert popen.wait(60) == 0
         finally:
             popen.kill()
 
 
 def healthy(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
             return bool(answer.status == 200)
     except urllib.error.URLError:
         return False

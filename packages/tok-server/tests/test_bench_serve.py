@@ -8,10 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.serving import NAME, Server, serving
+from tok_server.bench.histogram import histogram
+from tok_server.bench.plot import plot_results
 from tok_server.bench.result import Result
 from tok_server.bench.scrape import parse
 from tok_server.bench.serve import ServerError, Target, run_serve
@@ -64,6 +69,38 @@ def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
     assert streamed.per_token_p50_ms is not None
     assert 0 < streamed.ttft_p50_s < streamed.latency_p50_s
     assert 0 < streamed.per_token_p50_ms < streamed.seconds * 1000
+
+
+def test_every_request_is_in_the_histograms_and_those_in_the_plot(server: Server, tmp_path: Path) -> None:
+    whole, streamed = (asyncio.run(run(Target(server.url, stream=stream)))[0] for stream in (False, True))
+    assert whole.histograms is not None
+    assert streamed.histograms is not None
+    assert (whole.histograms.first_token, whole.histograms.per_token) == (None, None)
+    singles = sum(one.n == 1 for one in WORKLOAD.requests)
+    for found, count, p50 in (
+        (whole.histograms.request, 6, whole.latency_p50_s),
+        (streamed.histograms.first_token, 6, streamed.ttft_p50_s),
+        (streamed.histograms.per_token, singles, (streamed.per_token_p50_ms or 0) / 1e3),
+    ):
+        assert found is not None
+        assert p50 is not None
+        assert (sum(found.counts), len(found.edges)) == (count, len(found.counts) + 1)
+        assert found.edges[0] * 0.999 <= p50 <= found.edges[-1] * 1.001
+    bare = msgspec.structs.replace(streamed, histograms=None)
+    sizes = []
+    for number, one in enumerate((bare, whole, streamed)):
+        plot_results([one], tmp_path / f"{number}.png")
+        sizes.append(int.from_bytes((tmp_path / f"{number}.png").read_bytes()[20:24]))
+    assert sizes[0] < sizes[1] == sizes[2]
+
+
+@given(st.lists(st.floats(0, 1e4), max_size=50))
+def test_a_histogram_leaves_nothing_out(seconds: list[float]) -> None:
+    found = histogram(seconds)
+    assert (found is None) == (not seconds)
+    if found is not None:
+        assert sum(found.counts) == len(seconds)
+        assert found.edges == sorted(found.edges)
 
 
 def test_samples_that_stop_by_themselves_are_counted(server: Server) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 from urllib.parse import quote
 
 from aiohttp import web
 
-from tok_client.types import Usage
+from tok_client.types import StopWhenResult, Usage
 from tok_core import Delta, EngineDead, RequestOutput, RequestStream
 from tok_server.context import Context
-from tok_server.errors import of_exception
+from tok_server.counts import COUNTS
+from tok_server.errors import ApiError, limited, of_exception
 from tok_server.job import Job
-from tok_server.streams import merged, submitted
+from tok_server.judge import Judge, judged, output_of
+from tok_server.streams import MOST_CHECKS, check_grammar, merged, submitted
 from tok_server.usage import usage
 
 log = logging.getLogger("tok.server")
@@ -46,8 +50,14 @@ class Form(Protocol):
         Called on the event loop.
         """
 
-    def closing(self, used: Usage) -> bytes:
-        """The event that carries the usage."""
+    def opening(self) -> bytes:
+        """Server-sent events before any token."""
+
+    def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Server-sent events at the end of all samples."""
+
+    def failed(self, failure: ApiError) -> bytes:
+        """The last server-sent event of what could not go on."""
 
 
 def event(data: bytes) -> bytes:
@@ -55,19 +65,49 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def check_size(job: Job, context: Context) -> None:
+    """Raises ApiError for a job of too many samples (400), or one more than may wait (429)."""
+    check_drawn(job, context.settings.max_n)
+    context.admit()  # since the request came, others have been read and submitted
+
+
+def check_drawn(job: Job, most: int) -> None:
+    """Raises ApiError (400) for a job that draws more than so many samples of a prompt."""
+    if job.drawn > most:
+        name = "n" if job.best_of is None else "best_of"
+        raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
+
+
+@asynccontextmanager
+async def in_time(request: web.Request, context: Context) -> AsyncIterator[None]:
+    """Raises ApiError (504) once the request has taken all the time it may."""
+    most = context.settings.request_timeout
+    try:
+        async with asyncio.timeout_at(request[COUNTS].started + most):
+            yield
+    except TimeoutError as error:
+        raise limited("request_timeout", 504, f"the request was not answered within {most:g} seconds") from error
+
+
 async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
     """The response to `request`. Errors before its first byte: ApiError, EngineError."""
-    headers = _ignored_header(context, job)
-    async with submitted(context.engine, job) as streams:
+    check_size(job, context)
+    if job.params.grammar is not None:
+        async with in_time(request, context):
+            await check_grammar(context.engine, job, MOST_CHECKS)
+        context.admit()  # meanwhile the engine did not count this one
+    headers = ignored_header(context, job.ignored)
+    async with submitted(context.engine, job, request[COUNTS]) as streams:
         if job.stream:
             return await _stream(request, context, job, form, streams, headers)
-        outputs = [await stream.output() for stream in streams]
+        async with in_time(request, context):
+            outputs = [await output_of(stream, job.stop_when) for stream in streams]
     for output in outputs:
         _check_ended(output)
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
         context.metrics.first_token.observe(min(first) - request[STARTED])
-    short = job.params.logprobs is None and len(outputs) * job.params.n <= FEW
+    short = job.params.logprobs is None and len(outputs) * job.drawn <= FEW
     body = await context.work(lambda: form.whole(outputs), short=short)
     return web.Response(body=body, content_type="application/json", headers=headers)
 
@@ -88,18 +128,21 @@ async def _stream(
     response = web.StreamResponse(headers=STREAM_HEADERS | headers)
     await response.prepare(request)
     try:
-        await _write(response, request, context, job, form, streams)
+        async with in_time(request, context):
+            await _write(response, request, context, job, form, streams)
     except ConnectionError:
         raise
     except Exception as error:
         # The status line is gone; what is left is an event that says what happened, and the end of the stream.
         failure = of_exception(error, request[REQUEST_ID])
         request[FAILED] = failure.status
+        context.metrics.refuse(failure.limit)
         if failure.status >= 500:
-            log.error("%s: failed while streaming: %s", request[REQUEST_ID], error, exc_info=error)
+            trace = error if failure.status == 500 else None
+            log.error("%s: failed while streaming: %s", request[REQUEST_ID], error, exc_info=trace)
         for stream in streams:
             stream.abort()
-        await response.write(event(failure.body()))
+        await response.write(form.failed(failure))
     await response.write_eof()
     return response
 
@@ -112,8 +155,11 @@ async def _write(
     form: Form,
     streams: list[RequestStream],
 ) -> None:
+    if data := form.opening():
+        await response.write(data)
     tokens = 0
-    async with aclosing(merged(streams)) as batches:
+    judge = None if job.stop_when is None else Judge(job.stop_when)
+    async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
         async for prompt, batch in batches:
             if any(delta.finish_reason == "abort" for delta in batch):
                 raise EngineDead("the request was aborted: the engine is stopping")
@@ -122,18 +168,16 @@ async def _write(
             tokens += sum(len(delta.token_ids) for delta in batch)
             if data := b"".join([form.events(prompt, delta) for delta in batch]):
                 await response.write(data)
-    if job.include_usage:
-        await response.write(form.closing(usage(streams, tokens)))
-    await response.write(DONE)
+    await response.write(form.closing(usage(streams, tokens), None if judge is None else judge.result()))
 
 
-def _ignored_header(context: Context, job: Job) -> dict[str, str]:
+def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
     """Tells the client, and once the log, which fields had no effect."""
-    if not job.ignored:
+    if not ignored:
         return {}
-    new = [name for name in job.ignored if name not in context.warned]
+    new = [name for name in ignored if name not in context.warned]
     if new and len(context.warned) < MOST_WARNED:
         context.warned.update(new)
         log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
     # Names are the client's own text: quoted, they hold no line break.
-    return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in job.ignored)}
+    return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}

@@ -1,26 +1,58 @@
-"""Who may ask: with an API key set, everything but /health wants it as bearer token."""
+"""Who may ask: with API keys set, all but /health, /ready and the dashboard's page wants one; /admin/ always its own.
+
+The page by itself tells nothing of the server: what it shows, /dashboard/events, wants a key.
+"""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tok_server.dashboard.page import FILES
 from tok_server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"}) | FILES.keys()
+ADMIN = "/admin/"
+ANYONE = -1
+"""The number of the key that is needed where none is."""
 
 
-def check(api_key: str | None, path: str, headers: Mapping[str, str]) -> None:
-    """Raises ApiError (401) unless `headers` hold the key, or none is needed."""
-    if api_key is None or path in OPEN_PATHS:
-        return
+class Keys:
+    """The keys that clients may send as bearer token."""
+
+    def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:
+        self._api_keys = [key.encode() for key in api_keys]
+        self._admin_key = None if admin_key is None else admin_key.encode()
+
+    def check(self, path: str, headers: Mapping[str, str]) -> int:
+        """The number of the API key in `headers`, `ANYONE` if none is needed. Errors: ApiError 401, 403."""
+        if path.startswith(ADMIN):
+            return self._check_admin(headers)
+        if not self._api_keys or path in OPEN_PATHS:
+            return ANYONE
+        number = _find(self._api_keys, headers)
+        if number is None:
+            raise _unauthorised("the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'")
+        return number
+
+    def _check_admin(self, headers: Mapping[str, str]) -> int:
+        if self._admin_key is None:
+            raise ApiError(403, "nothing under /admin/ is served without --admin-key", code="no_admin_key")
+        if _find([self._admin_key], headers) is None:
+            raise _unauthorised("this needs the admin key, in the header 'Authorization: Bearer KEY'")
+        return ANYONE
+
+
+def _find(keys: Sequence[bytes], headers: Mapping[str, str]) -> int | None:
+    """Which of the keys was sent. Takes as long for each: the time must not tell how much of a guess was right."""
     scheme, _, given = headers.get("Authorization", "").partition(" ")
-    # Compared in constant time: the time taken must not tell how much of a guess was right.
-    right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), api_key.encode())
-    if scheme.lower() != "bearer" or not right:
-        raise ApiError(
-            401,
-            "the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+    sent = given.strip().encode(errors="surrogateescape")
+    found = None
+    for number, key in enumerate(keys):
+        if hmac.compare_digest(sent, key):
+            found = number
+    return found if scheme.lower() == "bearer" else None
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

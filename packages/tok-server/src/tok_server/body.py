@@ -7,25 +7,61 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from tok_server.errors import ApiError, invalid
+from tok_server.context import CONTEXT, Context
+from tok_server.counts import COUNTS
+from tok_server.errors import ApiError, invalid, limited, too_large
 from tok_server.wire import BadJson, decode
 
 Members = dict[str, msgspec.Raw]
 
+ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
+
 
 async def read_body(request: web.Request, timeout: float) -> bytes:
-    """The body's bytes. Errors: ApiError 400 (content type, cut short), 408 (slow), 413 (large)."""
+    """The body's bytes. Errors: ApiError 400 (content type, cut short), 408 (slow), 413 (large), 503 (too many)."""
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: application/json")
     try:
         async with asyncio.timeout(timeout):
-            return await request.read()
+            return await _read(request, request.app[CONTEXT])
     except TimeoutError as error:
         message = f"the body did not arrive within {timeout:g} seconds"
-        raise ApiError(408, message, code="request_timeout") from error
+        raise limited("body_timeout", 408, message, code="request_timeout") from error
     except web.RequestPayloadError as error:
         raise invalid(None, f"the body cannot be read: {error}") from error
+
+
+async def _read(request: web.Request, context: Context) -> bytes:
+    most = context.settings.max_body
+    if (request.content_length or 0) > most:
+        raise too_large(most)
+    parts = []
+    size = 0
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > most:
+            raise too_large(most)
+        hold(request, context, len(part))
+        parts.append(part)
+    return b"".join(parts)
+
+
+def hold(request: web.Request, context: Context, size: int) -> None:
+    """So many bytes more of the body are held until the request ends. Errors: ApiError 503 where all are too many."""
+    most = context.settings.max_bodies
+    if context.held_bytes + size > most:
+        raise limited("max_bodies", 503, f"the bodies of open requests have {most} bytes already", retry_after=1)
+    context.held_bytes += size
+    request[COUNTS].held_bytes += size
+
+
+def check_encoding(request: web.Request) -> None:
+    """Raises ApiError (415) for a body packed in a way that nobody unpacks. Others are measured unpacked."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ENCODINGS:
+        message = f"Content-Encoding is {encoding[:80]!r}; allowed: identity, gzip, deflate"
+        raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
 
 
 def members(body: bytes) -> Members:

@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from aiohttp import web
 
-from tok_client.types import (
-    UNSET,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatLogprobs,
-    ChatMessage,
-    ChunkChoice,
-    Maybe,
-    Usage,
-)
-from tok_client.types import Delta as MessageDelta
-from tok_core import AsyncEngine, Delta, InvalidField, RequestOutput, TokenLogprob
-from tok_server.answer import answer, event
+from tok_client.types import ChatCompletion, ChatCompletionRequest
+from tok_core import AsyncEngine, InvalidField, SamplingParams
+from tok_core.grammar import Grammar
+from tok_server.answer import answer
 from tok_server.body import read_body
+from tok_server.chat_form import ChatForm
+from tok_server.chat_prompt import chat_prompt
 from tok_server.context import CONTEXT
 from tok_server.errors import invalid
-from tok_server.ids import fingerprint, new_id
-from tok_server.job import Job
-from tok_server.logprobs import TokenTexts, chat_logprobs
-from tok_server.messages import template_messages
+from tok_server.ids import new_id
+from tok_server.job import Job, renamed
+from tok_server.logprobs import TokenTexts
+from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given, sampling_params
-from tok_server.prompt_size import check_size
-from tok_server.reading import check_model, read, wants_usage
+from tok_server.reading import check_model, check_prompt_logprobs, read, wants_continuous_usage, wants_usage
+from tok_server.response_format import structure_of
+from tok_server.stop_when import rule_of
+from tok_server.tools.formats import Formats
+from tok_server.tools.grammar import answer_shape
 from tok_server.unsupported import CHAT
-from tok_server.usage import usage
-from tok_server.wire import encode
+
+AUTO = Formats()
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """Handler of POST /v1/chat/completions."""
+    """The assistant's next message in a conversation."""
     context = request.app[CONTEXT]
     context.admit()
     body = await read_body(request, context.settings.body_timeout)
-    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name))
+    settings = context.settings
+    job = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
     return await answer(request, context, job, ChatForm(job, TokenTexts(context.engine.tokenizer)))
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
-    """The body as a Job, messages as token ids. Slow for long prompts. Errors: ApiError."""
+def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO) -> Job:
+    """The body as a Job, messages as token ids. Slow for long prompts. Errors: ApiError.
+
+    formats  how the model writes tool calls and reasoning
+    """
     request, ignored = read(body, ChatCompletionRequest, CHAT)
+    return job_of(request, engine, model, formats, ignored)
+
+
+def job_of(
+    request: ChatCompletionRequest, engine: AsyncEngine, model: str, formats: Formats, ignored: tuple[str, ...] = ()
+) -> Job:
+    """The request as a Job; as `parse`."""
     check_model(given(request.model), model)
     newer = given(request.max_completion_tokens) is not None
     names = {
@@ -55,25 +61,46 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
         "logprobs": "top_logprobs",
         "max_tokens": "max_completion_tokens" if newer else "max_tokens",
     }
+    structure = structure_of(request)
+    if structure is not None:
+        names["grammar"] = structure.field
     params = sampling_params(
         request,
         max_tokens=_max_tokens(request),
         logprobs=_top_logprobs(request),
         vocab_size=engine.info.vocab_size,
         names=names,
+        prompt_logprobs=check_prompt_logprobs(request),
+        grammar=None if structure is None else structure.grammar,
     )
+    prompt = chat_prompt(request, engine, formats)
+    shape = answer_shape(prompt.offer, prompt.markup, params.grammar, names.get("grammar", "response_format"))
+    if shape.grammar is not params.grammar:
+        params = _constrained(params, shape.grammar)
+        names.setdefault("grammar", "tools")
     return Job(
         id=new_id("chatcmpl"),
         created=int(time.time()),
         model=model,
-        prompts=[_prompt(request, engine)],
+        prompts=[prompt.token_ids],
         params=params,
         stream=bool(given(request.stream)),
         include_usage=wants_usage(request),
+        continuous_usage=wants_continuous_usage(request),
         return_token_ids=bool(given(request.return_token_ids)),
+        prompt_logprobs=params.prompt_logprobs,
+        markup=shape.markup,
+        stop_when=rule_of(request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=shape.markup),
         ignored=ignored,
         names=names,
     )
+
+
+def _constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingParams:
+    try:
+        return msgspec.structs.replace(params, grammar=grammar)
+    except InvalidField as error:
+        raise renamed(error, error.field) from error
 
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:
@@ -94,89 +121,13 @@ def _top_logprobs(request: ChatCompletionRequest) -> int | None:
     return None
 
 
-def _prompt(request: ChatCompletionRequest, engine: AsyncEngine) -> list[int]:
-    messages = template_messages(request.messages)
-    if engine.tokenizer is None or engine.chat_template is None:
-        raise invalid("messages", "the model has no chat template; /v1/completions takes plain prompts")
-    try:
-        text = engine.chat_template.render(messages)
-        check_size(text, engine.tokenizer, engine.info.max_model_len, "messages")
-        # The template has put the special tokens in its text already.
-        return engine.tokenizer.encode(text, add_special_tokens=False)
-    except InvalidField as error:
-        raise invalid("messages", str(error)) from error
-
-
-class ChatForm:
-    """The JSON of one answer. A streamed choice begins with its role and ends with an empty delta."""
-
-    def __init__(self, job: Job, texts: TokenTexts) -> None:
-        self._job = job
-        self._texts = texts
-        self._begun: set[int] = set()
-
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The answer of the one finished request."""
-        choices = [
-            ChatChoice(
-                index=one.index,
-                message=ChatMessage(content=one.text),
-                logprobs=self._logprobs(one.logprobs),
-                finish_reason=one.finish_reason,
-                token_ids=one.token_ids if self._job.return_token_ids else UNSET,
-            )
-            for one in outputs[0].outputs
-        ]
-        tokens = sum(len(one.token_ids) for one in outputs[0].outputs)
-        return encode(
-            ChatCompletion(
-                id=self._job.id,
-                created=self._job.created,
-                model=self._job.model,
-                choices=choices,
-                usage=usage(outputs, tokens),
-                system_fingerprint=fingerprint(),
-            )
-        )
-
-    def events(self, prompt: int, delta: Delta) -> bytes:
-        """Up to three chunks: the role, what was gained, the reason of the end."""
-        index = delta.index
-        parts = []
-        if index not in self._begun:
-            self._begun.add(index)
-            parts.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
-        if delta.text or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
-            parts.append(self._gain(delta))
-        if delta.finish_reason:
-            parts.append(ChunkChoice(index=index, delta=MessageDelta(), finish_reason=delta.finish_reason))
-        used = None if self._job.include_usage else UNSET
-        return b"".join(event(encode(self._chunk([part], used))) for part in parts)
-
-    def closing(self, used: Usage) -> bytes:
-        """The chunk without choices."""
-        return event(encode(self._chunk([], used)))
-
-    def _gain(self, delta: Delta) -> ChunkChoice:
-        return ChunkChoice(
-            index=delta.index,
-            delta=MessageDelta(content=delta.text),
-            logprobs=self._logprobs(delta.logprobs),
-            token_ids=delta.token_ids if self._job.return_token_ids else UNSET,
-        )
-
-    def _logprobs(self, entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
-        if entries is None or self._job.params.logprobs is None:
-            return None
-        return chat_logprobs(entries, self._texts)
-
-    def _chunk(self, choices: list[ChunkChoice], used: Maybe[Usage]) -> ChatCompletionChunk:
-        job = self._job
-        return ChatCompletionChunk(
-            id=job.id,
-            created=job.created,
-            model=job.model,
-            choices=choices,
-            usage=used,
-            system_fingerprint=fingerprint(),
-        )
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        create,
+        request=json_of(ChatCompletionRequest),
+        answers={200: json_or_events(ChatCompletion)},
+        errors=(404,),
+    ),
+)

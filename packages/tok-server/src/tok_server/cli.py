@@ -10,6 +10,8 @@ from importlib.metadata import version
 from typing import cast
 
 from tok_core import InvalidField, TokError
+from tok_server.batch_flags import EXAMPLES as BATCH_EXAMPLES
+from tok_server.batch_flags import add_batch
 from tok_server.flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
 from tok_server.kernel_flags import EXAMPLES as KERNELS_EXAMPLES
 from tok_server.kernel_flags import add_kernels
@@ -66,10 +68,17 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=SERVE_EXAMPLES,
     )
     add_serve(serve)
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests, without a server",
+        description="Answer a file of requests, as OpenAI's batches do, without a server.",
+        epilog=BATCH_EXAMPLES,
+    )
+    add_batch(batch)
     chat = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="Talk to a model in the terminal. /clear begins anew, /exit or Ctrl-D ends.",
+        description="Talk to a model in the terminal. Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends.",
         epilog=CHAT_EXAMPLES,
     )
     add_chat(chat)
@@ -96,6 +105,7 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     if list(command) == [BENCH]:
         import_module("tok_server.bench.flags").add_arguments(bench)
     serve.set_defaults(module="tok_server.commands.serve")
+    batch.set_defaults(module="tok_server.commands.batch")
     chat.set_defaults(module="tok_server.commands.chat")
     models.set_defaults(module="tok_server.commands.models")
     kernels.set_defaults(module="tok_server.commands.kernels")

@@ -12,9 +12,14 @@ from typing import TypeVar
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server.errors import unavailable
+from tok_server.auth import Keys
+from tok_server.dashboard.latency import Latencies
+from tok_server.errors import limited, unavailable
 from tok_server.metrics import Metrics
+from tok_server.origins import Origins
+from tok_server.rates import Rates
 from tok_server.settings import Settings
+from tok_server.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -29,6 +34,12 @@ class Context:
     ready          the engine has started: it knows its sizes and takes requests
     draining       the server is about to stop: new requests are turned away
     open_requests  requests being answered now
+    held_bytes     bytes of their bodies
+    keys, origins, rates  who may ask, from where, and how often
+    unhurried      how many samples the engine has got that nobody waits for
+    telemetry      where spans of requests go
+    latencies      how long requests took lately
+    background     work that goes on when whoever asked for it has gone
     warned         unknown fields that the log has mentioned already
     """
 
@@ -40,7 +51,23 @@ class Context:
     ready: bool = False
     draining: bool = False
     open_requests: int = 0
+    held_bytes: int = 0
     warned: set[str] = field(default_factory=set)
+    keys: Keys = field(init=False)
+    origins: Origins = field(init=False)
+    rates: Rates = field(init=False)
+    unhurried: Callable[[], int] = lambda: 0
+    telemetry: Telemetry | None = None
+    latencies: Latencies = field(default_factory=Latencies)
+    background: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.keys = Keys(settings.api_keys, settings.admin_key)
+        self.origins = Origins(settings.allow_origins)
+        self.rates = Rates(settings.rate_limit_requests, settings.rate_limit_tokens)
+        if settings.otlp_endpoint is not None:
+            self.telemetry = Telemetry(settings.otlp_endpoint, settings.model_name)
 
     @property
     def state(self) -> str:
@@ -50,10 +77,20 @@ class Context:
         return self.engine.health().state if self.ready else "starting"
 
     def admit(self) -> None:
-        """Raises ApiError (503) while no request can be taken."""
+        """Raises ApiError while no request can be taken (503), or too many wait already (429)."""
         if self.draining:
             raise unavailable("the server is stopping", "draining")
         self.await_start()
+        most = self.settings.max_queued
+        # Asked for only where it can matter: the engine's own figures take their time.
+        if self.engine.open_requests >= most and self.waiting >= most:
+            raise limited("max_queued", 429, f"{most} requests wait already", kind="requests", retry_after=1)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the engine has got and does not compute yet, those aside that nobody waits for."""
+        waiting = self.engine.open_requests - int(self.engine.stats()["requests_running"])
+        return max(0, waiting - self.unhurried())
 
     def await_start(self) -> None:
         """Raises ApiError (503) until the model can be asked for the first time."""

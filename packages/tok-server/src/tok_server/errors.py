@@ -7,18 +7,23 @@
 
 from __future__ import annotations
 
+import math
+
 from aiohttp import web
 
 from tok_client.types import ErrorBody, ErrorResponse
 from tok_core import EngineError, InvalidField
-from tok_server.wire import encode
+from tok_server.wire import BadJson, encode
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
 class ApiError(Exception):
-    """A request that cannot be answered: HTTP status and the error object's four members."""
+    """A request that cannot be answered: HTTP status and the error object's four members.
+
+    `limit`: which of the server's limits says so, as `tok_server.limits` names it, if it is one of them.
+    """
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        limit: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -37,6 +43,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+        self.limit = limit
 
     def body(self) -> bytes:
         """The error object as JSON."""
@@ -58,6 +65,26 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind=SERVER, code=code, headers={"Retry-After": "1"})
 
 
+def limited(
+    limit: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    kind: str | None = None,
+    code: str | None = None,
+    retry_after: float | None = None,
+) -> ApiError:
+    """More than one of the server's limits allows; `limit` is its name, and that of its flag.
+
+    retry_after  seconds after which it may be otherwise; None: it will not
+    """
+    headers = {} if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
+    kind = kind or (SERVER if status >= 500 else INVALID)
+    told = f"{message} (--{limit.replace('_', '-')})"
+    return ApiError(status, told, param=param, kind=kind, code=code or limit, headers=headers, limit=limit)
+
+
 def internal(request_id: str) -> ApiError:
     """500: a defect of the server. What happened is in its log, not in the answer."""
     message = f"internal error; the server's log has more under request {request_id}"
@@ -71,6 +98,8 @@ def of_exception(error: Exception, request_id: str) -> ApiError:
             return error
         case InvalidField(field=field):
             return invalid(field, str(error))
+        case BadJson(path=path):
+            return invalid(path, str(error))
         case EngineError():
             return unavailable(str(error), "engine_unavailable")
         case web.HTTPException():
@@ -79,10 +108,16 @@ def of_exception(error: Exception, request_id: str) -> ApiError:
             return internal(request_id)
 
 
+def too_large(most: int | None) -> ApiError:
+    """413: a body of more than `most` bytes."""
+    message = "the body is too large" if most is None else f"the body has more than {most} bytes"
+    return limited("max_body", 413, message, code="request_too_large")
+
+
 def _of_http(error: web.HTTPException) -> ApiError:
     match error:
         case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, error.text or error.reason, code="request_too_large")
+            return too_large(None)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"method {error.method} is not allowed here; allowed: {allowed}"

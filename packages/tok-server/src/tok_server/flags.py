@@ -10,9 +10,8 @@ import msgspec
 from tok_core import EngineConfig
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
 from tok_server.default_model import model_and_name
+from tok_server.server_flags import add_formats, add_limits, add_server, settings_of
 from tok_server.settings import Settings
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 EXAMPLES = """examples:
   tok serve                              serve the small demo model at http://127.0.0.1:10210
@@ -23,12 +22,14 @@ EXAMPLES = """examples:
 SERVE_EXAMPLES = """examples:
   tok serve
   tok serve ./my-model --port 8000 --max-model-len 4096
-  tok serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key SECRET
+  tok serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key SECRET --max-queued 1000 --request-timeout 600
 """
 CHAT_EXAMPLES = """examples:
   tok chat
   tok chat ./my-model --temperature 0
-  tok chat --url http://127.0.0.1:10210/v1
+  tok chat --url http://127.0.0.1:10210/v1 --system "Answer in one sentence."
+
+commands within: /reset, /system TEXT, /save FILE, /help, /exit
 """
 MODELS_EXAMPLES = """examples:
   tok models
@@ -71,19 +72,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tok serve`."""
     _add_model(parser, "serve")
     server = parser.add_argument_group("server")
+    add_server(server)
     server.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0: all addresses)",
+        "--data-dir",
+        metavar="DIR",
+        help="where fetched models, files and batches are kept (default: the hub library's own cache, no batches)",
     )
-    server.add_argument(
-        "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free one)"
-    )
-    server.add_argument("--api-key", metavar="KEY", help="serve only clients that send this key")
-    server.add_argument(
-        "--data-dir", metavar="DIR", help="where fetched models are kept (default: the hub library's own cache)"
-    )
-    server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
+    add_formats(server)
+    add_limits(parser.add_argument_group("limits"))
     _add_engine(parser.add_argument_group("engine"))
 
 
@@ -188,4 +184,4 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 def server_settings(options: argparse.Namespace) -> Settings:
     """From the flags of `tok serve`. Errors: InvalidField."""
     _, name = model_and_name(options.model)
-    return Settings(model_name=name, host=options.host, port=options.port, api_key=options.api_key)
+    return settings_of(options, name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache
 from importlib.metadata import version
 
 _SOURCE = random.Random()  # seeded by the system once: asking it each time may wait
+os.register_at_fork(after_in_child=_SOURCE.seed)  # else both processes would give the same ids
 
 
 def new_id(prefix: str) -> str:

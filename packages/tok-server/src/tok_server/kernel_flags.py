@@ -10,6 +10,10 @@ EXAMPLES = """examples:
   tok kernels --model ./my-model
   tok kernels --heads 64 --kv-heads 8 --head-dim 128 --layers 80 --measure
 """
+BENCH_EXAMPLES = """examples:
+  tok bench kernels
+  tok bench kernels --model ./my-model --json
+"""
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
 SHARED = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir")
 """The engine's flags that decide which kernels compute."""

@@ -9,7 +9,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from tok_client.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from tok_client.types import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
 
@@ -25,15 +32,15 @@ class TokenTexts:
     """Tokens as they are shown; without a tokenizer by their number."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def piece(self, token: int) -> bytes:
         """Bytes of the token."""
-        return self._tokenizer.piece(token) if self._tokenizer else f"token_id:{token}".encode()
+        return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
 
     def shown(self, token: int) -> bytes:
         """Bytes that the token adds to the text: none for special ones."""
-        return self._tokenizer.pieces_of([token], True)[0] if self._tokenizer else b""
+        return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
 
     def text(self, token: int, prefix: str) -> str:
         """The token's text, or `prefix` and its bytes written out."""
@@ -59,6 +66,13 @@ class Offsets:
         offset = self._length + broken
         self._length += len(self._decoder.decode(shown))
         return offset
+
+    def copy(self) -> Offsets:
+        """Another one at the same place."""
+        found = Offsets()
+        found._decoder.setstate(self._decoder.getstate())
+        found._length = self._length
+        return found
 
 
 def _goes_on(head: bytes) -> bool:
@@ -103,3 +117,19 @@ def _chat_token(entry: TokenLogprob, texts: TokenTexts) -> ChatTokenLogprob:
             for token, logprob in entry.top
         ],
     )
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts, most: int) -> PromptLogprobs:
+    """By place: the prompt's own token, and the `most` likeliest ones."""
+    return [None if entry is None else _ranked(entry, texts, most) for entry in entries]
+
+
+def _ranked(entry: TokenLogprob, texts: TokenTexts, most: int) -> dict[int, PromptLogprob]:
+    found: dict[int, PromptLogprob] = {}
+    for rank, (token, logprob) in enumerate(entry.top, 1):
+        if rank <= most or token == entry.token_id:
+            found[token] = PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=texts.text(token, "bytes:"))
+    if entry.token_id not in found:
+        own = PromptLogprob(logprob=finite(entry.logprob), decoded_token=texts.text(entry.token_id, "bytes:"))
+        found[entry.token_id] = own
+    return found

@@ -1,16 +1,20 @@
-"""Chat messages as templates take them: a role and one text."""
+"""Chat messages as templates take them: a role, one text, and what the assistant called."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import assert_never
 
+import msgspec
+
 from tok_client.types import (
     AssistantMessage,
     AudioPart,
+    CustomToolCall,
     DeveloperMessage,
     FilePart,
     FunctionMessage,
+    FunctionToolCall,
     ImagePart,
     Message,
     RefusalPart,
@@ -24,14 +28,15 @@ from tok_server.errors import ApiError, invalid
 from tok_server.params import given
 
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
+TemplateMessage = dict[str, object]
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """All messages for the template. Errors: ApiError naming what is refused ("messages[1].tool_calls")."""
+def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
+    """All messages for the template. Errors: ApiError naming what is refused ("messages[1].audio")."""
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: Message, path: str) -> dict[str, str]:
+def _message(message: Message, path: str) -> TemplateMessage:
     match message:
         case SystemMessage() | DeveloperMessage():
             # Templates know the newer name of the role only where the model was trained on it.
@@ -39,25 +44,50 @@ def _message(message: Message, path: str) -> dict[str, str]:
         case UserMessage():
             return _plain("user", _text(message.content, path), given(message.name))
         case AssistantMessage():
-            _check_assistant(message, path)
-            content = None if isinstance(message.content, UnsetType) else message.content
-            return _plain("assistant", _text(content, path), given(message.name))
-        case ToolMessage() | FunctionMessage():
-            raise _unsupported(f"{path}.role", f"role {message.role!r} (tool results)")
+            return _assistant(message, path)
+        case ToolMessage():
+            return {"role": "tool", "content": _text(message.content, path), "tool_call_id": message.tool_call_id}
+        case FunctionMessage():
+            raise _unsupported(f"{path}.role", f"role {message.role!r} (use role 'tool')")
     assert_never(message)
 
 
-def _plain(role: str, content: str, name: str | None) -> dict[str, str]:
+def _plain(role: str, content: str, name: str | None) -> TemplateMessage:
     named = {} if name is None else {"name": name}
     return {"role": role, "content": content, **named}
 
 
-def _check_assistant(message: AssistantMessage, path: str) -> None:
-    for field in ("tool_calls", "function_call", "audio", "refusal"):
+def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
+    for field in ("function_call", "audio", "refusal"):
         if given(getattr(message, field)):
             raise _unsupported(f"{path}.{field}", field)
-    if given(message.content) is None:
-        raise invalid(f"{path}.content", f"{path}.content is missing; allowed: text")
+    calls = given(message.tool_calls) or []
+    content = None if isinstance(message.content, UnsetType) else message.content
+    if content is None and not calls:
+        raise invalid(f"{path}.content", f"{path}.content is missing; allowed: text, or tool_calls beside it")
+    found = _plain("assistant", _text(content, path), given(message.name))
+    if calls:
+        found["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    thoughts = given(message.reasoning_content)
+    if thoughts:
+        found["reasoning_content"] = thoughts
+    return found
+
+
+def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage:
+    if isinstance(call, CustomToolCall):
+        raise _unsupported(f"{path}.type", "a call of type 'custom'")
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> object:
+    """The arguments as an object, which is what templates write down; what is none stays the text that it is."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _text(content: str | Sequence[Part] | None, path: str) -> str:

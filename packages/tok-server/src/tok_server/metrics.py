@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,7 @@ COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "cached_tokens": "Tokens of prompts found in the prefix cache.",
     "output_tokens": "Tokens generated.",
+    "skipped_tokens": "Tokens generated that a grammar left no choice about, and that nobody drew.",
     "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
     "preemptions": "Samples interrupted for lack of memory.",
     "steps": "Forward passes.",
@@ -77,6 +78,19 @@ class Metrics:
             buckets=SECONDS,
             registry=self._registry,
         )
+
+        self.refused = Counter(
+            "tok_refused",
+            "Requests and connections that were refused or cut off, by the limit that says so.",
+            ("limit",),
+            registry=self._registry,
+        )
+        self.connections = Gauge("tok_connections", "Connections of clients.", registry=self._registry)
+
+    def refuse(self, limit: str | None) -> None:
+        """Counts what a limit has refused; None: it was no limit."""
+        if limit is not None:
+            self.refused.labels(limit).inc()
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

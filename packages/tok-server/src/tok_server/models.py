@@ -6,12 +6,13 @@ from aiohttp import web
 
 from tok_client.types import Model, ModelList
 from tok_server.context import CONTEXT, Context
+from tok_server.openapi import Operation, json_of
 from tok_server.reading import check_model
 from tok_server.wire import encode
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Handler of GET /v1/models."""
+    """The models that are served: one."""
     context = request.app[CONTEXT]
     context.await_start()
     body = encode(ModelList(data=[_model(context)]))
@@ -19,7 +20,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """Handler of GET /v1/models/{id}."""
+    """The served model, by its name."""
     context = request.app[CONTEXT]
     context.await_start()
     check_model(request.match_info["id"], context.settings.model_name)
@@ -28,3 +29,9 @@ async def retrieve(request: web.Request) -> web.Response:
 
 def _model(context: Context) -> Model:
     return Model(id=context.settings.model_name, created=context.created, owned_by="tok")
+
+
+OPERATIONS = (
+    Operation("GET", "/v1/models", list_models, answers={200: json_of(ModelList)}),
+    Operation("GET", "/v1/models/{id:.+}", retrieve, answers={200: json_of(Model)}, errors=(404,)),
+)

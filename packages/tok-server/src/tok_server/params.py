@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
 from tok_core import InvalidField, SamplingParams
+from tok_core.grammar import Grammar
 from tok_server.errors import invalid
 from tok_server.job import renamed
 
@@ -42,17 +43,28 @@ def sampling_params(
     logprobs: int | None,
     vocab_size: int,
     names: Mapping[str, str],
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The parameters; `names`: what this endpoint calls fields that the engine names otherwise. Errors: ApiError."""
     fields: dict[str, object] = {name: value for name in SAME if (value := given(getattr(request, name))) is not None}
-    fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
     fields["stop"] = _strings(given(request.stop))
     fields["stop_token_ids"] = tuple(given(request.stop_token_ids) or ())
     fields["logit_bias"] = _biases(given(request.logit_bias), vocab_size)
+    if max_tokens == 0 and not _asks_of_prompt(request):
+        name = names.get("max_tokens", "max_tokens")
+        raise invalid(name, f"{name} is 0; allowed: integers from 1, or 0 with echo or prompt_logprobs")
     try:
         return SamplingParams(**fields)  # type: ignore[arg-type]
     except InvalidField as error:
         raise renamed(error, names.get(error.field, error.field)) from error
+
+
+def _asks_of_prompt(request: Request) -> bool:
+    """Whether an answer without a token says something, of the prompt."""
+    echo = given(request.echo) if isinstance(request, CompletionRequest) else None
+    return bool(echo) or given(request.prompt_logprobs) is not None
 
 
 def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from tok_client.types import ChatCompletionRequest, CompletionRequest, StreamOptions
+import msgspec
+
+from tok_client.types import StreamOptions
 from tok_server.body import members
 from tok_server.errors import ApiError, invalid
 from tok_server.params import Request, given
@@ -12,7 +14,7 @@ from tok_server.unknown import unknown_fields
 from tok_server.unsupported import Refused, refuse_unsupported
 from tok_server.wire import BadJson, decode
 
-R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 # OpenAI's completions take `metadata` nowhere, but its clients may send it to any endpoint.
 HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
@@ -48,3 +50,17 @@ def wants_usage(request: Request) -> bool:
         name = "stream_options.include_obfuscation"
         raise invalid(name, f"{name} is not supported yet; allowed: false", "unsupported_parameter")
     return bool(given(options.include_usage))
+
+
+def wants_continuous_usage(request: Request) -> bool:
+    """Whether every chunk of a stream shall carry the usage so far."""
+    options: StreamOptions | None = given(request.stream_options)
+    return options is not None and bool(given(options.continuous_usage_stats))
+
+
+def check_prompt_logprobs(request: Request) -> int | None:
+    """How many most likely tokens of each place of the prompt are to be told. Errors: ApiError 400 for a stream."""
+    most = given(request.prompt_logprobs)
+    if most is not None and given(request.stream):
+        raise invalid("prompt_logprobs", "prompt_logprobs is only allowed with stream=false")
+    return most

@@ -15,8 +15,10 @@ from aiohttp import web
 
 from tok_core import AsyncEngine, EngineConfig, TokError
 from tok_server.app import make_app
+from tok_server.connections import allow_files, listening
 from tok_server.context import CONTEXT, Context
 from tok_server.settings import Settings
+from tok_server.tls import server_context
 
 log = logging.getLogger("tok.server")
 
@@ -34,16 +36,19 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
     announce  called with the engine and the port once requests are answered
     Errors: ServeError (address in use), TokError (the engine cannot start).
     """
+    tls = None if settings.tls_cert is None else server_context(settings.tls_cert, settings.tls_key)
+    allow_files(settings.max_connections)
     listener = listen(settings.host, settings.port)
     engine = AsyncEngine(config)
     app = make_app(engine, settings, ready=False)
     stopping = _stop_on_signals()
     # /health answers "starting" from here on, so that whoever waits for the model can see it load.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5.0)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener, backlog=1024).start()
-        await _run(engine, app[CONTEXT], stopping, lambda: announce(engine, listener.getsockname()[1]))
+        async with listening(runner, app[CONTEXT], listener, tls):
+            await _run(engine, app[CONTEXT], stopping, lambda: announce(engine, listener.getsockname()[1]))
+            await engine.close()  # what is still open then hears of it
     finally:
         await engine.close()
         await runner.cleanup()
@@ -78,10 +83,17 @@ async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
 
 
 async def _drained(context: Context) -> None:
-    """Returns when no request is open, or the time for that is over."""
-    deadline = time.monotonic() + context.settings.drain
-    while context.open_requests and time.monotonic() < deadline:
+    """Returns when nothing is open, or the time for that is over."""
+    deadline = time.monotonic() + context.settings.drain_timeout
+    while _busy(context) and time.monotonic() < deadline:
         await asyncio.sleep(POLL)
+
+
+def _busy(context: Context) -> bool:
+    """Whether requests are open, or lines of batches that have been begun; those wait in vain for a failed engine."""
+    if context.open_requests:
+        return True
+    return context.unhurried() > 0 and context.engine.health().state != "failed"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,25 +7,50 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
+from tok_server.counts import Counts
 from tok_server.job import Job
 
 BATCH = 64  # prompts submitted before other requests get their turn
+MOST_CHECKS = 256  # grammars that may be compiled at once, or wait for that, where somebody waits for the answer
 
 
 @asynccontextmanager
-async def submitted(engine: AsyncEngine, job: Job) -> AsyncIterator[list[RequestStream]]:
-    """A stream a prompt. Leaving by an exception or cancelled aborts them all. Errors: ApiError, EngineError."""
+async def submitted(engine: AsyncEngine, job: Job, counts: Counts | None = None) -> AsyncIterator[list[RequestStream]]:
+    """A stream a prompt. Leaving by an exception or cancelled aborts them all. Errors: ApiError, EngineError.
+
+    To be entered after `check_grammar`: a grammar that is refused later is, in the midst of the stream.
+
+    counts  is told what they have cost
+    """
     streams: list[RequestStream] = []
     try:
         for index, prompt in enumerate(job.prompts):
             streams.append(_submit(engine, job, index, prompt))
             if index % BATCH == BATCH - 1:
                 await asyncio.sleep(0)
+        if counts is not None:
+            counts.submitted(streams, job.drawn)
         yield streams
     except BaseException:
         for stream in streams:
             stream.abort()
         raise
+    finally:
+        if counts is not None:
+            counts.ended(streams)
+
+
+async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None) -> None:
+    """Waits until it is known that the job's grammar, if it has one, can be followed. Errors: ApiError, EngineError.
+
+    most  EngineError where it is unknown and so many others are being compiled
+    """
+    if job.params.grammar is None:
+        return
+    try:
+        await engine.check_grammar(job.params.grammar, most=most)
+    except InvalidField as error:
+        raise job.refused(error, 0) from error
 
 
 def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> RequestStream:

@@ -9,6 +9,7 @@ import msgspec
 
 from tok_client.types import known_fields
 from tok_server.body import Members
+from tok_server.wire import decode
 
 MOST_LISTED = 32  # so many names fit a header
 
@@ -30,7 +31,7 @@ def _of_member(request: msgspec.Struct, name: str, raw: msgspec.Raw) -> Iterator
     # Decoded once more only where there is something to find: prompts of token ids are long.
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, msgspec.Struct):
-        yield from _within(name, value, msgspec.json.decode(raw))
+        yield from _within(name, value, decode(raw, object))
 
 
 def _within(path: str, value: object, given: object) -> Iterator[str]:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tok_client.types import ChatCompletionRequest, CompletionRequest, ResponseRequest, known_fields
 from tok_server.body import Members
 from tok_server.errors import invalid
+from tok_server.wire import BadJson, decode
 
 Neutral = tuple[object, ...]
 
@@ -26,26 +28,34 @@ class Refused:
     why: str
 
 
-_COMPLETION: Mapping[str, Neutral] = {"suffix": (None, ""), "echo": (None, False)}
+_COMPLETION: Mapping[str, Neutral] = {"suffix": (None, "")}
 
 _CHAT: Mapping[str, Neutral] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),  # without tools there is nothing to run in parallel
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
     "moderation": (None,),
     "verbosity": (None, "medium"),
-    "reasoning_effort": (None, "none"),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
     "prompt_cache_options": (None, {}),
+}
+
+_CHAT_ONLY: Mapping[str, Neutral] = {
+    "messages": (None,),
+    "max_completion_tokens": (None,),
+    "top_logprobs": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "reasoning_effort": (None, "none"),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
 }
 
 _NOT_YET = "is not supported yet"
@@ -53,15 +63,39 @@ _NOT_YET = "is not supported yet"
 COMPLETION = (
     Refused(_COMPLETION, _NOT_YET),
     Refused(
-        {"messages": (None,), "max_completion_tokens": (None,), "top_logprobs": (None,), **_CHAT},
+        {**_CHAT_ONLY, **_CHAT},
         "is a field of /v1/chat/completions, not of /v1/completions",
     ),
 )
 CHAT = (
     Refused(_CHAT, _NOT_YET),
     Refused(
-        {"prompt": (None,), "best_of": (None, 1), **_COMPLETION},
+        {"prompt": (None,), "best_of": (None, 1), "echo": (None, False), **_COMPLETION},
         "is a field of /v1/completions, not of /v1/chat/completions",
+    ),
+)
+_RESPONSE: Mapping[str, Neutral] = {
+    "store": (None, False),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+_ELSEWHERE = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(ResponseRequest)
+_NEUTRAL_ELSEWHERE: Mapping[str, Neutral] = {"n": (None, 1)}
+
+RESPONSE = (
+    Refused(_RESPONSE, _NOT_YET),
+    Refused(
+        {name: _NEUTRAL_ELSEWHERE.get(name, (None,)) for name in sorted(_ELSEWHERE)},
+        "is a field of other endpoints, not of /v1/responses",
     ),
 )
 
@@ -74,7 +108,10 @@ def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
 
 
 def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
-    value = msgspec.json.decode(raw)
+    try:
+        value = decode(raw, object)
+    except BadJson as error:  # a number that nothing holds
+        raise invalid(name, f"{name}: {error}") from error
     # Compared with the type: in Python False == 0.
     if not any(type(value) is type(one) and value == one for one in table.fields[name]):
         allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])

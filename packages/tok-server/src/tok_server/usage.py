@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tok_client.types import PromptTokensDetails, Usage
@@ -26,4 +26,12 @@ def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(cached for _, cached in counts)),
+    )
+
+
+def running_usage(prompts: Iterable[Sequence[int]], completion_tokens: int) -> Usage:
+    """The usage so far, while the answer is streamed; what was found in the cache is told at the end."""
+    prompt_tokens = sum(map(len, prompts))
+    return Usage(
+        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar, get_origin
+from typing import TypeVar
 
 import msgspec
 
@@ -45,7 +45,7 @@ def _located(message: str, kind: type) -> BadJson:
     if missing:
         return BadJson(".".join(filter(None, [path, missing["field"]])), "is required, but missing")
     first = what.partition(" ")[0]
-    if not path and get_origin(kind) is None and first in known_fields(kind):
+    if not path and isinstance(kind, type) and issubclass(kind, msgspec.Struct) and first in known_fields(kind):
         return _unprefixed(first, what)
     return BadJson(path or None, what)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
 from tok_server.flags import ENGINE_FLAGS, add_serve
-from tok_server.kernel_flags import add_bench_kernels
+from tok_server.kernel_flags import BENCH_EXAMPLES, add_bench_kernels
 
 EXAMPLES = """examples:
   tok bench offline --workload mine.jsonl --model ./my-model --plot out.png
@@ -16,7 +16,32 @@ EXAMPLES = """examples:
       --load-format dummy --eos-probability 0.0078125 --json
   tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream
   tok bench manager --workload monkeys --sequences 8192 --json
+  tok bench server --json
 """
+OFFLINE_EXAMPLES = """examples:
+  tok bench offline --workload mine.jsonl
+  tok bench offline --workload mine.jsonl --model ./my-model --reps 3 --json
+  tok bench offline --workload mine.jsonl --plot out.png --trace steps.json
+"""
+SERVE_EXAMPLES = """examples:
+  tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream --plot out.png
+  tok bench serve --url http://127.0.0.1:8000/v1 --model my-model --workload mine.jsonl --concurrency 256 --wait 300
+"""
+MANAGER_EXAMPLES = """examples:
+  tok bench manager --workload decode
+  tok bench manager --workload monkeys --sequences 65536 --json
+"""
+
+SERVER_EXAMPLES = """examples:
+  tok bench server
+  tok bench server --scenario streamed --seconds 20 --json
+"""
+
+SERVER_SCENARIOS = {
+    "whole": "requests of 8 tokens, answered whole",
+    "streamed": "requests of 128 tokens, each token an event",
+    "samples": "requests of n = 1,024 samples of 16 tokens, answered whole",
+}
 
 MANAGER_WORKLOADS = {
     "decode": "512 tokens of prompt and 256 of output: the steps that only decode",
@@ -34,27 +59,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
     offline = kinds.add_parser(
-        "offline", help="the engine itself", description="Measure the engine itself, all requests given to it at once."
+        "offline",
+        help="the engine itself",
+        description="Measure the engine itself, all requests given to it at once.",
+        epilog=OFFLINE_EXAMPLES,
     )
     add_offline(offline)
     serve = kinds.add_parser(
         "serve",
         help="any OpenAI-compatible server, over HTTP",
         description="Measure any OpenAI-compatible server over HTTP.",
+        epilog=SERVE_EXAMPLES,
     )
     add_serve_bench(serve)
     kernels = kinds.add_parser(
         "kernels",
         help="each kernel, beside what the machine allows",
         description="Measure each kernel of a model beside the time that its bytes or its products take here.",
+        epilog=BENCH_EXAMPLES,
     )
     add_bench_kernels(kernels)
     manager = kinds.add_parser(
         "manager",
         help="the manager alone, its worker simulated",
         description="Measure what the manager's CPU costs a generated token; its worker computes nothing.",
+        epilog=MANAGER_EXAMPLES,
     )
     add_manager(manager)
+    server = kinds.add_parser(
+        "server",
+        help="the server alone, its worker simulated",
+        description="Measure what the HTTP server and the manager cost; the worker computes nothing.",
+        epilog=SERVER_EXAMPLES,
+    )
+    add_server(server)
 
 
 def add_manager(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +105,17 @@ def add_manager(parser: argparse.ArgumentParser) -> None:
     add("--step-time", type=float, default=0.0, metavar="MS", help="ms that the worker takes a step (default: 0)")
     add("--json", action="store_true", help="print one line of JSON instead of a table")
     parser.set_defaults(module="tok_server.commands.bench_manager")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tok bench server`."""
+    told = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
+    add = parser.add_argument
+    add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"only this one (default: all). {told}")
+    add("--clients", type=int, default=1, metavar="N", help="processes that ask (default: %(default)s)")
+    add("--seconds", type=float, default=5.0, metavar="S", help="measured of each scenario (default: %(default)s)")
+    add("--json", action="store_true", help="print a line of JSON for each scenario instead of a table")
+    parser.set_defaults(module="tok_server.commands.bench_server")
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tok_server.bench.histogram import Histograms
+
 
 class Timeline(msgspec.Struct, frozen=True):
     """Equal spans of the run, in columns: their middles in seconds, output tokens per second, sequences running.
@@ -77,6 +79,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefix_groups: bool | None = None
     first_error: str | None = None
     timeline: Timeline
+    histograms: Histograms | None = None
 
 
 def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> float | None:

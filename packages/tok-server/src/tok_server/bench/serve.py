@@ -15,6 +15,7 @@ from tok_core import TokError
 from tok_server.bench.answers import Answer, ask, body
 from tok_server.bench.counted import with_counted
 from tok_server.bench.gpu import first_gpu
+from tok_server.bench.histogram import Histograms, histogram
 from tok_server.bench.offline import WARM_UP_TOKENS
 from tok_server.bench.result import Result, percentile, ratio
 from tok_server.bench.scrape import counters_of
@@ -251,6 +252,7 @@ def _result(
             [one.samples for one in good],
             seconds,
         ),
+        histograms=Histograms(histogram(latency), histogram(ttft), histogram(per_token)),
     )
 
 

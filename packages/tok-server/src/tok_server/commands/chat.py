@@ -8,11 +8,15 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import Protocol
 
+from rich.console import Console
+
 import tok_client
 from tok_core import InvalidField, TokError
+from tok_server.dialogue import EXIT, Dialogue
 from tok_server.talkers import LocalTalker, Message, RemoteTalker
 
-PROMPT = "you> "
+PROMPT = "[bold cyan]you>[/] "
+GREETING = "/help lists the commands, /exit or Ctrl-D ends"
 
 
 class Talker(Protocol):
@@ -28,12 +32,38 @@ class Talker(Protocol):
 def main(options: argparse.Namespace) -> int:
     """Talks until the input ends. Errors: InvalidField, TokError."""
     try:
-        with closing(_talker(options)) as talker:
-            _converse(talker, options.system)
+        talker = _talker(options)
     except tok_client.TokError as error:
-        print(f"tok chat: error: {error}", file=sys.stderr)
+        print(f"tok chat: error: {_advised(error)}", file=sys.stderr)
         return 1
+    with closing(talker):
+        converse(talker, Dialogue(options.system), Terminal())
     return 0
+
+
+class Terminal:
+    """Where it is talked: answers go to the output as they are, notes on them to the error output."""
+
+    def __init__(self) -> None:
+        self._prompt = Console(highlight=False)
+        self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._manual = sys.stdin.isatty()
+
+    def read(self) -> str | None:
+        """The next line; None at the end of the input."""
+        try:
+            return (self._prompt.input(PROMPT) if self._manual else input()).strip()
+        except EOFError:
+            return None
+
+    def say(self, piece: str) -> None:
+        """A piece of an answer."""
+        print(piece, end="", flush=True)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """Something that nobody said. Where input comes from a file, only what went wrong is told."""
+        if self._manual or style != "dim":
+            self._notes.print(text, style=style, markup=False)
 
 
 def _talker(options: argparse.Namespace) -> LocalTalker | RemoteTalker:
@@ -53,38 +83,51 @@ def _check_remote(options: argparse.Namespace) -> None:
             raise InvalidField(name, value, "auto together with --url: the server has chosen its own")
 
 
-def _converse(talker: Talker, system: str | None) -> None:
-    opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(opening)
-    while (said := _read()) not in (None, "/exit"):
-        if said == "/clear":
-            messages = list(opening)
+def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
+    """Reads, answers and does what commands say until the input ends."""
+    terminal.note(GREETING)
+    while True:
+        try:
+            said = terminal.read()
+        except KeyboardInterrupt:
+            terminal.note("\n/exit or Ctrl-D ends")
+            continue
+        if said is None or said == EXIT:
+            return
+        if said.startswith("/"):
+            terminal.note(dialogue.command(said))
         elif said:
-            messages.append({"role": "user", "content": said})
-            _answer(talker, messages)
+            _answer(talker, dialogue, terminal, said)
 
 
-def _read() -> str | None:
-    """The next line; None at the end of the input."""
+def _answer(talker: Talker, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
+    """Shows the answer as it comes; a question that fails is taken back. Ctrl-C ends the answer."""
+    dialogue.add("user", said)
+    answer: list[str] = []
     try:
-        return input(PROMPT if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
-
-
-def _answer(talker: Talker, messages: list[Message]) -> None:
-    """Prints the answer as it comes and adds it to `messages`; a question that fails is taken back."""
-    said: list[str] = []
-    try:
-        with closing(talker.reply(messages)) as pieces:
+        with closing(talker.reply(dialogue.messages)) as pieces:
             for piece in pieces:
-                said.append(piece)
-                print(piece, end="", flush=True)
+                answer.append(piece)
+                terminal.say(piece)
     except KeyboardInterrupt:
-        print(" …", end="")
-    except (TokError, tok_client.BadRequestError) as error:
-        messages.pop()
-        print(f"\n{error}\n(/clear begins a new conversation)", file=sys.stderr)
+        terminal.say(" …")
+    except (TokError, tok_client.TokError) as error:
+        dialogue.said.pop()
+        terminal.say("\n" if answer else "")
+        terminal.note(_advised(error), "red")
         return
-    print(flush=True)
-    messages.append({"role": "assistant", "content": "".join(said)})
+    terminal.say("\n")
+    dialogue.add("assistant", "".join(answer))
+
+
+def _advised(error: Exception) -> str:
+    """What went wrong, and what may help."""
+    match error:
+        case tok_client.AuthenticationError():
+            return f"{error}\ngive the server's key with --api-key"
+        case tok_client.APIConnectionError():
+            return f"{error}\nis a server there? `tok serve` starts one; without --url, `tok chat` loads a model itself"
+        case tok_client.BadRequestError() | InvalidField():
+            return f"{error}\nthe question was taken back; /reset begins a new conversation"
+        case _:
+            return f"{error}\nthe question was taken back: it can be asked again"

@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import ipaddress
 import json
-import logging
 import sys
 
 from tok_core import AsyncEngine
 from tok_server.flags import engine_config, server_settings
+from tok_server.log_format import log_to_stderr
 from tok_server.serve import ServeError, serve
 from tok_server.settings import Settings
 
@@ -20,7 +20,7 @@ QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. 
 def main(options: argparse.Namespace) -> int:
     """Serves until stopped. Errors: InvalidField, TokError."""
     config, settings = engine_config(options), server_settings(options)
-    _log_to_stderr(options.log_level)
+    log_to_stderr(options.log_level, options.log_format)
 
     def announce(engine: AsyncEngine, port: int) -> None:
         print(ready_lines(engine, settings, port), flush=True)
@@ -33,18 +33,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("tok", "tok_core", "tok_server"):
-        logging.getLogger(name).setLevel(level.upper())
-
-
 def ready_lines(engine: AsyncEngine, settings: Settings, port: int) -> str:
     """The line that says where the server is, and a command to paste."""
-    url = f"http://{_reachable(settings.host)}:{port}"
+    url = f"{'https' if settings.tls_cert else 'http'}://{_reachable(settings.host)}:{port}"
     path, members = _example(engine)
     body = json.dumps({"model": settings.model_name, "temperature": 0, **members})
-    key = "" if settings.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    key = "" if not settings.api_keys else " -H 'Authorization: Bearer YOUR_KEY'"
     info = engine.info
     count = len(engine.health().replicas)
     replicas = f", {count} replicas" if count > 1 else ""

@@ -21,9 +21,16 @@ PLAIN_TEMPLATE = "Question: {question}\nAnswer:"
 """For models without a chat template."""
 
 
+EXAMPLES = """examples:
+  tok pass-at-k --samples 20 --limit 10
+  tok pass-at-k problems.jsonl --model ./my-model --samples 1000 --out results
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tok pass-at-k`."""
     parser.description = "Sample many answers a problem and show how many problems are solved (pass@k)."
+    parser.epilog = EXAMPLES
     add = parser.add_argument
     add(
         "problems",

@@ -1,0 +1,65 @@
+"""/admin/: what an operator may ask of a running server. Wants the admin key (`tok_server.auth`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+from aiohttp import web
+
+from tok_client.types import ReplicaReport
+from tok_server.context import CONTEXT, Context
+from tok_server.errors import ApiError
+from tok_server.openapi import Operation, json_of
+from tok_server.wire import encode
+
+log = logging.getLogger("tok.server")
+
+
+async def restart_replica(request: web.Request) -> web.Response:
+    """Starts a replica anew once it has ended what it computes; others get the new requests meanwhile.
+
+    Answers when it serves again. With one replica only, new requests get 503 until then.
+    """
+    context = request.app[CONTEXT]
+    context.await_start()
+    replicas = context.engine.health().replicas
+    number = _replica(request, len(replicas))
+    if (state := replicas[number].state) not in ("ready", "failed"):
+        raise ApiError(409, f"replica {number} is {state} already", code="restarting")
+    # Once begun it goes on, whether or not whoever asked for it waits.
+    restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=context.settings.request_timeout))
+    context.background.add(restart)
+    restart.add_done_callback(partial(_tell, context, number))
+    await asyncio.shield(restart)
+    found = context.engine.health().replicas[number]
+    return web.Response(
+        body=encode(ReplicaReport(state=found.state, detail=found.detail)), content_type="application/json"
+    )
+
+
+def _tell(context: Context, number: int, restart: asyncio.Future[None]) -> None:
+    context.background.discard(restart)
+    error = None if restart.cancelled() else restart.exception()
+    log.info("replica %d was restarted: %s", number, error or "it serves")
+
+
+def _replica(request: web.Request, count: int) -> int:
+    given = request.match_info["number"]
+    number = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else count
+    if number >= count:
+        message = f"there is no replica {given[:80]!r}; allowed: integers from 0 to {count - 1}"
+        raise ApiError(404, message, param="number", code="not_found")
+    return number
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/admin/replicas/{number}/restart",
+        restart_replica,
+        answers={200: json_of(ReplicaReport)},
+        errors=(403, 404, 409),
+    ),
+)

@@ -1,0 +1,51 @@
+"""Which server has batches, and what the others answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from aiohttp import web
+
+from tok_core import AsyncEngine
+from tok_server.batch.service import BatchService, Limits
+from tok_server.context import CONTEXT, Context
+from tok_server.endpoints import Served
+from tok_server.errors import ApiError
+from tok_server.settings import Settings
+
+BATCHES = web.AppKey("BATCHES", BatchService)
+NO_DIRECTORY = "files and batches are kept in a directory: start the server with --data-dir DIR"
+
+
+def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> None:
+    """Gives the application its batches, if there is a directory for them; they live as long as it does.
+
+    Starting the application raises StoreError where the directory cannot be used.
+    """
+    if settings.data_dir is None:
+        return
+    context = app[CONTEXT]
+    service = app[BATCHES] = BatchService(
+        Path(settings.data_dir).expanduser(),
+        Served(engine, settings.model_name, settings.formats, settings.max_n),
+        Limits(file=settings.max_file, line=settings.max_body),
+        ready=lambda: context.ready,
+        paused=lambda: context.draining,
+    )
+    context.unhurried = lambda: service.under_way
+    app.cleanup_ctx.append(_alive)
+
+
+async def _alive(app: web.Application) -> AsyncIterator[None]:
+    await app[BATCHES].open()
+    yield
+    await app[BATCHES].close()
+
+
+def batches_of(request: web.Request) -> tuple[BatchService, Context]:
+    """The server's batches. Errors: ApiError 501, where it has none."""
+    service = request.app.get(BATCHES)
+    if service is None:
+        raise ApiError(501, NO_DIRECTORY, code="not_configured")
+    return service, request.app[CONTEXT]

@@ -1,0 +1,44 @@
+"""Gate: work waits here while the engine restarts, all of it on one watcher."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tok_core import AsyncEngine, EngineClosed
+
+LOOK_EVERY = 0.1  # seconds
+
+
+class Gate:
+    """Open while the engine serves.
+
+    until_closed  True: one that has failed is waited for, since somebody may start it again; False: it never will
+    """
+
+    def __init__(self, engine: AsyncEngine, *, until_closed: bool) -> None:
+        self._engine = engine
+        self._ended = ("closed",) if until_closed else ("closed", "failed")
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def passed(self) -> None:
+        """Returns while the engine serves. Raises EngineClosed once it never will again."""
+        if self._open():
+            return
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+        await asyncio.shield(self._watcher)
+
+    def close(self) -> None:
+        """Ends the watcher."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        while not self._open():
+            await asyncio.sleep(LOOK_EVERY)
+
+    def _open(self) -> bool:
+        health = self._engine.health()
+        if health.state in self._ended:
+            raise EngineClosed(health.detail or f"the engine is {health.state}")
+        return health.ok

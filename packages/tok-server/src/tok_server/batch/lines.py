@@ -1,0 +1,71 @@
+"""The lines of a JSONL file, read as a stream: memory holds one of them, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tok_server.wire import BadJson, decode
+
+SLICE = 1 << 20
+LOOK_EVERY = 4096  # lines between two looks at whether to stop
+
+
+class Stopped(Exception):
+    """Somebody no longer wants the result."""
+
+
+class Line(NamedTuple):
+    """One line that is not blank.
+
+    row     counts the lines that are not blank, from 0
+    number  counts all lines, from 1, as editors do
+    data    None: it has more bytes than allowed
+    """
+
+    row: int
+    number: int
+    data: bytes | None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a line says; the body is left as it is."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[Line]:
+    """The lines that are not blank.
+
+    most  bytes of a line; None: any number, for a file whose lines have been looked at before
+
+    Errors: Stopped, OSError.
+    """
+    row = number = 0
+    with path.open("rb") as stream:
+        while data := stream.readline(-1 if most is None else most + 2):
+            if number % LOOK_EVERY == 0 and stopped():  # by lines read: blank ones take their time, too
+                raise Stopped
+            number += 1
+            text = data.strip()
+            too_long = most is not None and len(data.rstrip(b"\r\n")) > most
+            while too_long and not data.endswith(b"\n") and (data := stream.readline(SLICE)):
+                pass
+            if text:
+                yield Line(row, number, None if too_long else text)
+                row += 1
+
+
+def parse_line(data: bytes) -> Request:
+    """The request of a line. Errors: BadJson."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise BadJson(None, f"is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    return decode(data, Request)

@@ -1,0 +1,55 @@
+"""Outcome: a batch's answers as files, in the order of its lines, every line in one of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.lines import LOOK_EVERY, Stopped, parse_line, read_lines
+from tok_server.batch.run import Source
+from tok_server.batch.written import Unanswered, unanswered
+
+Take = Callable[[bytes, bool], None]
+"""Told of each line in turn: its text, and whether it failed."""
+
+
+def each_line(
+    source: Source, answers: Answers, why: Unanswered | None, take: Take, stopped: Callable[[], bool] = lambda: False
+) -> int:
+    """Gives `take` every line; those without an answer with the reason `why`. Returns how many have none.
+
+    why  None: all have one
+
+    Memory: one answer. Errors: Stopped.
+    """
+    if why is None:
+        _check_complete(source, answers)
+        for answer in _looking(answers.in_order(), stopped):
+            take(answer.text, answer.failed)
+        return 0
+    return _merge(source, answers.in_order(), why, take, stopped)
+
+
+def _check_complete(source: Source, answers: Answers) -> None:
+    totals = answers.totals()
+    if totals.completed + totals.failed != source.lines:
+        raise AssertionError(f"{totals.completed + totals.failed} of {source.lines} lines have an answer")
+
+
+def _merge(source: Source, answers: Iterator[Answer], why: Unanswered, take: Take, stopped: Callable[[], bool]) -> int:
+    missing, answer = 0, next(answers, None)
+    for line in read_lines(source.path, stopped=stopped):
+        if answer is not None and answer.line == line.row:
+            take(answer.text, answer.failed)
+            answer = next(answers, None)
+        elif line.data is not None:
+            take(unanswered(parse_line(line.data).custom_id, why), True)
+            missing += 1
+    return missing
+
+
+def _looking(answers: Iterator[Answer], stopped: Callable[[], bool]) -> Iterator[Answer]:
+    for count, answer in enumerate(answers):
+        if count % LOOK_EVERY == 0 and stopped():
+            raise Stopped
+        yield answer

@@ -1,0 +1,237 @@
+"""Run: the lines of one batch through the engine, each answer kept as soon as it is there.
+
+    reader thread: lines → bodies understood ─► event loop: engine ─► store thread: answers written, committed in groups
+
+No more lines are under way than the budget allows, so that memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tok_core import EngineClosed, EngineError
+from tok_server.batch.answers import Answers, Totals
+from tok_server.batch.budget import Budget
+from tok_server.batch.gate import Gate
+from tok_server.batch.lines import parse_line, read_lines
+from tok_server.batch.written import Done, write
+from tok_server.endpoints import ENDPOINTS, Asked, Served
+from tok_server.errors import ApiError, internal, unavailable
+from tok_server.ids import new_id
+
+log = logging.getLogger("tok.server")
+
+T = TypeVar("T")
+
+GROUP = 256  # answers of a commit, at most
+GROUP_SECONDS = 0.05  # that an answer waits for others
+CHUNK = 64  # lines read ahead at a time
+CHUNK_BYTES = 1 << 20
+ATTEMPTS = 4  # of a line that was open each time when the engine died
+AHEAD = 2  # samples under way, as a multiple of those that run at once
+PAUSE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that has been validated: so many lines. How long one may be was looked at then."""
+
+    path: Path
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all batches of a process share.
+
+    store   the one thread of all writing connections
+    reader  threads that read files and understand bodies
+    clerk   threads for what takes long and nobody waits for: to validate, to write what came of it
+    paused  whether to begin no more lines for now
+    """
+
+    served: Served
+    budget: Budget
+    gate: Gate
+    store: Executor
+    reader: Executor
+    clerk: Executor
+    paused: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A line whose body has been understood, or refused."""
+
+    line: int
+    custom_id: str
+    asked: Asked | ApiError
+
+
+class Run:
+    """One batch. `totals` are of what has been kept so far."""
+
+    def __init__(self, source: Source, answers: Answers, means: Means) -> None:
+        self._source = source
+        self._answers = answers
+        self._means = means
+        self._done: list[tuple[Done, int]] = []  # each with what it took of the budget
+        self._news = asyncio.Event()
+        self._open = 0  # lines begun and not yet kept
+        self._taken = 0  # of the budget
+        self._fed = False
+        self.totals = Totals()
+
+    async def run(self) -> None:
+        """Returns when every line has an answer. Cancelled, it keeps what is done.
+
+        Errors: EngineClosed, where the rest is left to another run; OSError, sqlite3.Error.
+        """
+        self.totals = await self._in_store(self._answers.totals)
+        marks = await self._in_store(lambda: self._answers.answered(self._source.lines))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep())
+                await self._feed(marks, tasks)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            try:
+                await self._keep_rest()
+            finally:
+                self._give(self._taken)  # of lines that were ended
+
+    def _give(self, units: int) -> None:
+        self._taken -= units
+        self._means.budget.give(units)
+
+    async def _feed(self, marks: bytearray, tasks: asyncio.TaskGroup) -> None:
+        """Begins every line that has no answer, as the budget allows."""
+        chunks = self._chunks(marks)
+        coming = self._read(chunks)
+        while chunk := await coming:
+            coming = self._read(chunks)
+            for ready in chunk:
+                await self._begin(ready, tasks)
+        self._fed = True
+        self._news.set()
+
+    def _read(self, chunks: Iterator[list[_Ready]]) -> asyncio.Future[list[_Ready]]:
+        return asyncio.get_running_loop().run_in_executor(self._means.reader, next, chunks, [])
+
+    def _chunks(self, marks: bytearray) -> Iterator[list[_Ready]]:
+        """Lines without an answer, understood, some at a time. In a thread: tokenising takes long."""
+        chunk: list[_Ready] = []
+        size = 0
+        for line in read_lines(self._source.path):
+            if line.data is None or line.row >= len(marks) or marks[line.row]:
+                continue
+            chunk.append(self._understood(line.row, line.data))
+            size += len(line.data)
+            if len(chunk) >= CHUNK or size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _understood(self, line: int, data: bytes) -> _Ready:
+        request = parse_line(data)
+        try:
+            prepare = ENDPOINTS[request.url]
+            return _Ready(line, request.custom_id, prepare(bytes(request.body), self._means.served))
+        except ApiError as error:
+            return _Ready(line, request.custom_id, error)
+        except Exception as error:
+            return _Ready(line, request.custom_id, _unexpected(error, request.custom_id))
+
+    async def _begin(self, ready: _Ready, tasks: asyncio.TaskGroup) -> None:
+        while self._means.paused():
+            await asyncio.sleep(PAUSE)
+        asked = ready.asked
+        taken = await self._means.budget.take(1 if isinstance(asked, ApiError) else asked.samples)
+        self._taken += taken
+        self._open += 1
+        if isinstance(asked, ApiError):
+            self._end(Done(ready.line, ready.custom_id, asked), taken)
+        else:
+            tasks.create_task(self._answer(ready, asked, taken))
+
+    async def _answer(self, ready: _Ready, asked: Asked, taken: int) -> None:
+        self._end(Done(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
+
+    async def _compute(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
+        """What writes the answer, or why there is none. Errors: EngineClosed."""
+        for _ in range(ATTEMPTS):
+            try:
+                await self._means.gate.passed()
+                return await asked.compute(self._means.served.engine)
+            except ApiError as error:
+                return error
+            except EngineClosed:
+                raise
+            except asyncio.CancelledError:
+                if _told_to_end():
+                    raise
+                # Something it waited for was cancelled, not the line: a task that ended so would never be kept.
+                log.warning("batch line %r is computed anew: what it waited for was cancelled", ready.custom_id)
+            except EngineError as error:
+                log.warning("batch line %r is computed anew: %s", ready.custom_id, error)
+            except Exception as error:
+                return _unexpected(error, ready.custom_id)
+        return unavailable(f"the engine failed {ATTEMPTS} times while it computed this", "engine_unavailable")
+
+    def _end(self, done: Done, taken: int) -> None:
+        self._done.append((done, taken))
+        self._news.set()
+
+    async def _keep(self) -> None:
+        """Keeps answers as they come, those together that come together."""
+        while self._open or not self._fed:
+            await self._news.wait()
+            self._news.clear()
+            if len(self._done) < min(GROUP, self._open):
+                await asyncio.sleep(GROUP_SECONDS)
+            while self._done:
+                await self._keep_some()
+
+    async def _keep_some(self) -> None:
+        group = self._done[:GROUP]
+        del self._done[:GROUP]
+        try:
+            new = await self._in_store(lambda: self._answers.add([write(done) for done, _ in group]))
+            self.totals = self.totals.plus(new)
+        finally:
+            self._open -= len(group)
+            self._give(sum(taken for _, taken in group))
+
+    async def _keep_rest(self) -> None:
+        """What is done when a run is given up is kept, too: it has been computed."""
+        while self._done:
+            await self._keep_some()
+
+    async def _in_store(self, function: Callable[[], T]) -> T:
+        # Cancelled, it is carried out all the same: what has been computed is to be kept.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._means.store, function))
+
+
+def _told_to_end() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _unexpected(error: Exception, custom_id: str) -> ApiError:
+    """A defect costs a line, not its batch."""
+    name = new_id("req")
+    log.error("%s: batch line %r: %s", name, custom_id, error or type(error).__name__, exc_info=error)
+    return internal(name)
+
+
+def samples_ahead(max_running: int) -> int:
+    """The budget for an engine that runs so many samples at once: enough that it never waits for one."""
+    return AHEAD * max_running

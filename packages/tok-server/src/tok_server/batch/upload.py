@@ -1,0 +1,202 @@
+"""An uploaded file: a multipart body that goes to the disk as it comes, a piece of it in memory at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import IO, TypeVar
+
+import msgspec
+from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
+
+from tok_client.types import ExpiresAfter, FileObject
+from tok_server.batch.service import BatchService
+from tok_server.connections import LEAST_TAKEN
+from tok_server.errors import SERVER, ApiError, invalid, limited
+from tok_server.ids import new_id
+
+T = TypeVar("T")
+
+PURPOSE = "batch"
+LONGEST = 1024  # bytes of a field that is not the file
+MOST_PARTS = 8
+PIECE = 1 << 20
+FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+DAY = 86_400
+KEPT = 30 * DAY  # unless the upload says otherwise
+SHORTEST, LONGEST_KEPT = 3600, 30 * DAY
+PLAIN = ("", "7bit", "8bit", "binary")
+MALFORMED = (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError)
+
+
+class Upload:
+    """Takes one file in. `timeout`: seconds in which `LEAST_TAKEN` bytes must arrive, or all there are."""
+
+    def __init__(self, service: BatchService, timeout: float) -> None:
+        self._service = service
+        self._timeout = self._left = timeout
+        self._arrived = 0  # bytes, since there was last so much time
+        self._id = new_id("file")
+        self._fields: dict[str, str] = {}
+        self._name: str | None = None
+        self._size = 0
+
+    async def receive(self, request: web.Request) -> FileObject:
+        """The file, kept. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk full)."""
+        if request.content_type != "multipart/form-data":
+            raise invalid("Content-Type", f"Content-Type is {request.content_type!r}; allowed: multipart/form-data")
+        try:
+            await self._receive(request)
+            file = self._file()
+        except BaseException as error:
+            self._service.place.blobs.delete(self._id)
+            raise _of(error) from error
+        try:
+            await self._service.ask(lambda store: store.add_file(file))
+        except sqlite3.Error as error:  # if cancelled, the file is kept all the same
+            self._service.place.blobs.delete(self._id)
+            raise _of(error) from error
+        return file
+
+    async def _receive(self, request: web.Request) -> None:
+        reader = await request.multipart()
+        count = 0
+        while (part := await self._in_time(reader.next())) is not None:
+            count += 1
+            if count > MOST_PARTS or not isinstance(part, BodyPartReader):
+                raise invalid(None, f"the body has other parts than expected; allowed: file, {', '.join(FIELDS)}")
+            _check_plain(part)
+            if part.name == "file":
+                await self._take_file(part)
+            else:
+                await self._take_field(part)
+
+    async def _take_field(self, part: BodyPartReader) -> None:
+        name = part.name or ""
+        if name not in FIELDS:
+            raise invalid(name[:80] or None, f"{name[:80]!r} is no field of an upload; allowed: {_named()}")
+        if name in self._fields:
+            raise invalid(name, f"{name} is there twice; allowed: once")
+        data = b""
+        while piece := await self._in_time(part.read_chunk(LONGEST)):
+            data += piece
+            self._count(len(piece))
+            if len(data) > LONGEST:
+                raise invalid(name, f"{name} has more than {LONGEST} bytes")
+        self._fields[name] = data.decode(errors="replace")
+
+    async def _take_file(self, part: BodyPartReader) -> None:
+        if self._name is not None:
+            raise invalid("file", "file is there twice; allowed: once")
+        # A name is shown, and never used as one.
+        self._name = (part.filename or "file").encode(errors="replace").decode()[:255]
+        with ExitStack() as opened:
+            stream = opened.enter_context(self._service.place.blobs.writing(self._id))
+            await self._copy(part, stream)
+            await _to_its_end(opened.pop_all().close)
+
+    async def _copy(self, part: BodyPartReader, stream: IO[bytes]) -> None:
+        most = self._service.limits.file
+        buffer = bytearray()
+        while piece := await self._in_time(part.read_chunk(PIECE)):
+            self._size += len(piece)
+            self._count(len(piece))
+            if self._size > most:
+                raise ApiError(413, f"file has more than {most} bytes", param="file", code="file_too_large")
+            buffer += piece
+            if len(buffer) >= PIECE:
+                await asyncio.to_thread(stream.write, buffer)
+                buffer = bytearray()
+        await asyncio.to_thread(stream.write, buffer)
+
+    async def _in_time(self, coming: Awaitable[T]) -> T:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                return await coming
+        except TimeoutError as error:
+            message = f"{self._arrived} bytes of the body arrived within {self._timeout:g} seconds"
+            raise limited(
+                "body_timeout", 408, f"{message}; expected: {LEAST_TAKEN}, or all", code="request_timeout"
+            ) from error
+        finally:
+            self._left -= time.monotonic() - began  # not what writing to the disk takes
+
+    def _count(self, size: int) -> None:
+        self._arrived += size
+        if self._arrived >= LEAST_TAKEN:
+            self._arrived, self._left = 0, self._timeout
+
+    def _file(self) -> FileObject:
+        """Errors: ApiError 400 for what is missing or not allowed."""
+        if self._name is None:
+            raise invalid("file", "file is required, but missing")
+        purpose = self._fields.get("purpose")
+        if purpose is None:
+            raise invalid("purpose", f"purpose is required, but missing; allowed: {PURPOSE!r}")
+        if purpose != PURPOSE:
+            raise invalid("purpose", f"purpose is {purpose[:80]!r}; allowed: {PURPOSE!r}")
+        now = int(self._service.now())
+        return FileObject(
+            id=self._id,
+            bytes=self._size,
+            created_at=now,
+            expires_at=now + self._seconds(),
+            filename=self._name,
+            purpose=PURPOSE,
+        )
+
+    def _seconds(self) -> int:
+        anchor, seconds = (self._fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        if anchor is None and seconds is None:
+            return KEPT
+        try:
+            after = msgspec.convert({"anchor": anchor, "seconds": seconds}, ExpiresAfter, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid("expires_after", f"expires_after: {error}") from error
+        return seconds_of(after, "expires_after")
+
+
+def seconds_of(after: ExpiresAfter, name: str) -> int:
+    """How long a file is to be kept. Errors: ApiError 400 naming the field of `name`."""
+    if after.anchor != "created_at":
+        raise invalid(f"{name}.anchor", f"{name}.anchor is {after.anchor[:80]!r}; allowed: 'created_at'")
+    if not SHORTEST <= after.seconds <= LONGEST_KEPT:
+        allowed = f"integers from {SHORTEST} to {LONGEST_KEPT}"
+        raise invalid(f"{name}.seconds", f"{name}.seconds is {after.seconds}; allowed: {allowed}")
+    return after.seconds
+
+
+async def _to_its_end(function: Callable[[], None]) -> None:
+    """In a thread. Cancelled, it waits all the same: what is deleted then must not come into being afterwards."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+def _named() -> str:
+    return ", ".join(("file", *FIELDS))
+
+
+def _check_plain(part: BodyPartReader) -> None:
+    for header in ("Content-Encoding", "Content-Transfer-Encoding"):
+        if (value := part.headers.get(header, "")).lower() not in PLAIN:
+            raise invalid(header, f"{header} of a part is {value[:80]!r}; allowed: none")
+
+
+def _of(error: BaseException) -> BaseException:
+    """The error that a client is told of."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or (isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL):
+        return ApiError(507, "the server's disk is full", kind=SERVER, code="disk_full")
+    if isinstance(error, MALFORMED):
+        return invalid(None, f"the body is no multipart/form-data: {str(error)[:200] or 'it is cut short'}")
+    return error

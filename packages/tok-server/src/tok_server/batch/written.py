@@ -1,0 +1,106 @@
+"""How an answer is written: a line of the output file, in the shape of OpenAI's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tok_client.types import BatchLineError
+from tok_server.batch.answers import Answer
+from tok_server.errors import ApiError, internal
+from tok_server.ids import new_id
+from tok_server.wire import encode
+
+log = logging.getLogger("tok.server")
+
+Unanswered = Literal["batch_expired", "batch_cancelled"]
+WHY = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "The batch was cancelled before this request was executed.",
+}
+
+
+class Done(NamedTuple):
+    """A line that has been computed: what writes its answer, or why it failed."""
+
+    line: int
+    custom_id: str
+    result: Callable[[], bytes] | ApiError
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class _Line(msgspec.Struct):
+    id: str
+    custom_id: str
+    response: _Response | None
+    error: BatchLineError | None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _Reasoning(msgspec.Struct):
+    reasoning_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Cached | None = None
+    completion_tokens_details: _Reasoning | None = None
+
+
+class _Used(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def write(done: Done) -> Answer:
+    """The answer as it is kept. Takes long for many choices."""
+    body, status = _body(done)
+    response = _Response(status, new_id("req"), msgspec.Raw(body))
+    text = encode(_Line(_line_id(), done.custom_id, response, None))
+    return answer_of(done.line, status, body, text)
+
+
+def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
+    """The answer whose line of the output is `text`, which has `body` in it."""
+    used = msgspec.json.decode(body, type=_Used).usage or _Usage()
+    cached, reasoning = used.prompt_tokens_details or _Cached(), used.completion_tokens_details or _Reasoning()
+    return Answer(
+        line,
+        status != 200,
+        used.prompt_tokens,
+        cached.cached_tokens or 0,
+        used.completion_tokens,
+        reasoning.reasoning_tokens or 0,
+        text,
+    )
+
+
+def _body(done: Done) -> tuple[bytes, int]:
+    if isinstance(done.result, ApiError):
+        return done.result.body(), done.result.status
+    try:
+        return done.result(), 200
+    except Exception as error:
+        failure = internal(new_id("req"))
+        log.error("batch line %r: %s", done.custom_id, failure.message, exc_info=error)
+        return failure.body(), failure.status
+
+
+def unanswered(custom_id: str, why: Unanswered) -> bytes:
+    """The line of the error file for a line that was never answered."""
+    return encode(_Line(_line_id(), custom_id, None, BatchLineError(code=why, message=WHY[why])))
+
+
+def _line_id() -> str:
+    return new_id("batch_req").replace("-", "_")

@@ -1,0 +1,140 @@
+"""ChatForm: the JSON of a chat's answer. A streamed choice begins with its role and ends with an empty delta."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tok_client.types import (
+    UNSET,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChunkChoice,
+    CompletionTokensDetails,
+    Maybe,
+    PromptLogprobs,
+    StopWhenResult,
+    Usage,
+)
+from tok_client.types import Delta as MessageDelta
+from tok_core import Completion, Delta, RequestOutput, TokenLogprob
+from tok_server.answer import event
+from tok_server.chunk_form import ChunkForm
+from tok_server.ids import fingerprint
+from tok_server.job import Job
+from tok_server.judge import result_of
+from tok_server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from tok_server.message_reader import message
+from tok_server.sample_reader import SampleReader
+from tok_server.usage import running_usage, usage
+from tok_server.wire import encode
+
+
+class ChatForm(ChunkForm):
+    """Of one request. `texts`: how tokens are shown."""
+
+    def __init__(self, job: Job, texts: TokenTexts) -> None:
+        super().__init__(job)
+        self._texts = texts
+        self._open: dict[int, SampleReader] = {}
+        self._tokens = 0
+        self._reasoning_tokens = 0
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        """The answer of the one finished request."""
+        (output,) = outputs
+        choices = [self._choice(one) for one in output.outputs]
+        used = usage(outputs, sum(len(one.token_ids) for one in output.outputs))
+        return encode(
+            ChatCompletion(
+                id=self._job.id,
+                created=self._job.created,
+                model=self._job.model,
+                choices=choices,
+                usage=self._detailed(used),
+                system_fingerprint=fingerprint(),
+                prompt_logprobs=self._prompt_logprobs(output),
+                stop_when=result_of(outputs) or UNSET,
+            )
+        )
+
+    def events(self, prompt: int, delta: Delta) -> bytes:
+        """Chunks: first the role, then each piece that was gained, last the reason of the end."""
+        index = delta.index
+        parts: list[ChunkChoice] = []
+        sample = self._open.get(index)
+        if sample is None:
+            sample = self._open[index] = SampleReader(self._job, self._texts)
+            parts.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
+        self._tokens += len(delta.token_ids)
+        gains = sample.gains(delta)
+        if not gains and (delta.logprobs or (self._job.return_token_ids and delta.token_ids)):
+            gains = [MessageDelta(content="")]
+        parts += [self._gain(delta, gain, first=not number) for number, gain in enumerate(gains)]
+        if delta.finish_reason:
+            reason = sample.finish_reason(delta.finish_reason)
+            parts.append(ChunkChoice(index=index, delta=MessageDelta(), finish_reason=reason))
+            self._reasoning_tokens += sample.reasoning_tokens
+            sample.end()
+        used = self._used_so_far() if parts else UNSET
+        return b"".join(event(encode(self._chunk([part], used))) for part in parts)
+
+    def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
+        return event(encode(self._chunk([], self._detailed(used) if used else UNSET, stop_when)))
+
+    def _choice(self, one: Completion) -> ChatChoice:
+        sample = SampleReader(self._job, self._texts)
+        said = message(sample.pieces(one.text, one.token_ids, ended=True))
+        self._reasoning_tokens += sample.reasoning_tokens
+        return ChatChoice(
+            index=one.index,
+            message=said,
+            logprobs=self._logprobs(one.logprobs),
+            finish_reason=sample.finish_reason(one.finish_reason),
+            token_ids=one.token_ids if self._job.return_token_ids else UNSET,
+        )
+
+    def _gain(self, delta: Delta, gain: MessageDelta, *, first: bool) -> ChunkChoice:
+        """The first of what a delta gained carries what its tokens are."""
+        return ChunkChoice(
+            index=delta.index,
+            delta=gain,
+            logprobs=self._logprobs(delta.logprobs) if first else None,
+            token_ids=delta.token_ids if first and self._job.return_token_ids else UNSET,
+        )
+
+    def _used_so_far(self) -> Maybe[Usage]:
+        if not self._job.continuous_usage:
+            return None if self._job.include_usage else UNSET
+        return running_usage(self._job.prompts, self._tokens)
+
+    def _detailed(self, used: Usage) -> Usage:
+        if not self._job.markup.reasoning:
+            return used
+        details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
+        return msgspec.structs.replace(used, completion_tokens_details=details)
+
+    def _logprobs(self, entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
+        if entries is None or self._job.params.logprobs is None:
+            return None
+        return chat_logprobs(entries, self._texts)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> Maybe[PromptLogprobs]:
+        if self._job.prompt_logprobs is None or output.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(output.prompt_logprobs, self._texts, self._job.prompt_logprobs)
+
+    def _chunk(
+        self, choices: list[ChunkChoice], used: Maybe[Usage], stop_when: StopWhenResult | None = None
+    ) -> ChatCompletionChunk:
+        job = self._job
+        return ChatCompletionChunk(
+            id=job.id,
+            created=job.created,
+            model=job.model,
+            choices=choices,
+            usage=used,
+            system_fingerprint=fingerprint(),
+            stop_when=stop_when or UNSET,
+        )

@@ -1,0 +1,53 @@
+"""/dashboard/events: the history once, then a sample a second, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+
+from aiohttp import web
+
+from tok_server.answer import STREAM_HEADERS
+from tok_server.context import Context
+from tok_server.dashboard import page
+from tok_server.dashboard.feed import Feed
+from tok_server.metrics import EngineStats
+
+FEED = web.AppKey("FEED", Feed)
+
+
+def add_dashboard(app: web.Application, context: Context, stats: Callable[[], EngineStats]) -> None:
+    """Serves the page at / and what it shows. These are no part of the API, nor of /openapi.json."""
+    app.add_routes([*page.routes(), web.get("/dashboard/events", events, allow_head=False)])
+    app.cleanup_ctx.append(partial(_feeding, context, stats))
+    app.on_shutdown.append(_close)
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """Answers until the viewer goes, or the server."""
+    feed = request.app[FEED]
+    response = web.StreamResponse(headers={**STREAM_HEADERS, "Cache-Control": "no-store"})
+    await response.prepare(request)
+    await response.write(feed.opening())
+    while not feed.over:
+        await feed.following()
+        # A viewer too slow for one a second misses some: what waits for it does not grow.
+        await response.write(feed.sample())
+    await response.write_eof()
+    return response
+
+
+async def _feeding(context: Context, stats: Callable[[], EngineStats], app: web.Application) -> AsyncIterator[None]:
+    feed = app[FEED] = Feed(context, stats)
+    feed.tick()
+    looking = asyncio.create_task(feed.run())
+    yield
+    looking.cancel()
+    with suppress(asyncio.CancelledError):
+        await looking
+
+
+async def _close(app: web.Application) -> None:
+    app[FEED].close()

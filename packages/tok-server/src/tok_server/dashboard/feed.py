@@ -1,0 +1,167 @@
+"""Feed: one look at the engine a second, written down once for all who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tok_server.context import Context
+from tok_server.dashboard.history import COLUMNS, LATENCY, History
+from tok_server.metrics import EngineStats
+
+if TYPE_CHECKING:
+    from tok_core.fleet import Health
+
+EVERY = 1.0  # second
+Row = list[float | None]
+
+
+class Replica(msgspec.Struct):
+    """How one replica does, in a word and in a sentence."""
+
+    state: str
+    detail: str
+    restarts: int
+
+
+class Sample(msgspec.Struct, omit_defaults=True):
+    """One second.
+
+    device   what computes, and how; "" before the engine has started
+    row      as of `History`; None where a cell has no value
+    tens     the row of ten seconds, if one has just become full
+    latency  `LATENCY` of the last hour, in seconds
+    ended    requests of the last hour that these are of
+    """
+
+    state: str
+    detail: str
+    device: str
+    uptime: float
+    replicas: list[Replica]
+    row: Row
+    latency: Row
+    ended: int
+    tens: Row | None = None
+
+
+class Opening(msgspec.Struct):
+    """What a viewer gets first: what is served, what rows hold, and those there are."""
+
+    model: str
+    version: str
+    columns: tuple[str, ...]
+    latency_columns: tuple[str, ...]
+    seconds: list[Row]
+    tens: list[Row]
+    sample: Sample
+
+
+class Feed:
+    """The history of one server, and what its viewers are told."""
+
+    def __init__(self, context: Context, stats: Callable[[], EngineStats]) -> None:
+        self._context = context
+        self._stats = stats
+        self._history = History(len(context.engine.health().replicas))
+        self._started = time.monotonic()
+        self._ticked = asyncio.Event()
+        self._latest: Sample | None = None
+        self._sample_event = self._opening_event = b""
+        self.closed = False
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        following = time.monotonic()
+        while True:
+            self.tick()
+            following = max(following + EVERY, time.monotonic())  # no hurry after a pause
+            await asyncio.sleep(following - time.monotonic())
+
+    def tick(self) -> None:
+        """A second is over."""
+        context, stats, now = self._context, self._stats(), time.monotonic()
+        context.latencies.tick()
+        full = self._history.add(stats, context.latencies.recent(), time=time.time(), clock=now)
+        self._latest = Sample(
+            state=context.state,
+            detail=context.engine.health().detail,
+            device=_device(context),
+            uptime=round(now - self._started, 1),
+            replicas=_replicas(context.engine.health(), stats),
+            row=_row(self._history.seconds.rows()[-1].tolist()),
+            latency=_row(context.latencies.hour()),
+            ended=context.latencies.ended(),
+            tens=_row(self._history.tens.rows()[-1].tolist()) if full else None,
+        )
+        self._sample_event = self._opening_event = b""
+        self._wake()
+
+    def close(self) -> None:
+        """Sends the viewers away."""
+        self.closed = True
+        self._wake()
+
+    async def following(self) -> None:
+        """Returns after the next tick, or when closed."""
+        if not self.closed:
+            await self._ticked.wait()
+
+    @property
+    def over(self) -> bool:
+        """Viewers are to go: they would keep a server that drains from stopping."""
+        return self.closed or self._context.draining
+
+    def opening(self) -> bytes:
+        """The event a viewer gets first."""
+        self._opening_event = self._opening_event or _event("opening", self._open())
+        return self._opening_event
+
+    def sample(self) -> bytes:
+        """The event of the latest tick."""
+        assert self._latest is not None
+        self._sample_event = self._sample_event or _event("sample", self._latest)
+        return self._sample_event
+
+    def _wake(self) -> None:
+        ticked, self._ticked = self._ticked, asyncio.Event()
+        ticked.set()
+
+    def _open(self) -> Opening:
+        assert self._latest is not None
+        return Opening(
+            model=self._context.settings.model_name,
+            version=version("tok-server"),
+            columns=COLUMNS,
+            latency_columns=LATENCY,
+            seconds=[_row(one) for one in self._history.seconds.rows().tolist()],
+            tens=[_row(one) for one in self._history.tens.rows().tolist()],
+            sample=self._latest,
+        )
+
+
+def _device(context: Context) -> str:
+    if not context.ready:
+        return ""
+    info = context.engine.info
+    return f"{info.device} · {info.dtype} · {info.backend}"
+
+
+def _replicas(health: Health, stats: EngineStats) -> list[Replica]:
+    restarts = [int(one.get("restarts", 0)) for one in stats.replicas] or [0] * len(health.replicas)
+    # A closed engine has no replicas any more, but still what they counted.
+    return [Replica(one.state, one.detail, count) for one, count in zip(health.replicas, restarts, strict=False)]
+
+
+def _row(cells: list[float]) -> Row:
+    return [None if math.isnan(cell) else round(cell, 4) for cell in cells]
+
+
+def _event(name: str, data: Opening | Sample) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))

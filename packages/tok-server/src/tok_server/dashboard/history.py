@@ -1,0 +1,106 @@
+"""History: what the engine did in each of the last 120 seconds, and in every ten seconds of the last hour.
+
+A row: Unix time, `COLUMNS` of all replicas together, `LATENCY` of the last ten seconds, and with several replicas
+`COLUMNS` of each. Cells that have no value are NaN.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tok_server.dashboard.latency import KINDS, SHARES
+from tok_server.dashboard.ring import Ring
+from tok_server.metrics import EngineStats
+
+Floats = npt.NDArray[np.float64]
+Stats = Mapping[str, float]
+
+COLUMNS = ("input", "output", "requests", "samples", "queued", "pages", "hits", "ahead", "busy")
+"""Tokens per second of prompts and of answers; requests and samples that run, requests that wait; shares of the pages
+in use, of prompt tokens found in the prefix cache (of ten seconds); steps queued; share of the time the device worked.
+"""
+LATENCY = tuple(f"{kind}_p{share * 100:.0f}" for kind in KINDS for share in SHARES)
+
+SECONDS = 120
+EACH = 10  # seconds that one row of the hour stands for
+HOUR = 3600 // EACH
+
+COUNTERS = ("prompt_tokens", "output_tokens", "cached_tokens", "device_seconds")
+PROMPT, OUTPUT, CACHED, DEVICE = range(len(COUNTERS))
+
+
+class History:
+    """The rows of one server with so many replicas."""
+
+    def __init__(self, replicas: int) -> None:
+        self._own = replicas if replicas > 1 else 0
+        width = 1 + len(COLUMNS) + len(LATENCY) + self._own * len(COLUMNS)
+        self.seconds: Ring[np.float64] = Ring(SECONDS, (width,), np.float64)
+        self.tens: Ring[np.float64] = Ring(HOUR, (width,), np.float64)
+        self._before: deque[tuple[float, Floats]] = deque(maxlen=EACH + 1)  # monotonic time, counters of each scope
+        self._rows = 0
+
+    def add(self, stats: EngineStats, latency: Sequence[float], *, time: float, clock: float) -> bool:
+        """The second that ends now: at Unix `time`, monotonic `clock`. Whether a row of ten seconds is full."""
+        scopes: list[Stats] = [stats.whole, *list(stats.replicas)[: self._own]]
+        scopes += [{}] * (1 + self._own - len(scopes))
+        counters = np.array([[scope.get(name, 0.0) for name in COUNTERS] for scope in scopes])
+        if self._before and (counters < self._before[-1][1]).any():
+            self._before.clear()
+        rates = self._rates(counters, clock)
+        if self._own:
+            rates[0, -1] = rates[1:, -1].mean()  # each has devices of its own
+        self._before.append((clock, counters))
+        cells = [_cells(scope, rate) for scope, rate in zip(scopes, rates, strict=True)]
+        self.seconds.push(np.concatenate([[time], cells[0], latency, *cells[1:]]))
+        self._rows += 1
+        if self._rows % EACH:
+            return False
+        self.tens.push(_joined(self.seconds.rows()[-EACH:]))
+        return True
+
+    def _rates(self, counters: Floats, clock: float) -> Floats:
+        """`[scope, (input, output, hits, busy)]`."""
+        found = np.zeros((len(counters), 4))
+        found[:, 2] = np.nan
+        if not self._before:
+            return found
+        last, oldest = self._before[-1], self._before[0]
+        gained = (counters - last[1]) / max(clock - last[0], 1e-3)
+        found[:, 0], found[:, 1] = gained[:, PROMPT], gained[:, OUTPUT]
+        prompts, cached = (counters - oldest[1])[:, (PROMPT, CACHED)].T
+        found[:, 2] = np.where(prompts > 0, cached / np.maximum(prompts, 1), np.nan)
+        found[:, 3] = np.minimum(gained[:, DEVICE], 1.0)
+        return found
+
+
+def _cells(stats: Stats, rate: Floats) -> list[float]:
+    """One scope's `COLUMNS`."""
+    total = stats.get("pages_total", 0.0)
+    return [
+        rate[0],
+        rate[1],
+        stats.get("requests_running", 0.0),
+        stats.get("sequences_running", 0.0),
+        stats.get("requests_waiting", 0.0),
+        stats.get("pages_used", 0.0) / total if total else 0.0,
+        rate[2],
+        stats.get("steps_in_flight", 0.0),
+        rate[3],
+    ]
+
+
+def _joined(rows: Floats) -> Floats:
+    """The mean of what has values; time and latencies, which look back by themselves, are the last row's."""
+    known = ~np.isnan(rows)
+    count = known.sum(0)
+    mean: Floats = np.where(known, rows, 0.0).sum(0) / np.maximum(count, 1)
+    mean[count == 0] = np.nan
+    first = 1 + len(COLUMNS)
+    mean[0] = rows[-1, 0]
+    mean[first : first + len(LATENCY)] = rows[-1, first : first + len(LATENCY)]
+    return mean

@@ -1,0 +1,124 @@
+"""/v1/embeddings: vectors that stand for texts."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
+from tok_server.answer import ignored_header, in_time
+from tok_server.body import read_body
+from tok_server.completions import SHORT
+from tok_server.context import CONTEXT
+from tok_server.counts import COUNTS
+from tok_server.errors import ApiError, invalid
+from tok_server.job import renamed
+from tok_server.openapi import Operation, json_of
+from tok_server.params import given
+from tok_server.prompts import numbered, tokenised
+from tok_server.reading import check_model, read
+from tok_server.wire import encode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_INPUTS = 2048  # as OpenAI's
+FEW_NUMBERS = 4096  # written down at once
+_TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
+_PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingJob:
+    """One HTTP request understood. `prompts`: token ids of each input; `ignored`: fields that nobody defines."""
+
+    model: str
+    prompts: list[list[int]]
+    pooling: Pooling
+    dimensions: int | None
+    base64: bool
+    ignored: tuple[str, ...] = ()
+    priority: int = 0
+
+    async def embed(self, engine: AsyncEngine) -> list[EmbeddingOutput]:
+        """What was asked for, input by input. Errors: ApiError, EngineError."""
+        asked = {"pooling": self.pooling, "dimensions": self.dimensions, "priority": self.priority}
+        try:
+            return await engine.embed(self.prompts, **asked)  # type: ignore[arg-type]
+        except InvalidField as error:
+            raise self._refused(error) from error
+
+    def whole(self, outputs: list[EmbeddingOutput]) -> bytes:
+        """The answer. To be called in a thread, unless it is a short one."""
+        tokens = sum(map(len, self.prompts))
+        data = [
+            Embedding(index=index, embedding=_written(one.embedding, as_base64=self.base64))
+            for index, one in enumerate(outputs)
+        ]
+        return encode(
+            EmbeddingList(data=data, model=self.model, usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens))
+        )
+
+    def _refused(self, error: InvalidField) -> ApiError:
+        found = _PROMPT.fullmatch(error.field)
+        name = error.field if found is None else numbered("input", int(found["index"]), len(self.prompts))
+        return renamed(error, name)
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Vectors that stand for texts."""
+    context = request.app[CONTEXT]
+    context.admit()
+    body = await read_body(request, context.settings.body_timeout)
+    short = len(body) <= SHORT and _TOKEN_IDS.search(body) is not None
+    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name), short=short)
+    context.admit()  # since the request came, others have been read and submitted
+    async with in_time(request, context):
+        outputs = await job.embed(context.engine)
+    counts = request[COUNTS]
+    counts.prompt_tokens += sum(map(len, job.prompts))
+    counts.cached_tokens += sum(one.cached_tokens for one in outputs)
+    few = sum(len(one.embedding) for one in outputs) <= FEW_NUMBERS
+    answer = await context.work(lambda: job.whole(outputs), short=few)
+    return web.Response(body=answer, content_type="application/json", headers=ignored_header(context, job.ignored))
+
+
+def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
+    """The body as a job, inputs as token ids. Slow for long inputs. Errors: ApiError."""
+    request, ignored = read(body, EmbeddingRequest, ())
+    check_model(given(request.model), model)
+    inputs = request.inputs()
+    if len(inputs) > MOST_INPUTS:
+        raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MOST_INPUTS}")
+    return EmbeddingJob(
+        model=model,
+        prompts=tokenised(inputs, engine, "input"),
+        pooling=given(request.pooling) or "last",
+        dimensions=given(request.dimensions),
+        base64=given(request.encoding_format) == "base64",
+        ignored=ignored,
+    )
+
+
+def _written(vector: np.ndarray, *, as_base64: bool) -> list[float] | str:
+    if not as_base64:
+        numbers: list[float] = vector.tolist()
+        return numbers
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        create,
+        request=json_of(EmbeddingRequest),
+        answers={200: json_of(EmbeddingList)},
+        errors=(404,),
+    ),
+)

@@ -1,0 +1,129 @@
+"""What may be asked of the model without HTTP: the body of a POST to one of these URLs, answered as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tok_core import AsyncEngine, EngineDead, SamplingParams
+from tok_server import chat, completions, embeddings
+from tok_server.answer import Form, check_drawn
+from tok_server.chat_form import ChatForm
+from tok_server.completion_form import CompletionForm
+from tok_server.embeddings import EmbeddingJob
+from tok_server.errors import invalid
+from tok_server.job import Job
+from tok_server.judge import output_of
+from tok_server.limits import Limits
+from tok_server.logprobs import TokenTexts
+from tok_server.streams import check_grammar, submitted
+from tok_server.tools.formats import Formats
+
+BEHIND = 1 << 40
+"""Priority of what nobody waits for: whoever waits is served first."""
+APART = 1 << 32  # priorities of its own, above and below
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that can be asked.
+
+    model    the name under which it is served
+    formats  how it writes tool calls and reasoning
+    max_n    most samples of a prompt
+    """
+
+    engine: AsyncEngine
+    model: str
+    formats: Formats
+    max_n: int = Limits().max_n
+
+
+class Asked(Protocol):
+    """A body understood, ready to be computed; once more where that failed."""
+
+    @property
+    def samples(self) -> int:
+        """How many it takes of those that can run at once."""
+
+    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+        """Waits for the model. Returns what writes the answer, to be called in a thread.
+
+        Errors: ApiError, EngineError. Leaving by an exception or cancelled ends what runs.
+        """
+
+
+class Generation:
+    """Text generated for a body, behind all requests that somebody waits for. Errors: ApiError."""
+
+    def __init__(self, job: Job, form: Form, most: int) -> None:
+        if job.stream:
+            raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
+        check_drawn(job, most)
+        self._job = dataclasses.replace(job, params=behind(job.params))
+        self._form = form
+
+    @property
+    def samples(self) -> int:
+        """All choices."""
+        return len(self._job.prompts) * self._job.drawn
+
+    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+        """Waits for all choices."""
+        await check_grammar(engine, self._job)
+        async with submitted(engine, self._job) as streams:
+            outputs = [await output_of(stream, self._job.stop_when) for stream in streams]
+        if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
+            raise EngineDead("the request was aborted: the engine is stopping")
+        return lambda: self._form.whole(outputs)
+
+
+class Vectors:
+    """Embeddings for a body, behind all requests that somebody waits for."""
+
+    def __init__(self, job: EmbeddingJob) -> None:
+        self._job = dataclasses.replace(job, priority=BEHIND)
+
+    @property
+    def samples(self) -> int:
+        """All inputs."""
+        return len(self._job.prompts)
+
+    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+        """Waits for all vectors."""
+        outputs = await self._job.embed(engine)
+        return lambda: self._job.whole(outputs)
+
+
+def behind(params: SamplingParams) -> SamplingParams:
+    """The same among others of its kind, but after every request that somebody waits for."""
+    own = max(-APART, min(params.priority, APART))
+    return msgspec.structs.replace(params, priority=BEHIND + own)
+
+
+def _completion(body: bytes, served: Served) -> Asked:
+    job = completions.parse(body, served.engine, served.model)
+    return Generation(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served.max_n)
+
+
+def _chat(body: bytes, served: Served) -> Asked:
+    job = chat.parse(body, served.engine, served.model, served.formats)
+    return Generation(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served.max_n)
+
+
+def _embeddings(body: bytes, served: Served) -> Asked:
+    return Vectors(embeddings.parse(body, served.engine, served.model))
+
+
+Prepare = Callable[[bytes, Served], Asked]
+
+ENDPOINTS: Mapping[str, Prepare] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/embeddings": _embeddings,
+}
+"""URL -> what understands a body sent there. Slow: for threads. Errors: ApiError."""

@@ -1,0 +1,73 @@
+"""Limits: how much of anything the server takes, and for how long it waits; each a flag of `tok serve`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tok_core import InvalidField
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of anything the server takes, and for how long it waits. Checked when constructed (`InvalidField`).
+
+    max_connections      open at once; more are turned away with 503
+    max_header           bytes of the request line, and of each header line
+    max_body             bytes of a request's body
+    max_bodies           bytes of all bodies that are held at once; requests beyond are turned away with 503
+    max_file             bytes of an uploaded file
+    max_n                samples of one prompt
+    max_queued           requests that wait for the engine at once; more are turned away with 429
+    rate_limit_requests  requests a minute that one key may send, lines of batches aside; None: any
+    rate_limit_tokens    tokens a minute, of prompts and answers, that one key may cause, batches aside; None: any
+    header_timeout       seconds in which a request's line and headers must have arrived, once begun
+    body_timeout         seconds in which a request's body must have arrived
+    write_timeout        seconds in which a client must take a part of its answer, `connections.LEAST_TAKEN` bytes
+    idle_timeout         seconds after which a connection without a request is closed
+    request_timeout      seconds in which a request must be answered
+    drain_timeout        seconds that open requests are given to end when the server is asked to stop
+    """
+
+    max_connections: int = 16_384
+    max_header: int = 16_384
+    max_body: int = 64 * MIB
+    max_bodies: int = 2 * GIB
+    max_file: int = 8 * GIB
+    max_n: int = 65_536
+    max_queued: int = 65_536
+    rate_limit_requests: int | None = None
+    rate_limit_tokens: int | None = None
+    header_timeout: float = 20.0
+    body_timeout: float = 60.0
+    write_timeout: float = 60.0
+    idle_timeout: float = 300.0
+    request_timeout: float = 3600.0
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, unit in COUNTS.items():
+            value = getattr(self, name)
+            if value is not None and value < LEAST.get(name, 1):
+                raise InvalidField(name, value, f"{unit}, at least {LEAST.get(name, 1)}")
+        for name in SECONDS:
+            if not getattr(self, name) > 0:
+                raise InvalidField(name, getattr(self, name), "seconds above 0")
+        if not self.drain_timeout >= 0:
+            raise InvalidField("drain_timeout", self.drain_timeout, "seconds, at least 0")
+
+
+COUNTS = {
+    "max_connections": "connections",
+    "max_header": "bytes",
+    "max_body": "bytes",
+    "max_bodies": "bytes",
+    "max_file": "bytes",
+    "max_n": "samples",
+    "max_queued": "requests",
+    "rate_limit_requests": "requests a minute",
+    "rate_limit_tokens": "tokens a minute",
+}
+LEAST = {"max_header": 1024, "max_queued": 0}  # bytes: less, and usual requests do not pass
+SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "request_timeout")

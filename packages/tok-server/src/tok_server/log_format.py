@@ -1,0 +1,19 @@
+"""The log as lines of text, or of JSON objects. Both tell of a request by its id."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from tok_core.log_format import FIELDS, TEXT, JsonFormatter
+
+__all__ = ["FIELDS", "log_to_stderr"]
+
+
+def log_to_stderr(level: str, form: str) -> None:
+    """Sends the log of this process, and that of the processes it starts, to standard error: as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(handlers=[handler])
+    for name in ("tok", "tok_core", "tok_server"):
+        logging.getLogger(name).setLevel(level.upper())

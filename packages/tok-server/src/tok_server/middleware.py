@@ -1,0 +1,138 @@
+"""What all answers have in common: requests are named, let in or not, counted and logged, and errors look alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from tok_server.answer import FAILED, REQUEST_ID, STARTED
+from tok_server.body import check_encoding
+from tok_server.connections import Connection
+from tok_server.context import CONTEXT, Context
+from tok_server.counts import COUNTS, Counts
+from tok_server.errors import of_exception, unavailable
+from tok_server.ids import new_id
+from tok_server.log_format import FIELDS
+
+log = logging.getLogger("tok.server")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CLIENT_GONE = 499  # in log and metrics only: nobody is left to read a status
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
+API = "/v1/"
+
+
+@web.middleware
+async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around every handler."""
+    context = request.app[CONTEXT]
+    request[REQUEST_ID] = new_id("req")
+    counts = request[COUNTS] = Counts()
+    request[STARTED] = counts.started
+    connection = request.protocol
+    if isinstance(connection, Connection):
+        connection.begin(request.writer, request.content)
+    context.open_requests += 1
+    status = CLIENT_GONE
+    try:
+        response: web.StreamResponse | None = context.origins.preflight(request.method, request.headers)
+        if response is None:
+            _let_in(request, context, counts)
+            response = await handler(request)
+        status = request.get(FAILED, response.status)
+        return response
+    except ConnectionError as error:
+        raise asyncio.CancelledError from error
+    except Exception as error:
+        failure = of_exception(error, request[REQUEST_ID])
+        status = failure.status
+        context.metrics.refuse(failure.limit)
+        if status >= 500:
+            trace = error if status == 500 else None
+            log.error("%s: %s", request[REQUEST_ID], error or type(error).__name__, exc_info=trace)
+        return failure.response()
+    finally:
+        if isinstance(connection, Connection):
+            connection.end()
+        context.open_requests -= 1
+        context.held_bytes -= counts.held_bytes
+        context.rates.charge(counts.key, counts.tokens)
+        _record(context, request, counts, status)
+
+
+def _let_in(request: web.Request, context: Context, counts: Counts) -> None:
+    """Raises ApiError for a request that is turned away whatever it asks."""
+    context.origins.check(request.method, request.headers)
+    counts.key = context.keys.check(request.path, request.headers)
+    if request.method == "POST":
+        if context.draining:
+            raise unavailable("the server is stopping", "draining")
+        check_encoding(request)
+        if request.path.startswith(API):
+            context.rates.admit(counts.key)
+
+
+async def dress(request: web.Request, response: web.StreamResponse) -> None:
+    """The headers of every answer. For `on_response_prepare`."""
+    context = request.app[CONTEXT]
+    headers = response.headers
+    headers["x-request-id"] = request[REQUEST_ID]
+    headers["Server"] = "tok"  # and not what it is built of
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers.update(context.origins.headers(request.headers.get("Origin")))
+    if request.path.startswith(API):
+        headers.update(context.rates.headers(request[COUNTS].key))
+    if context.draining:
+        headers["Connection"] = "close"
+        response.force_close()
+
+
+def _record(context: Context, request: web.Request, counts: Counts, status: int) -> None:
+    resource = request.match_info.route.resource
+    endpoint = resource.canonical if resource else "other"  # not the path: those have no bound
+    now = time.monotonic()
+    seconds = now - counts.started
+    context.metrics.requests.labels(endpoint, str(status)).inc()
+    context.metrics.seconds.labels(endpoint).observe(seconds)
+    if status < 400 and (took := counts.took(now)) is not None:
+        context.latencies.observe(took)
+    if context.telemetry is not None:
+        context.telemetry.record(request, endpoint, counts, status, request[REQUEST_ID])
+    level = logging.DEBUG if endpoint in QUIET else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    path = request.rel_url.raw_path[:500]  # as it was sent: what it stands for may hold line breaks
+    log.log(
+        level,
+        "%s %s %s: %d, %.3f s",
+        request[REQUEST_ID],
+        request.method,
+        path,
+        status,
+        seconds,
+        extra={FIELDS: _fields(request, counts, status, seconds, path)},
+    )
+
+
+def _fields(request: web.Request, counts: Counts, status: int, seconds: float, path: str) -> dict[str, object]:
+    """What a structured log says of a request beside its line."""
+    found: dict[str, object] = {
+        "request_id": request[REQUEST_ID],
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": request.remote,
+    }
+    if counts.key >= 0:
+        found["api_key"] = counts.key
+    if counts.queued is not None:
+        found |= {"prompt_tokens": counts.prompt_tokens, "cached_tokens": counts.cached_tokens}
+        found["output_tokens"] = counts.output_tokens
+    if counts.first_token is not None:
+        found["first_token_seconds"] = round(counts.first_token - counts.started, 6)
+    return found

@@ -1,0 +1,177 @@
+"""Operation: what answers a URL, and what that says of itself at /openapi.json; routes and document come from one list.
+
+A module of endpoints has a tuple `OPERATIONS` beside its handlers, which `tok_server.app` joins:
+
+    OPERATIONS = (
+        Operation("POST", "/v1/things", create, request=json_of(ThingRequest), answers={200: json_of(Thing)}),
+        Operation("GET", "/v1/things", list_things, query=ListThings, answers={200: json_of(ThingList)}, errors=(400,)),
+    )
+
+Routes are made of them, so that no URL of the API is served that the document does not have; the dashboard is no part
+of it. Types are the wire's own structs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from tok_client.types import ErrorResponse
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Json = dict[str, object]
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+# Of every operation: no HTTP, no key, a page not allowed, slow or large headers, too many, a defect, no engine.
+COMMON_ERRORS = (400, 401, 403, 408, 429, 431, 500, 503)
+BODY_ERRORS = (413, 415, 504)  # of every operation with a body: large, packed, not answered in time
+
+_PARAMETER = re.compile(r"\{(?P<name>\w+)(:[^{}]*)?\}")
+_SCHEMAS = "#/components/schemas/"
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A body: content type, and either a type of the wire or a JSON schema of its own."""
+
+    content_type: str
+    kind: object | None = None
+    schema: Mapping[str, object] = field(default_factory=dict)
+
+
+def json_of(kind: object) -> tuple[Media, ...]:
+    """JSON of a wire type."""
+    return (Media(JSON, kind),)
+
+
+def json_or_events(kind: object) -> tuple[Media, ...]:
+    """JSON of a wire type, or server-sent events where the request asks for a stream."""
+    return (Media(JSON, kind), Media(EVENTS, schema={"type": "string"}))
+
+
+def raw(content_type: str) -> tuple[Media, ...]:
+    """Bytes or text that no type describes."""
+    return (Media(content_type, schema={"type": "string"}),)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one URL.
+
+    path     as the router takes it: "/v1/models/{id}", or with a pattern "/v1/models/{id:.+}"
+    handler  the first line of its docstring is the summary
+    request  content types of the body; empty: there is none
+    answers  status -> content types, of answers that are no errors
+    errors   statuses of OpenAI-shaped errors beside `COMMON_ERRORS` and, with a body, `BODY_ERRORS`
+    query    struct whose fields are the parameters of the query, all optional ones with defaults
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    answers: Mapping[int, tuple[Media, ...]]
+    request: tuple[Media, ...] = ()
+    errors: tuple[int, ...] = ()
+    query: type[msgspec.Struct] | None = None
+
+    def route(self) -> web.RouteDef:
+        """For `Application.add_routes`."""
+        return web.route(self.method, self.path, self.handler)
+
+    @property
+    def url(self) -> str:
+        """The path without patterns."""
+        return _PARAMETER.sub(r"{\g<name>}", self.path)
+
+    @property
+    def all_errors(self) -> tuple[int, ...]:
+        """Every status of an error."""
+        of_body = BODY_ERRORS if self.request else ()
+        return tuple(sorted({*COMMON_ERRORS, *of_body, *self.errors} - self.answers.keys()))
+
+
+def document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:
+    """The OpenAPI 3.1 document. `authorised`: clients must send a key."""
+    kinds = [kind for one in operations for kind in _kinds(one)]
+    schemas, components = msgspec.json.schema_components(
+        [*kinds, ErrorResponse], schema_hook=_schema_of, ref_template=_SCHEMAS + "{name}"
+    )
+    named = dict(zip(map(_key, [*kinds, ErrorResponse]), schemas, strict=True))
+    paths: dict[str, Json] = {}
+    for one in operations:
+        paths.setdefault(one.url, {})[one.method.lower()] = _operation(one, named)
+    found: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "tok", "version": version, "description": "Inference in the shape of OpenAI's API."},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if authorised:
+        found["components"] = {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _kinds(one: Operation) -> Iterator[object]:
+    for media in (*one.request, *(media for answer in one.answers.values() for media in answer)):
+        if media.kind is not None:
+            yield media.kind
+
+
+def _key(kind: object) -> str:
+    return repr(kind)
+
+
+def _schema_of(kind: type) -> Json:
+    if kind is object:
+        return {"description": "any JSON value"}  # msgspec takes an empty schema for none
+    raise NotImplementedError(kind)
+
+
+def _operation(one: Operation, named: Mapping[str, Json]) -> Json:
+    summary = (inspect.getdoc(one.handler) or one.url).partition("\n")[0]
+    found: Json = {
+        "operationId": f"{one.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', one.url)}".rstrip("_"),
+        "summary": summary,
+        "responses": {str(status): body for status, body in _responses(one, named)},
+    }
+    if one.request:
+        found["requestBody"] = {"required": True, "content": _content(one.request, named)}
+    if parameters := [*_path_parameters(one), *_query_parameters(one)]:
+        found["parameters"] = parameters
+    return found
+
+
+def _responses(one: Operation, named: Mapping[str, Json]) -> Iterator[tuple[int, Json]]:
+    for status, medias in one.answers.items():
+        yield status, {"description": HTTPStatus(status).phrase, "content": _content(medias, named)}
+    for status in one.all_errors:
+        yield status, {"description": HTTPStatus(status).phrase, "content": _content(json_of(ErrorResponse), named)}
+
+
+def _content(medias: tuple[Media, ...], named: Mapping[str, Json]) -> Json:
+    return {
+        media.content_type: {"schema": dict(media.schema) if media.kind is None else named[_key(media.kind)]}
+        for media in medias
+    }
+
+
+def _path_parameters(one: Operation) -> Iterator[Json]:
+    for match in _PARAMETER.finditer(one.path):
+        yield {"name": match["name"], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _query_parameters(one: Operation) -> Iterator[Json]:
+    for member in msgspec.structs.fields(one.query) if one.query else ():
+        schema = msgspec.json.schema(member.type, schema_hook=_schema_of)
+        yield {"name": member.encode_name, "in": "query", "required": member.required, "schema": schema}
+
+
+__all__ = ["Handler", "Media", "Operation", "document", "json_of", "json_or_events", "raw"]

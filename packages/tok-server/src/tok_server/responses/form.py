@@ -1,0 +1,144 @@
+"""ResponseForm: the JSON of a response, whole or as its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import msgspec
+
+from tok_client.types import (
+    ChatTokenLogprob,
+    IncompleteDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseInputDetails,
+    ResponseUsage,
+    StopWhenResult,
+    Usage,
+)
+from tok_core import Completion, Delta, RequestOutput, TokenLogprob
+from tok_core.text.detokenise import Detokeniser
+from tok_server.answer import event
+from tok_server.errors import ApiError
+from tok_server.job import Job
+from tok_server.logprobs import TokenTexts, chat_logprobs
+from tok_server.responses.output import Output
+from tok_server.sample_reader import SampleReader
+from tok_server.usage import usage
+from tok_server.wire import encode
+
+
+class ResponseForm:
+    """Of one request.
+
+    begun  the response before anything has been written: what it is made from
+    texts  how tokens are shown
+    """
+
+    def __init__(self, job: Job, begun: Response, texts: TokenTexts) -> None:
+        self._job = job
+        self._begun = begun
+        self._texts = texts
+        self._numbers = count()
+        self._reader = SampleReader(job, texts)
+        self._output = Output(self._numbers)
+        self._cut = False  # it ended early
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        """The whole response."""
+        (output,) = outputs
+        (sample,) = output.outputs
+        reader, written = SampleReader(self._job, self._texts), Output(count())
+        for delta in self._steps(sample):
+            _read(delta, reader, written, self._logprobs(delta))
+        used = usage(outputs, len(sample.token_ids))
+        return encode(self._ended(written, sample.finish_reason == "length", _usage(used, reader.reasoning_tokens)))
+
+    def opening(self) -> bytes:
+        """It has begun."""
+        return _events(
+            [
+                ResponseCreated(sequence_number=next(self._numbers), response=self._begun),
+                ResponseInProgress(sequence_number=next(self._numbers), response=self._begun),
+            ]
+        )
+
+    def events(self, prompt: int, delta: Delta) -> bytes:
+        """What the one sample gained."""
+        self._cut = delta.finish_reason == "length"
+        return _events(_read(delta, self._reader, self._output, self._logprobs(delta)))
+
+    def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """It has ended."""
+        response = self._ended(self._output, self._cut, _usage(used, self._reader.reasoning_tokens))
+        kind = ResponseIncomplete if self._cut else ResponseCompleted
+        return _events([kind(sequence_number=next(self._numbers), response=response)])
+
+    def failed(self, failure: ApiError) -> bytes:
+        """It could not go on; the error is told as clients of other endpoints know it, too."""
+        error = ResponseError(
+            code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
+        )
+        response = msgspec.structs.replace(self._begun, status="failed", error=error, output=self._output.items)
+        told = ResponseFailed(sequence_number=next(self._numbers), response=response)
+        return _events([told]) + event(failure.body())
+
+    def _ended(self, written: Output, cut: bool, used: ResponseUsage) -> Response:
+        return msgspec.structs.replace(
+            self._begun,
+            status="incomplete" if cut else "completed",
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if cut else None,
+            output=written.items,
+            usage=used,
+        )
+
+    def _steps(self, sample: Completion) -> Iterator[Delta]:
+        """The sample at once; token by token where their log-probabilities are to be told from those of its markup."""
+        ids, reason = sample.token_ids, sample.finish_reason
+        tokenizer = self._texts.tokenizer
+        if sample.logprobs is None or not self._job.markup or tokenizer is None:
+            yield Delta(0, ids, sample.text, sample.logprobs, reason)
+            return
+        detokeniser = Detokeniser(tokenizer)
+        for place, (token, logprob) in enumerate(zip(ids, sample.logprobs, strict=True)):
+            end = reason == "stop" and place == len(ids) - 1  # the token of the end, which is not shown
+            yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
+        yield Delta(0, [], detokeniser.finish(), finish_reason=reason)
+
+    def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
+        """Of the tokens that text is made of."""
+        if self._job.params.logprobs is None:
+            return []
+        shown: Sequence[TokenLogprob] = [one for one in delta.logprobs or () if self._texts.shown(one.token_id)]
+        return chat_logprobs(shown, self._texts).content or []
+
+
+def _read(delta: Delta, reader: SampleReader, written: Output, logprobs: list[ChatTokenLogprob]) -> list[ResponseEvent]:
+    pieces = reader.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None)
+    events = written.take(pieces, logprobs)
+    if delta.finish_reason is not None:
+        events += written.end(whole=delta.finish_reason != "length")
+    return events
+
+
+def _usage(used: Usage, reasoning_tokens: int) -> ResponseUsage:
+    details = used.prompt_tokens_details
+    return ResponseUsage(
+        input_tokens=used.prompt_tokens,
+        input_tokens_details=ResponseInputDetails(cached_tokens=(details.cached_tokens or 0) if details else 0),
+        output_tokens=used.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+        total_tokens=used.total_tokens,
+    )
+
+
+def _events(told: Sequence[ResponseEvent]) -> bytes:
+    return b"".join(b"event: " + one.type.encode() + b"\n" + event(encode(one)) for one in told)

@@ -1,0 +1,31 @@
+"""TLS: HTTPS from two PEM files."""
+
+from __future__ import annotations
+
+import ssl
+
+from tok_core import InvalidField
+
+
+def server_context(cert: str, key: str | None) -> ssl.SSLContext:
+    """TLS 1.2 or later with that certificate. Errors: InvalidField naming the file that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for field, name in (("tls_cert", cert), ("tls_key", key)):
+        if name is not None:
+            _check_readable(field, name)
+    try:
+        # Never asks the terminal: a server starts without anybody there.
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        why = getattr(error, "reason", None) or str(error)
+        raise InvalidField("tls_cert", cert, f"a certificate and its key without password, as PEM ({why})") from error
+    return context
+
+
+def _check_readable(field: str, name: str) -> None:
+    try:
+        with open(name, "rb"):
+            pass
+    except OSError as error:
+        raise InvalidField(field, name, f"a file that can be read ({error.strerror})") from error

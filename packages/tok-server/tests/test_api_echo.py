@@ -1,0 +1,199 @@
+"""What is told of prompts: echoed text, their log-probabilities in OpenAI's and in vLLM's shape, usage as it grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.serving import Server
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+TEXT = "the quick brown fox, naïve 日本"
+USER = [{"role": "user", "content": TEXT}]
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def whole(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    answer = server.complete(**{**GREEDY, **fields})
+    assert answer.status == 200, answer.body
+    found: Any = answer.json()["choices"]
+    return list(found)
+
+
+def streamed(server: Server, **fields: Any) -> dict[int, dict[str, Any]]:
+    """By index, what the chunks of a stream make."""
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in server.complete(**{**GREEDY, **fields}, stream=True).chunks():
+        for part in chunk["choices"]:  # type: ignore[attr-defined]
+            choice = found.setdefault(part["index"], {"text": "", "logprobs": {name: [] for name in LISTS}})
+            choice["text"] += part["text"]
+            for name in LISTS if part["logprobs"] else ():
+                choice["logprobs"][name] += part["logprobs"][name]
+            choice["finish_reason"] = part["finish_reason"]
+    return found
+
+
+def test_an_echoed_choice_begins_with_its_prompt(server: Server) -> None:
+    prompts = [TEXT, "one"]
+    plain = whole(server, prompt=prompts, n=2, max_tokens=5)
+    echoed = whole(server, prompt=prompts, n=2, max_tokens=5, echo=True)
+    for one, other in zip(plain, echoed, strict=True):
+        assert other["text"] == prompts[one["index"] // 2] + one["text"]
+    parts = streamed(server, prompt=prompts, n=2, max_tokens=5, echo=True)
+    assert [parts[index]["text"] for index in range(4)] == [choice["text"] for choice in echoed]
+
+
+def test_an_echo_of_token_ids_is_their_text(server: Server) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    (choice,) = whole(server, prompt=tokenizer.encode(TEXT), max_tokens=1, echo=True)
+    assert choice["text"].startswith(TEXT)
+
+
+def test_log_probabilities_of_an_echo_are_those_of_generating_it(server: Server) -> None:
+    (first,) = whole(server, prompt="one", max_tokens=12, logprobs=2, return_token_ids=True)
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode("one") + first["token_ids"]
+    (choice,) = whole(server, prompt=prompt, max_tokens=1, logprobs=2, echo=True)
+    found = choice["logprobs"]
+    size = len(first["token_ids"])
+    assert found["tokens"][-size - 1 : -1] == first["logprobs"]["tokens"]
+    assert found["token_logprobs"][-size - 1 : -1] == pytest.approx(first["logprobs"]["token_logprobs"], abs=1e-4)
+    for one, other in zip(found["top_logprobs"][-size - 1 : -1], first["logprobs"]["top_logprobs"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    assert all(len(found[name]) == len(prompt) + 1 for name in LISTS)
+
+
+def test_text_offsets_of_an_echo_point_into_the_whole_text(server: Server) -> None:
+    (choice,) = whole(server, prompt=TEXT, max_tokens=6, logprobs=0, echo=True)
+    found = choice["logprobs"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if not token.startswith(("bytes:", "<|")):
+            assert choice["text"][offset:].startswith(token)
+    assert found["text_offset"] == sorted(found["text_offset"])
+    parts = streamed(server, prompt=TEXT, max_tokens=6, logprobs=0, echo=True)[0]
+    assert parts["text"] == choice["text"]
+    assert parts["logprobs"] == found
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+def test_a_prompt_can_be_asked_about_without_generating_anything(server: Server, logprobs: int | None) -> None:
+    fields = {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": logprobs, "n": 2}
+    answer = server.complete(**fields)
+    assert answer.status == 200, answer.body
+    found: Any = answer.json()
+    assert found["usage"]["completion_tokens"] == 0
+    for choice in found["choices"]:
+        assert choice["text"] == TEXT
+        assert choice["finish_reason"] == "length"
+        assert (choice["logprobs"] is None) == (logprobs is None)
+        if logprobs is not None:
+            assert len(choice["logprobs"]["tokens"]) == found["usage"]["prompt_tokens"]
+            assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} <= set(range(1, logprobs + 2))
+    parts = streamed(server, **fields)
+    assert {part["text"] for part in parts.values()} == {TEXT}
+
+
+def test_prompt_logprobs_have_the_shape_of_vllm(server: Server) -> None:
+    (echoed,) = whole(server, prompt=TEXT, max_tokens=1, logprobs=2, echo=True)
+    expected = echoed["logprobs"]["token_logprobs"][:-1]
+    (choice,) = whole(server, prompt=TEXT, max_tokens=1, prompt_logprobs=2)
+    check(server, choice["prompt_logprobs"], expected, 2)
+    (both,) = whole(server, prompt=TEXT, max_tokens=1, prompt_logprobs=1, logprobs=3, echo=True)
+    check(server, both["prompt_logprobs"], expected, 1)
+    assert whole(server, prompt=TEXT, max_tokens=1)[0].keys() == {"index", "text", "logprobs", "finish_reason"}
+
+
+def check(server: Server, found: list[Any], expected: list[float], most: int) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode(TEXT)
+    assert len(found) == len(ids)
+    assert found[0] is None
+    for token, logprob, entry in zip(ids[1:], expected[1:], found[1:], strict=True):
+        own = entry[str(token)]
+        assert own["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert own["decoded_token"].removeprefix("bytes:") in (
+            tokenizer.piece(token).decode(errors="ignore"),
+            *hexed(tokenizer.piece(token)),
+        )
+        ranks = [one["rank"] for one in entry.values() if one["rank"] is not None]
+        assert ranks == list(range(1, most + 1)) or own["rank"] in ranks
+        assert most <= len(entry) <= most + 1
+
+
+def hexed(piece: bytes) -> list[str]:
+    return ["".join(f"\\x{byte:02x}" for byte in piece)]
+
+
+def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server: Server) -> None:
+    found: Any = server.chat(messages=USER, n=2, max_tokens=1, prompt_logprobs=0).json()
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    assert [len(entry) for entry in found["prompt_logprobs"][1:]] == [1] * (len(found["prompt_logprobs"]) - 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_told_of_a_prompt_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+    answer = server.complete(**{"prompt": TEXT, **fields})
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_the_usage_so_far_stands_on_every_chunk_where_asked_for(server: Server, closing: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": closing}
+    for call, prompt in ((server.complete, {"prompt": TEXT}), (server.chat, {"messages": USER})):
+        chunks: Any = call(**prompt, n=2, max_tokens=4, **GREEDY, stream=True, stream_options=options).chunks()
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
+        assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+        assert (chunks[-1]["choices"] == []) is closing
+        for chunk in chunks:
+            used = chunk["usage"]
+            assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
+
+
+def test_thousands_of_samples_are_streamed_with_their_indices(server: Server) -> None:
+    seen: dict[int, int] = {}
+    answer = server.complete(prompt="one", n=2000, max_tokens=2, ignore_eos=True, stream=True, return_token_ids=True)
+    for chunk in answer.chunks():
+        for part in chunk["choices"]:  # type: ignore[attr-defined]
+            seen[part["index"]] = seen.get(part["index"], 0) + len(part["token_ids"])
+    assert seen == dict.fromkeys(range(2000), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 16_384, "echo": True, "prompt": [7] * 1100}, "n"),
+        ({"n": 2000, "echo": True, "logprobs": 20}, "n"),
+        ({"n": 2000, "prompt_logprobs": 20}, "n"),
+    ],
+)
+def test_choices_that_repeat_more_of_their_prompt_than_memory_holds_are_refused(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.complete(**{"prompt": [7] * 500, "max_tokens": 1, **fields})
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+    assert "at most 16777216 in all" in str(answer.error()["message"])
+
+
+def test_prompt_logprobs_are_the_same_in_all_choices_of_a_prompt(server: Server) -> None:
+    found = whole(server, prompt=[TEXT, "one"], n=2, max_tokens=1, prompt_logprobs=1)
+    told = [choice["prompt_logprobs"] for choice in found]
+    assert told[0] == told[1] != told[2] == told[3]

@@ -1,0 +1,62 @@
+"""No field of a request is quietly dropped: each is carried out, refused by name, or says nothing that matters."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.serving import Server
+from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
+from tok_server.reading import HARMLESS
+from tok_server.unsupported import CHAT, COMPLETION, Refused
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What other tests show to have its effect.
+BOTH = words(
+    "model max_tokens temperature top_p n stream stream_options stop presence_penalty frequency_penalty logit_bias "
+    "seed top_k min_p repetition_penalty min_tokens ignore_eos priority stop_token_ids return_token_ids logprobs "
+    "prompt_logprobs response_format structured_outputs guided_json guided_regex guided_choice guided_grammar "
+    "guided_json_object stop_when"
+)
+HONOURED = {
+    CompletionRequest: BOTH | {"prompt", "echo", "best_of"},
+    ChatCompletionRequest: BOTH
+    | words(
+        "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort "
+        "chat_template_kwargs add_generation_prompt continue_final_message"
+    ),
+}
+TABLES: dict[type, tuple[Refused, ...]] = {CompletionRequest: COMPLETION, ChatCompletionRequest: CHAT}
+STRANGE = {"no": ["value", "asks", "for", "this"]}
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_is_honoured_or_refused_or_harmless(kind: type[CompletionRequest | ChatCompletionRequest]) -> None:
+    refused = {name for table in TABLES[kind] for name in table.fields}
+    assert known_fields(kind) <= HONOURED[kind] | refused | HARMLESS
+    assert not HONOURED[kind] & (refused | HARMLESS)
+    assert HONOURED[kind] <= known_fields(kind)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_a_refused_field_is_refused_by_its_name_and_accepted_where_it_asks_for_nothing(
+    server: Server, kind: type[CompletionRequest | ChatCompletionRequest]
+) -> None:
+    chat = kind is ChatCompletionRequest
+    ask = server.chat if chat else server.complete
+    needed = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "one"}
+    neutral: dict[str, object] = {}
+    for table in TABLES[kind]:
+        for name, values in table.fields.items():
+            answer = ask(**needed, **{name: STRANGE})
+            assert answer.status == 400, name
+            error = answer.error()
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+            assert name in str(error["message"])
+            neutral[name] = values[-1]
+    answer = ask(**needed, max_tokens=1, **neutral)
+    assert answer.status == 200, answer.body
+    assert "x-tok-ignored" not in answer.headers

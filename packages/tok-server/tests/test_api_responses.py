@@ -1,0 +1,454 @@
+"""/v1/responses: a conversation in items, answered in items, whole and as events, by openai's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, get_type_hints
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response as TheirResponse
+from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
+from openai.types.responses import response_create_params as theirs
+from pydantic import BaseModel
+
+from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
+from support.serving import NAME, Answer, Server, serving
+from tok_client.types import (
+    FunctionCallArgumentsDelta,
+    FunctionCallItem,
+    OutputItem,
+    OutputItemDone,
+    OutputMessage,
+    OutputTextDelta,
+    ReasoningItem,
+    ReasoningTextDelta,
+    Response,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseRequest,
+    known_fields,
+)
+from tok_server.errors import unavailable
+from tok_server.job import Job
+from tok_server.logprobs import TokenTexts
+from tok_server.responses.endpoint import parse
+from tok_server.responses.form import ResponseForm
+from tok_server.responses.output import Output
+from tok_server.tools.formats import Formats
+from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought
+
+# The user's last words name the script; pieces are the tokens that the model writes one by one.
+SCRIPTS = {
+    "§hello": ["Hel", "lo, ", "world", "."],
+    "§calls": ["Let me", " see.\n", "<tool_call>", '\n{"name": "wea', 'ther", "arguments": ', '{"city": ', '"Par',
+               'is"}', "}\n</tool_call>"],
+    "§think": ["<think>", "\nhm, ", "is it", "\n</think>", "\n\nIt", " is."],
+    "§plans": ["<think>so", "</think>\n<tool_call>", '{"name": "weather", ', '"arguments": {"city": "Rome"}}'],
+    "§jsons": ['{"answer"', ": 4", "2}"],
+}  # fmt: skip
+LAST_WORDS = "{{ (messages | selectattr('role', 'equalto', 'user') | list | last).content[-6:] }}"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+DECODE = msgspec.json.Decoder(ResponseEvent).decode
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = CHAT_TEMPLATE.replace("{{ script }}", LAST_WORDS)
+    with serving(make_scripted_model(tmp_path_factory.mktemp("scripted") / "model", SCRIPTS, template)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as one:
+        yield one
+
+
+def ask(server: Server, **fields: Any) -> Answer:
+    return server.call("POST", "/v1/responses", {"model": NAME, **fields})
+
+
+def whole(server: Server, **fields: Any) -> Response:
+    """The response, which as events is the same but for its ids and times."""
+    answer = ask(server, **fields)
+    assert answer.status == 200, answer.body
+    assert TheirResponse.model_validate_json(answer.body).id.startswith("resp_")
+    found = msgspec.json.decode(answer.body, type=Response)
+    events = streamed(server, **fields)
+    check_events(events)
+    assert plain(events[-1].response) == plain(found)  # type: ignore[union-attr]
+    return found
+
+
+def streamed(server: Server, **fields: Any) -> list[ResponseEvent]:
+    answer = ask(server, **fields, stream=True)
+    assert answer.status == 200, answer.body
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return events_of(answer.body)
+
+
+def events_of(body: bytes) -> list[ResponseEvent]:
+    *blocks, rest = body.decode().split("\n\n")
+    assert rest == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        found.append(DECODE(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1].type}"
+    return found
+
+
+def check_events(events: list[ResponseEvent]) -> None:
+    """Every item begins, gains and ends in its order, and the end has all of it."""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    created, in_progress, *told, last = events
+    assert (created.type, in_progress.type) == ("response.created", "response.in_progress")
+    assert created.response.output == in_progress.response.output == []  # type: ignore[union-attr]
+    assert last.type in ("response.completed", "response.incomplete")
+    check_items(told, last.response.output)
+
+
+def check_items(told: list[ResponseEvent], items: list[OutputItem]) -> None:
+    for index, item in enumerate(items):
+        own = [event for event in told if event.output_index == index]  # type: ignore[union-attr]
+        assert own == told[: len(own)]
+        del told[: len(own)]
+        gained = "".join(
+            event.delta
+            for event in own
+            if isinstance(event, OutputTextDelta | ReasoningTextDelta | FunctionCallArgumentsDelta)
+        )
+        assert gained == text_of(item)
+        assert isinstance(own[-1], OutputItemDone)
+        assert own[-1].item == item
+        kinds = [event.type.removeprefix("response.") for event in own if not event.type.endswith(".delta")]
+        match item:
+            case FunctionCallItem():
+                assert kinds == ["output_item.added", "function_call_arguments.done", "output_item.done"]
+            case _:
+                done = "output_text.done" if isinstance(item, OutputMessage) else "reasoning_text.done"
+                middle = ["content_part.added", done, "content_part.done"]
+                assert kinds == ["output_item.added", *middle, "output_item.done"]
+    assert not told
+
+
+def text_of(item: OutputItem) -> str:
+    return item.arguments if isinstance(item, FunctionCallItem) else "".join(part.text for part in item.content)
+
+
+def plain(response: Response) -> Response:
+    """Without what differs each time. The prompt is in the cache the second time."""
+    assert response.usage is not None
+    usage = msgspec.structs.replace(response.usage, input_tokens_details=None)
+    output = [msgspec.structs.replace(item, id="") for item in response.output]
+    output = [
+        msgspec.structs.replace(item, call_id="") if isinstance(item, FunctionCallItem) else item for item in output
+    ]
+    return msgspec.structs.replace(response, id="", created_at=0, usage=usage, output=output)
+
+
+def test_text_is_answered_by_a_message(server: Server) -> None:
+    response = whole(server, input="say §hello", temperature=0, metadata={"a": "b"}, user="u", instructions="be kind")
+    (item,) = response.output
+    assert isinstance(item, OutputMessage)
+    assert (text_of(item), item.status, response.status) == ("Hello, world.", "completed", "completed")
+    assert (response.metadata, response.user, response.instructions) == ({"a": "b"}, "u", "be kind")
+    assert (response.temperature, response.store, response.incomplete_details) == (0, False, None)
+    assert response.usage is not None
+    assert response.usage.output_tokens == 5
+    assert response.usage.total_tokens == response.usage.input_tokens + 5
+
+
+def test_what_is_cut_off_is_incomplete(server: Server) -> None:
+    response = whole(server, input="say §hello", max_output_tokens=2)
+    assert (response.status, text_of(response.output[0])) == ("incomplete", "Hello, ")
+    assert response.output[0].status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert whole(server, input="§think", max_output_tokens=1).output[0].status == "incomplete"
+
+
+def test_calls_and_reasoning_are_items_of_their_own(server: Server) -> None:
+    said, called = whole(server, input="§calls", tools=[WEATHER]).output
+    assert isinstance(called, FunctionCallItem)
+    assert (text_of(said), called.name, called.arguments) == ("Let me see.", "weather", '{"city": "Paris"}')
+    response = whole(server, input="§think")
+    thought, said = response.output
+    assert isinstance(thought, ReasoningItem)
+    assert (text_of(thought), text_of(said)) == ("hm, is it", "It is.")
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 4
+    thought, called = whole(server, input="§plans", tools=[WEATHER]).output
+    assert (text_of(thought), text_of(called)) == ("so", '{"city": "Rome"}')
+    (said,) = whole(server, input="§calls", tools=[WEATHER], tool_choice="none").output
+    assert text_of(said) == "".join(SCRIPTS["§calls"])
+
+
+@pytest.mark.parametrize("fields", [{"input": "§hello"}, {"input": "§think"}, {"input": "§calls", "tools": [WEATHER]}])
+def test_log_probabilities_are_those_of_the_text(server: Server, fields: dict[str, Any]) -> None:
+    response = whole(server, **fields, include=["message.output_text.logprobs"], top_logprobs=2, temperature=0)
+    message = next(item for item in response.output if isinstance(item, OutputMessage))
+    (part,) = message.content
+    assert "".join(one.token for one in part.logprobs).strip() == part.text
+    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+    assert all(one.logprob == one.top_logprobs[0].logprob for one in part.logprobs)
+
+
+def prompt_of(server: Server, **fields: Any) -> str:
+    """The prompt that a request makes."""
+    job, _ = parsed(server, **fields)
+    assert server.engine.tokenizer is not None
+    return server.engine.tokenizer.decode(job.prompts[0], skip_special_tokens=False)
+
+
+def parsed(server: Server, **fields: Any) -> tuple[Job, Response]:
+    return parse(json.dumps(fields).encode(), server.engine, NAME, Formats())
+
+
+def test_items_are_the_messages_of_a_chat(server: Server) -> None:
+    items = [
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi "}, {"type": "input_text", "text": "you"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "let me see", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "sunny"}]},
+        {"type": "message", "role": "assistant", "content": "it is sunny"},
+        {"type": "message", "role": "assistant", "content": "really"},
+        {"type": "message", "role": "user", "content": "thanks"},
+    ]
+    text = prompt_of(server, input=items, instructions="be kind", tools=[WEATHER])
+    function = {name: value for name, value in WEATHER.items() if name != "type"}
+    assert json.dumps({"type": "function", "function": function}) in text
+    end = "<|eot_id|>"
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert text.partition("[system]")[2] == (
+        f"be kind{end}[system]rules{end}[user]hi you{end}[assistant]<think>hm</think>let me see{call}{end}"
+        f"[tool]sunny{end}[assistant]it is sunny{end}[assistant]really{end}[user]thanks{end}[assistant]thanks"
+    )
+
+
+def test_an_answer_can_be_given_back(server: Server, client: openai.OpenAI) -> None:
+    tools: Any = [WEATHER]
+    first = client.responses.create(model=NAME, input="§plans", tools=tools, store=False)
+    thought, called = first.output
+    assert isinstance(thought, ResponseReasoningItem)
+    assert isinstance(called, ResponseFunctionToolCall)
+    items: Any = [
+        {"role": "user", "content": "§plans"},
+        *(item.to_dict() for item in first.output),
+        {"type": "function_call_output", "call_id": called.call_id, "output": "sunny"},
+        {"role": "user", "content": "§hello"},
+    ]
+    second = client.responses.create(model=NAME, input=items, tools=tools)
+    assert second.output_text == "Hello, world."
+    text = prompt_of(server, input=items, tools=tools)
+    assert '<think>so</think><tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' in text
+
+
+class Found(BaseModel):
+    answer: int
+
+
+def test_openais_client_reads_whole_streamed_and_parsed_answers(client: openai.OpenAI) -> None:
+    created = client.responses.create(model=NAME, input="§hello")
+    assert created.output_text == "Hello, world."
+    assert isinstance(created.output[0], ResponseOutputMessage)
+    events = list(client.responses.create(model=NAME, input="§hello", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    with client.responses.stream(model=NAME, input="§calls", tools=[WEATHER]) as stream:  # type: ignore[list-item]
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text == "Let me see."
+    called = final.output[1]
+    assert called.type == "function_call"
+    assert json.loads(called.arguments) == {"city": "Paris"}
+    parsed_answer = client.responses.parse(model=NAME, input="§jsons", text_format=Found)
+    assert parsed_answer.output_parsed == Found.model_validate_json(parsed_answer.output_text)
+    with client.responses.stream(model=NAME, input="§jsons", text_format=Found) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Found)
+
+
+def test_structure_tools_and_effort_are_asked_for_as_in_a_chat(server: Server) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    for form in ({"type": "json_object"}, {"type": "json_schema", "name": "found", "schema": schema, "strict": True}):
+        job, begun = parsed(server, input="§hello", text={"format": form})
+        assert job.params.grammar is not None
+        assert msgspec.to_builtins(begun.text.format) == form
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        job, begun = parsed(server, input="§hello", tools=[WEATHER], tool_choice=choice)
+        assert job.params.grammar is not None
+        assert msgspec.to_builtins(begun.tool_choice) == choice
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    job, _ = parsed(server, input="§hello", tools=[WEATHER, {**WEATHER, "name": "time"}], tool_choice=some)
+    assert job.markup.tools == {"weather"}
+    job, begun = parsed(server, input="§hello", tools=[WEATHER], parallel_tool_calls=False)
+    assert not job.markup.parallel
+    assert not begun.parallel_tool_calls
+    assert "<think>\n\n</think>" in prompt_of(server, input="§hello", reasoning={"effort": "none"})
+    job, _ = parsed(server, input="§hello", temperature=0.5, top_p=0.25, max_output_tokens=7)
+    assert (job.params.temperature, job.params.top_p, job.params.max_tokens, job.params.n) == (0.5, 0.25, 7, 1)
+
+
+def test_requests_have_openais_fields() -> None:
+    fields = frozenset(get_type_hints(theirs.ResponseCreateParamsBase)) | {"stream"}
+    assert known_fields(ResponseRequest) == fields
+
+
+NEUTRAL: dict[str, Any] = {
+    "store": False,
+    "previous_response_id": None,
+    "conversation": None,
+    "background": False,
+    "truncation": "disabled",
+    "service_tier": "auto",
+    "max_tool_calls": None,
+    "include": [],
+    "metadata": {"a": "b"},
+    "safety_identifier": "x",
+    "prompt_cache_key": "y",
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "reasoning": {"effort": None, "summary": None},
+    "tools": [],
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "n": 1,
+}
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "store"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ({"moderation": {"model": "x"}}, "moderation"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": "word " * 2000}, "input"),
+    ({"input": [{"content": "hi"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "e"}]}, "input[0].encrypted_content"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"n": 2}, "n"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name"), BAD)
+def test_what_is_not_carried_out_is_refused_by_name(server: Server, fields: dict[str, Any], name: str) -> None:
+    answer = ask(server, **{"input": "§hello", **fields})
+    assert answer.status == 400, answer.body
+    error = answer.error()
+    assert error["param"] == name
+    assert str(name).split("[")[0].split(".")[0] in str(error["message"])
+    assert "messages" not in str(error["message"]) or "messages" in fields
+
+
+def test_what_asks_for_nothing_is_taken_and_other_fields_are_told(server: Server) -> None:
+    answer = ask(server, input="§hello", **NEUTRAL, nonsense=1)
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-tok-ignored"] == "nonsense"
+    assert ask(server, input="§hello", model="other").status == 404
+
+
+def test_every_field_of_openais_is_carried_out_or_refused() -> None:
+    tested = {name for fields, _ in BAD for name in fields} | NEUTRAL.keys()
+    carried_out = {"model", "instructions", "user", "stream", "parallel_tool_calls", "metadata"}
+    assert known_fields(ResponseRequest) <= tested | carried_out
+
+
+def test_a_failure_while_streaming_is_an_event_of_both_kinds(server: Server) -> None:
+    job, begun = parsed(server, input="§hello")
+    form = ResponseForm(job, begun, TokenTexts(server.engine.tokenizer))
+    opening = events_of(form.opening())
+    failed, error, rest = form.failed(unavailable("the engine died", "engine_unavailable")).split(b"\n\n")
+    (event,) = events_of(failed + b"\n\n")
+    assert isinstance(event, ResponseFailed)
+    assert event.sequence_number == len(opening)
+    assert (event.response.status, event.response.error.code) == ("failed", "server_error")  # type: ignore[union-attr]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "the engine died"
+    assert rest == b""
+
+
+TEXTS = st.sampled_from(["a", "bc", "é"])
+PIECES = st.lists(
+    st.one_of(
+        st.builds(Text, TEXTS),
+        st.builds(Thought, TEXTS),
+        st.builds(CallBegin, st.sampled_from(["f", "g"])),
+        st.builds(Arguments, TEXTS),
+    ),
+    max_size=8,
+)
+
+
+@given(PIECES, st.booleans())
+def test_any_pieces_make_items_that_their_events_tell(pieces: list[Piece], complete: bool) -> None:
+    calls = [index for index, piece in enumerate(pieces) if isinstance(piece, CallBegin)]
+    pieces = [
+        piece
+        for index, piece in enumerate(pieces)
+        if not isinstance(piece, Arguments) or (index and isinstance(pieces[index - 1], CallBegin))
+    ]
+    output = Output(count())
+    events: list[ResponseEvent] = []
+    for piece in pieces:
+        events += output.take([piece], [])
+    events += output.end(whole=complete)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert output.items[-1].status == ("completed" if complete else "incomplete")
+    assert all(item.status == "completed" for item in output.items[:-1])
+    assert len([item for item in output.items if isinstance(item, FunctionCallItem)]) == len(calls)
+    told = "".join(piece.text for piece in pieces if not isinstance(piece, CallBegin))
+    assert "".join(map(text_of, output.items)) == told
+    check_items(events, output.items)

@@ -1,0 +1,110 @@
+"""The small endpoints: tokens of texts and chats, readiness, version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from support.serving import NAME, Server
+from tok_core.text.template import ChatTemplate
+from tok_server.tools.formats import CallFormat, Formats
+
+TEXT = "the quick brown fox, naïve 日本"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def tokenise(server: Server, **fields: object) -> dict[str, Any]:
+    answer = server.call("POST", "/tokenize", {"model": NAME, **fields})
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+def test_a_text_and_its_tokens_are_turned_into_each_other(server: Server) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    found = tokenise(server, prompt=TEXT)
+    assert found["tokens"] == tokenizer.encode(TEXT)
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == server.engine.info.max_model_len
+    assert found["token_strs"] is None
+    bare = tokenise(server, prompt=TEXT, add_special_tokens=False, return_token_strs=True)
+    assert bare["tokens"] == found["tokens"][1:]
+    assert bare["token_strs"][:2] == [tokenizer.piece(token).decode() for token in bare["tokens"][:2]]
+    assert server.call("POST", "/detokenize", {"tokens": bare["tokens"]}).json() == {"prompt": TEXT}
+    begin = tokenizer.piece(found["tokens"][0]).decode()
+    assert server.call("POST", "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": begin + TEXT}
+
+
+def test_a_chat_has_the_tokens_of_its_prompt(server: Server) -> None:
+    used: Any = server.chat(messages=USER, max_tokens=1).json()["usage"]
+    found = tokenise(server, messages=USER)
+    assert found["count"] == used["prompt_tokens"]
+    assert tokenise(server, messages=USER, add_generation_prompt=False)["count"] < found["count"]
+    assert tokenise(server, messages=USER, add_special_tokens=True)["count"] == found["count"] + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": 1}, 400, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a" * 200_000}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [512]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1] * 40_000}, 400, "tokens"),
+    ],
+)
+def test_what_has_no_tokens_is_refused_by_name(server: Server, path: str, body: Any, status: int, param: str) -> None:
+    answer = server.call("POST", path, body)
+    assert answer.status == status, answer.body
+    assert answer.error()["param"] in (param, None if body == {"prompt": "\ud800"} else param)
+
+
+def test_ready_is_said_while_requests_are_taken_and_only_then(server: Server) -> None:
+    answer = server.call("GET", "/ready")
+    assert (answer.status, answer.json()) == (200, {"ready": True, "status": "ready"})
+    server.context.draining = True
+    try:
+        answer = server.call("GET", "/ready")
+        assert (answer.status, answer.json()) == (503, {"ready": False, "status": "draining"})
+    finally:
+        server.context.draining = False
+    server.context.ready = False
+    try:
+        answer = server.call("GET", "/ready")
+        assert (answer.status, answer.json()) == (503, {"ready": False, "status": "starting"})
+    finally:
+        server.context.ready = True
+
+
+def test_the_version_is_told(server: Server) -> None:
+    assert server.call("GET", "/version").json() == {"version": version("tok-server")}
+
+
+@pytest.mark.parametrize(
+    ("source", "calls", "reasons"),
+    [
+        ("{{ messages }}", None, False),
+        ("{% if tools %}<tool_call>{% endif %}{{ messages }}", "hermes", False),
+        ("{% if tools %}<tool_call>{% endif %}{{ m.split('</think>')[-1] }}", "hermes", True),
+        ("{% if message.role == 'tool' %}ipython{% endif %}{{ tools }}", "llama3", False),
+    ],
+)
+def test_the_formats_of_a_model_show_in_its_template(source: str, calls: CallFormat | None, reasons: bool) -> None:
+    template = ChatTemplate({"default": source}, {})
+    assert Formats().calls_of(template) == calls
+    assert Formats().reasons(template) is reasons
+    assert Formats("llama3", "none").calls_of(template) == "llama3"
+    assert Formats("none", "qwen3").calls_of(template) is None
+    assert Formats("none", "qwen3").reasons(template)
+    assert not Formats("none", "none").reasons(template)

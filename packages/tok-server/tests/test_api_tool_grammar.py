@@ -1,0 +1,199 @@
+"""The grammar of tool calls lets through what a model that calls tools may write, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import xgrammar
+
+from tok_client.types import ChatCompletionRequest, FunctionTool
+from tok_core.grammar import Grammar
+from tok_core.grammar.text import ebnf
+from tok_server.errors import ApiError
+from tok_server.markup import NO_MARKUP, Markup
+from tok_server.message_reader import MessageReader, message
+from tok_server.tools.formats import CallFormat
+from tok_server.tools.grammar import answer_shape
+from tok_server.tools.offer import Offer, offer
+from tok_server.wire import decode, encode
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+END = 256
+
+
+def function(name: str, **more: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def offered(**fields: object) -> Offer:
+    tools = [function("weather", parameters=CITY), function("time")]
+    body = encode({"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields})
+    return offer(decode(body, ChatCompletionRequest))
+
+
+def matches(found: Offer, markup: Markup, text: str, asked: Grammar | None = None) -> bool:
+    grammar = answer_shape(found, markup, asked).grammar
+    assert grammar is not None
+    pieces = [bytes([byte]) for byte in range(256)] + [b""]
+    info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, stop_token_ids=[END])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(ebnf(grammar)))
+    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(END)
+
+
+def call(name: str, arguments: str, kind: CallFormat = "hermes") -> str:
+    if kind == "llama3":
+        return f'{{"name": "{name}", "parameters": {arguments}}}'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+PARIS = '{"city": "Paris"}'
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+def test_required_calls_are_calls_of_any_tool_and_nothing_else(kind: CallFormat) -> None:
+    markup = Markup(calls=kind, tools=frozenset({"weather", "time"}))
+    found = offered(tool_choice="required")
+    between = "\n" if kind == "hermes" else "; "
+    one, other = call("weather", PARIS, kind), call("time", "{}", kind)
+    for text in (one, other, one + between + other):
+        assert matches(found, markup, text)
+        reader = MessageReader(markup)
+        read = message(reader.feed(text) + reader.finish())
+        assert read.content is None
+        assert reader.calls == text.count("name")
+    for text in ("", "hello", one + one, call("weather", "{}", kind), call("time", PARIS, kind), one + " "):
+        assert not matches(found, markup, text)
+    alone = offered(tool_choice="required", parallel_tool_calls=False)
+    assert matches(alone, markup, one)
+    assert not matches(alone, markup, one + between + other)
+
+
+def test_a_named_call_is_of_that_tool() -> None:
+    markup = Markup(calls="hermes")
+    for choice in (
+        {"type": "function", "function": {"name": "time"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("time")]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"name": "time"}]}},
+    ):
+        found = offered(tool_choice=choice)
+        assert matches(found, markup, call("time", "{}"))
+        assert not matches(found, markup, call("weather", PARIS))
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_model_that_reasons_may_do_so_before_its_call(thinking: bool) -> None:
+    markup = Markup(calls="hermes", reasoning=True, thinking=thinking)
+    found = offered(tool_choice="required")
+    one = call("time", "{}")
+    begun = "" if thinking else "<think>"
+    for thoughts in ("", "\nhm: </thin> <<//think </<tool_call>", "é</t</th"):
+        assert matches(found, markup, f"{begun}{thoughts}</think>\n\n{one}")
+    assert matches(found, markup, one) is not thinking
+    assert not matches(found, markup, f"{begun}a</think>b</think>\n\n{one}")
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+def test_strict_tools_hold_every_call_to_its_schema_but_need_none(kind: CallFormat) -> None:
+    markup = Markup(calls=kind)
+    found = offered(tools=[function("weather", parameters=CITY, strict=True)])
+    good, bad = call("weather", PARIS, kind), call("weather", '{"town": "Paris"}', kind)
+    for text in ("", "It is 5 < 6.", "Well {}.\nSo", "1 <", good):
+        assert matches(found, markup, text), text
+    for text in (bad, f"\n{bad}", good + "x", f"{good}\n{bad}"):
+        assert not matches(found, markup, text), text
+    assert matches(found, markup, f"Let me see.\n{good}") is (kind == "hermes")
+
+
+def test_without_strict_or_required_any_text_will_do() -> None:
+    for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert answer_shape(offered(**fields), Markup(calls="hermes")).grammar is None
+    assert answer_shape(offered(tool_choice="required"), Markup(calls=None)).grammar is None
+
+
+JSON = Grammar(kind="json_schema", value='{"type": "integer"}')
+
+
+def test_what_was_asked_for_stands_beside_calls_and_after_thoughts() -> None:
+    markup = Markup(calls="hermes", reasoning=True)
+    found = offered()
+    for thoughts in ("", "<think>hm</think>\n\n"):
+        for said in ("12", call("weather", PARIS)):
+            assert matches(found, markup, thoughts + said, JSON)
+        for said in ("", "hello", call("weather", "{}"), call("weather", PARIS) + "12"):
+            assert not matches(found, markup, thoughts + said, JSON)
+    bare = offered(tools=None)
+    assert matches(bare, Markup(reasoning=True, thinking=True), "hm</think>\n\n12", JSON)
+    assert answer_shape(bare, NO_MARKUP, JSON).grammar is JSON
+
+
+def test_a_format_beside_a_call_that_must_be_made_is_refused() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        for asked in (JSON, Grammar(kind="ebnf", value='root ::= "yes"')):
+            with pytest.raises(ApiError, match="tool_choice") as refused:
+                answer_shape(offered(tool_choice=choice), Markup(calls="hermes"), asked)
+            assert (refused.value.status, refused.value.param) == (400, "response_format")
+
+
+def test_rules_are_the_whole_answer() -> None:
+    rules = Grammar(kind="ebnf", value='root ::= "yes"')
+    assert answer_shape(offered(tools=None), Markup(reasoning=True), rules) == (rules, NO_MARKUP)
+    with pytest.raises(ApiError) as refused:
+        answer_shape(offered(), Markup(calls="hermes"), rules, "guided_grammar")
+    assert refused.value.param == "guided_grammar"
+    pattern = Grammar(kind="regex", value="(")
+    with pytest.raises(ApiError) as refused:
+        answer_shape(offered(), Markup(calls="hermes"), pattern, "guided_regex")
+    assert refused.value.param == "guided_regex"
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_naming_the_tool() -> None:
+    tools = [function("time"), function("odd", parameters={"type": "object", "not": {"required": ["a"]}})]
+    with pytest.raises(ApiError) as refused:
+        answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+    assert refused.value.param == "tools[1].function.parameters"
+
+
+def test_schemas_that_come_to_too_much_are_refused_naming_the_tools() -> None:
+    kinds = [{"properties": {"kind": {"const": f"{i}"}}, "required": ["kind"]} for i in range(980)]
+    long = {"type": "object", "properties": {"a": {"const": "x" * 70_000}}}
+    for parameters, path in (
+        ([{"type": "object", "oneOf": kinds}], "tools[0].function.parameters"),
+        ([long] * 4, "tools"),
+    ):
+        tools = [function(f"f{index}", parameters=one) for index, one in enumerate(parameters)]
+        assert answer_shape(offered(tools=tools), Markup(calls="hermes")).grammar is None
+        with pytest.raises(ApiError) as refused:
+            answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+        assert (refused.value.status, refused.value.param) == (400, path)
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+    ({"tools": [function("a b")]}, "tools[0].function.name"),
+    ({"tools": [function("")]}, "tools[0].function.name"),
+    ({"tools": [function("f"), function("f")]}, "tools[1].function.name"),
+    ({"tools": [function(f"f{number}") for number in range(1025)]}, "tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "g"}}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+     "tool_choice.allowed_tools.tools"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}},
+     "tool_choice.allowed_tools.tools[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_cannot_be_offered_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        offered(**fields)
+    assert refused.value.param == param
+    assert param.partition(".")[0].partition("[")[0] in refused.value.message
+
+
+def test_tools_are_shown_to_the_template_as_they_came() -> None:
+    tools = [function("weather", parameters=CITY, description="d"), function("time")]
+    found = offered(tools=tools)
+    assert found.shown == tools
+    assert all(decode(encode(tool), FunctionTool) for tool in found.shown)

@@ -1,0 +1,228 @@
+"""An answer's markup is read the same however its text is cut, and nothing that is no call is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tok_server.markup import Markup
+from tok_server.message_reader import MessageReader, message
+from tok_server.reasoning import ReasoningReader
+from tok_server.tools.call_object import CallObject
+from tok_server.tools.formats import CallFormat, call_parser
+from tok_server.tools.json_scan import JsonScanner
+from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought, joined
+
+TOOLS = frozenset({"f", "get_weather"})
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
+# What calls are made of, whole and broken, so that all ways of going wrong are met.
+SCRAPS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "<tool", "_call>", "<|python_tag|>", "<|python", "<think>", "</think>", "</thi",
+        '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {"é": [1, {}]}}', '{"name": "f"}',
+        '{"arguments": {"a": "}"}, "name": "get_weather"}', '{"name": "unknown", "arguments": {}}', '{"name": "f", ',
+        '"arguments": {', '"arguments": "{}"}', "{", "}", "[", '"', "\n", " ", ";", "hello", "{}", '{"x": 1}', "\\u00e9"
+    ]
+)  # fmt: skip
+ANSWERS = st.lists(SCRAPS | st.text(max_size=3), max_size=12).map("".join)
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in pairwise(ends)]
+
+
+def read(parts: Sequence[str], markup: Markup) -> list[Piece]:
+    reader = MessageReader(markup)
+    pieces = [piece for part in parts for piece in reader.feed(part)]
+    return joined(pieces + reader.finish())
+
+
+def calls(text: str, kind: CallFormat) -> list[Piece]:
+    parser = call_parser(kind, TOOLS)
+    return joined(parser.feed(text) + parser.finish())
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3", None])
+@pytest.mark.parametrize("thinking", [True, False])
+@given(text=ANSWERS, places=st.lists(st.integers(0, 1000), max_size=20))
+def test_any_cutting_of_an_answer_gives_the_same_pieces(
+    kind: CallFormat | None, thinking: bool, text: str, places: list[int]
+) -> None:
+    for reasoning in (True, False):
+        markup = Markup(calls=kind, tools=TOOLS, reasoning=reasoning, thinking=thinking)
+        whole = read([text], markup)
+        assert read(cut(text, places), markup) == whole
+        assert read(list(text), markup) == whole
+        message(whole)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+@given(text=ANSWERS)
+def test_an_answer_without_a_call_is_its_content(kind: CallFormat, text: str) -> None:
+    found = calls(text, kind)
+    if not any(isinstance(piece, CallBegin) for piece in found):
+        assert "".join(piece.text for piece in found if isinstance(piece, Text)) == text
+
+
+@given(before=st.sampled_from(["", "Let me see.", "a < b <tool"]), arguments=st.lists(OBJECTS, min_size=1, max_size=3))
+def test_calls_of_hermes_come_out_as_they_were_meant(before: str, arguments: list[dict[str, object]]) -> None:
+    written = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': one})}\n</tool_call>" for one in arguments
+    )
+    check(calls(before + "\n" + written, "hermes"), before, arguments)
+
+
+@given(before=st.sampled_from(["", "Let me see.\n"]), arguments=st.lists(OBJECTS, min_size=1, max_size=3))
+def test_calls_of_llama_come_out_as_they_were_meant(before: str, arguments: list[dict[str, object]]) -> None:
+    written = "; ".join(json.dumps({"name": "f", "parameters": one}) for one in arguments)
+    for tag in ("", "<|python_tag|>"):
+        check(calls(before + tag + written, "llama3"), before.strip(), arguments)
+
+
+def check(pieces: list[Piece], content: str, arguments: list[dict[str, object]]) -> None:
+    found = message(pieces)
+    assert (found.content or "") == content
+    assert isinstance(found.tool_calls, list)
+    assert [json.loads(call.function.arguments) for call in found.tool_calls] == arguments  # type: ignore[union-attr]
+    assert len({call.id for call in found.tool_calls}) == len(arguments)
+
+
+def test_the_name_is_told_before_the_arguments_and_they_as_they_come() -> None:
+    parser = call_parser("hermes", TOOLS)
+    assert parser.feed('<tool_call>{"name": "f"') == []
+    assert parser.feed(', "arguments": {') == [CallBegin("f"), Arguments("{")]
+    assert parser.feed('"city": "Par') == [Arguments('"city": "Par')]
+    assert parser.feed('is"}') == [Arguments('is"}')]
+    assert parser.feed("}</tool_call>\n") == []
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "hermes"),
+        ("<tool_call>not json</tool_call>", "hermes"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "hermes"),
+        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', "hermes"),
+        ('<tool_call>"f"</tool_call>', "hermes"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "hermes"),
+        ('<tool_call>{"name": "f"', "hermes"),
+        ('<tool_call>{"name": "f", "arguments": "\\ud800"}', "hermes"),
+        ('{"name": "Alice", "parameters": {}}', "llama3"),
+        ('{"name": "f", "age": 3}', "llama3"),
+        ('The object {"name": "f", "parameters": {}} is no call.', "llama3"),
+        ('<|python_tag|>print("f")', "llama3"),
+    ],
+)
+def test_what_is_no_call_is_content(text: str, kind: CallFormat) -> None:
+    assert calls(text, kind) == [Text(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>', [CallBegin("f"), Arguments("{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [CallBegin("f"), Arguments("{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [CallBegin("f"), Arguments('{"a": 1}')]),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}', [CallBegin("f"), Arguments('{"a": 1}')]),
+        ('<tool_call>{"id": 7, "name": "f", "parameters": {}}', [CallBegin("f"), Arguments("{}")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', [CallBegin("f"), Arguments('{"a": "x\\ny"}')]),
+        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', [CallBegin("f"), Arguments("{}"), Text("}")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": tru', [CallBegin("f"), Arguments('{"a": tru')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}} and <tool_call>{"name": "f"}',
+            [CallBegin("f"), Arguments("{}"), Text(" and"), CallBegin("f"), Arguments("{}")],
+        ),
+        ("a <tool_call><tool_call>{}", [Text("a <tool_call><tool_call>{}")]),
+    ],
+)
+def test_calls_that_models_write_carelessly_are_read_all_the_same(text: str, pieces: list[Piece]) -> None:
+    assert calls(text, "hermes") == pieces
+
+
+def test_calls_after_the_first_are_dropped_where_only_one_is_wanted() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    markup = Markup(calls="hermes", tools=TOOLS, parallel=False)
+    assert read([call + "\n" + call], markup) == [CallBegin("f"), Arguments("{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "pieces"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, [Thought("hm"), Text("yes")]),
+        ("hm\n</think>\n\nyes", True, [Thought("hm"), Text("yes")]),
+        ("<think>\nhm\n</think>yes", True, [Thought("hm"), Text("yes")]),
+        ("\n<think>\n\n</think>\n\nyes", False, [Text("yes")]),
+        ("no <think>hm</think>", False, [Text("no <think>hm</think>")]),
+        ("<think>cut off </thi", False, [Thought("cut off </thi")]),
+        ("cut off", True, [Thought("cut off")]),
+        ("<thi", False, [Text("<thi")]),
+        ("<think>a</think>b</think>c", False, [Thought("a"), Text("b</think>c")]),
+    ],
+)
+def test_reasoning_is_told_apart_from_the_answer(text: str, thinking: bool, pieces: list[Piece]) -> None:
+    assert read([text], Markup(reasoning=True, thinking=thinking)) == pieces
+
+
+def test_a_call_may_follow_reasoning_and_none_is_read_within_it() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    markup = Markup(calls="hermes", tools=TOOLS, reasoning=True)
+    assert read([f"<think>{call}</think>{call}"], markup) == [Thought(call), CallBegin("f"), Arguments("{}")]
+
+
+@given(st.lists(OBJECTS | st.lists(JSON, max_size=3), min_size=1, max_size=1), st.sampled_from([None, 1]))
+def test_the_scanner_accepts_json_and_knows_its_end(values: list[object], indent: int | None) -> None:
+    text = json.dumps(values[0], indent=indent)
+    scan = JsonScanner()
+    for number, character in enumerate(text, 1):
+        assert scan.feed(character)
+        assert scan.done == (number == len(text))
+    assert not scan.feed(" ")
+
+
+@given(
+    OBJECTS.map(json.dumps), st.integers(0, 200), st.text('{}[]",:\\0123eE.-+ tfn\nu', max_size=2), st.integers(0, 2)
+)
+@example("{}", 1, '"a":1,', 0)
+@example('{"a": 1}', 6, "0", 0)
+def test_the_scanner_accepts_nothing_else(text: str, place: int, put: str, gone: int) -> None:
+    place %= len(text) + 1
+    text = text[:place] + put + text[place + gone :]
+    scan = JsonScanner()
+    accepted = text[:1] in ("{", "[") and all(scan.feed(character) and (not scan.done or at == len(text) - 1)
+                                              for at, character in enumerate(text)) and scan.done  # fmt: skip
+    try:
+        json.loads(text, strict=False)
+        valid = text[:1] in ("{", "[") and text == text.rstrip()
+    except json.JSONDecodeError:
+        valid = False
+    assert accepted == valid
+
+
+@given(st.text(max_size=30))
+def test_a_call_object_refuses_text_without_an_exception(text: str) -> None:
+    call = CallObject(TOOLS)
+    for character in text:
+        if call.ended or not call.feed(character):
+            break
+    call.taken()
+
+
+def test_little_is_held_back_however_long_the_reasoning_is() -> None:
+    reader = ReasoningReader(thinking=True)
+    told = 0
+    for _ in range(5_000):
+        told += sum(len(piece.text) for piece in reader.feed("hm </thin") if isinstance(piece, Thought))
+    assert told > 5_000 * len("hm </thin") - 16
+    assert reader.feed("k>\n\nyes") == [Text("yes")]

@@ -1,0 +1,319 @@
+"""Tools and reasoning over HTTP: a model that writes calls and thoughts, answered whole and streamed alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from support.scripted_model import make_scripted_model
+from support.serving import NAME, Server, serving
+
+# Pieces are the tokens that the model writes one by one.
+SCRIPTS = {
+    "@call": [
+        *("Let me", " see.\n", "<tool_call>", '\n{"name": "wea', 'ther", "arguments": '),
+        *('{"city": ', '"Par', 'is"}', "}\n</tool_call>"),
+    ],
+    "@two": [
+        *("\n<tool_call>", '{"name": "time"', "}</tool", "_call>\n<tool_call>"),
+        *('{"arguments": {}, "na', 'me": "time"}'),
+    ],
+    "@bad": ['<tool_call>{"name": "nobody"}', " </tool_call> so"],
+    "@think": ["<think>", "\nhm, ", "is it", "\n</think>", "\n\nIt", " is."],
+    "@plan": ["<think>so", "</think>\n<tool_call>", '{"name": "weather", ', '"arguments": {"city": "Rome"}}'],
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "time"}},
+]
+USER: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_scripted_model(tmp_path_factory.mktemp("scripted") / "model", SCRIPTS)) as running:
+        yield running
+
+
+def say(server: Server, script: str, **fields: Any) -> dict[str, Any]:
+    """The one choice of the answer that follows the script; streamed, it is the same."""
+    asked = {"messages": USER, "chat_template_kwargs": {"script": script}, **fields}
+    answer = server.chat(**asked)
+    assert answer.status == 200, answer.body
+    choices: Any = answer.json()["choices"]
+    assert len(choices) == 1
+    choice: dict[str, Any] = choices[0]
+    assert without_ids(streamed(server, asked)) == without_ids(choice)
+    return choice
+
+
+def streamed(server: Server, asked: dict[str, Any]) -> dict[str, Any]:
+    """The choice that the chunks of a stream make."""
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    reason = None
+    chunks: Any = server.chat(**asked, stream=True).chunks()
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        for name in ("content", "reasoning_content"):
+            if gained := part["delta"].get(name):
+                message[name] = (message.get(name) or "") + gained
+        for gained in part["delta"].get("tool_calls", ()):
+            take(message.setdefault("tool_calls", []), gained)
+        reason = part["finish_reason"] or reason
+    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+def take(calls: list[dict[str, Any]], gained: dict[str, Any]) -> None:
+    if gained["index"] == len(calls):
+        assert gained["function"]["arguments"] == ""  # the name comes first
+        calls.append({"type": gained["type"], "id": gained["id"], "function": dict(gained["function"])})
+    else:
+        assert gained.keys() == {"index", "function"}
+        calls[gained["index"]]["function"]["arguments"] += gained["function"]["arguments"]
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    calls = choice["message"].get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    bare = [{**call, "id": ""} for call in calls]
+    return {**choice, "message": {**choice["message"], "tool_calls": bare}}
+
+
+def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = choice["message"].get("tool_calls", [])
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def test_a_call_comes_with_what_was_said_before_it(server: Server) -> None:
+    choice = say(server, "@call", tools=TOOLS)
+    assert choice["message"]["content"] == "Let me see."
+    assert called(choice) == [("weather", {"city": "Paris"})]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_arguments_are_streamed_as_they_come(server: Server) -> None:
+    chunks = server.chat(
+        messages=USER, tools=TOOLS, chat_template_kwargs={"script": "@call"}, stream=True, return_token_ids=True
+    ).chunks()
+    deltas = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]  # type: ignore[index]
+    gained = [delta[0]["function"].get("arguments") for delta in deltas if delta]
+    assert gained == ["", '{"city": ', '"Par', 'is"}']
+    ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]  # type: ignore[index]
+    assert len(ids) == len(SCRIPTS["@call"]) + 1  # also of tokens that told nothing by themselves
+
+
+def test_several_calls_have_ids_of_their_own_unless_only_one_is_wanted(server: Server) -> None:
+    assert called(say(server, "@two", tools=TOOLS)) == [("time", {}), ("time", {})]
+    assert called(say(server, "@two", tools=TOOLS, parallel_tool_calls=False)) == [("time", {})]
+
+
+def test_without_tools_or_with_choice_none_nothing_is_read_as_a_call(server: Server) -> None:
+    text = "".join(SCRIPTS["@call"])
+    silent: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
+    for fields in silent:
+        choice = say(server, "@call", **fields)
+        assert choice["message"]["content"] == text
+        assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_of_what_is_no_tool_is_content(server: Server) -> None:
+    choice = say(server, "@bad", tools=TOOLS)
+    assert choice["message"]["content"] == "".join(SCRIPTS["@bad"])
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_cut_off_says_so(server: Server) -> None:
+    choice = say(server, "@call", tools=TOOLS, max_tokens=7)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Par'
+    assert choice["finish_reason"] == "length"
+
+
+CHOOSY: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    TOOLS[1],
+]
+ONE_CALL: Any = {"parallel_tool_calls": False, "reasoning_effort": "none", "temperature": 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_would_not_call_does_so_where_it_has_to(server: Server, seed: int) -> None:
+    # "@bad" begins a call of nobody, which the grammar turns into one of somebody.
+    choice = say(server, "@bad", tools=CHOOSY, tool_choice="required", seed=seed, **ONE_CALL)
+    ((name, arguments),) = called(choice)
+    assert name in ("weather", "time")
+    check_choosy(arguments) if name == "weather" else None
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    named = {"type": "function", "function": {"name": "weather"}}
+    ((name, arguments),) = called(say(server, "@two", tools=CHOOSY, tool_choice=named, seed=seed, **ONE_CALL))
+    assert name == "weather"
+    check_choosy(arguments)
+
+
+def check_choosy(arguments: Any) -> None:
+    assert arguments.keys() == {"city", "days"}
+    assert arguments["city"] in ("Paris", "Rome")
+    assert arguments["days"] <= 9
+
+
+def test_what_strict_tools_say_holds_where_the_model_calls_by_itself(server: Server) -> None:
+    # The script calls with a city alone; the schema wants days, too.
+    ((name, arguments),) = called(say(server, "@call", tools=CHOOSY, seed=1, **ONE_CALL))
+    assert name == "weather"
+    check_choosy(arguments)
+    assert arguments["city"] == "Paris"
+
+
+def test_an_answer_in_a_format_may_be_thought_about_first(server: Server) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["It is."]}}}
+    choice = say(server, "@think", response_format=schema)
+    assert choice["message"]["reasoning_content"] == "hm, is it"
+    assert choice["message"]["content"] == '"It is."'
+
+
+def test_reasoning_is_told_apart_and_counted(server: Server) -> None:
+    choice = say(server, "@think")
+    assert choice["message"]["reasoning_content"] == "hm, is it"
+    assert choice["message"]["content"] == "It is."
+    for stream in (False, True):
+        fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = server.chat(messages=USER, n=3, chat_template_kwargs={"script": "@think"}, **fields)
+        used: Any = (answer.chunks()[-1] if stream else answer.json())["usage"]
+        assert used["completion_tokens_details"] == {"reasoning_tokens": 3 * 4}
+        assert used["completion_tokens"] == 3 * 7
+
+
+def test_a_call_may_follow_reasoning(server: Server) -> None:
+    choice = say(server, "@plan", tools=TOOLS)
+    assert choice["message"]["reasoning_content"] == "so"
+    assert choice["message"]["content"] is None
+    assert called(choice) == [("weather", {"city": "Rome"})]
+
+
+def test_reasoning_that_is_cut_off_is_no_content(server: Server) -> None:
+    choice = say(server, "@think", max_tokens=3)
+    assert choice["message"]["reasoning_content"] == "hm, is it"
+    assert choice["message"]["content"] is None
+
+
+def text_of(server: Server, **fields: object) -> str:
+    """The prompt that a chat makes."""
+    answer = server.call("POST", "/tokenize", {"messages": USER, **fields})
+    assert answer.status == 200, answer.body
+    again = server.call("POST", "/detokenize", {"tokens": answer.json()["tokens"]})
+    return str(again.json()["prompt"])
+
+
+def test_tools_and_their_results_reach_the_template(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    text = text_of(server, messages=messages, tools=TOOLS)
+    assert json.dumps(TOOLS[0]) in text
+    assert '<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>' in text
+    assert text.endswith("[tool]sunny<|eot_id|>[assistant]")
+    call["function"]["arguments"] = "no json"  # type: ignore[index]
+    assert '"arguments": "no json"' in text_of(server, messages=messages)
+
+
+def test_the_switch_for_thinking_reaches_the_template(server: Server) -> None:
+    assert "<think>" not in text_of(server)
+    assert text_of(server, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    body = {"messages": USER, "reasoning_effort": "none", "max_tokens": 1, "prompt_logprobs": 0}
+    shown: Any = server.chat(**body).json()["prompt_logprobs"]
+    assert "".join(next(iter(one.values()))["decoded_token"] for one in shown[-12:] if one).endswith("</think>\n\n")
+
+
+def test_an_answer_may_go_on_from_the_last_message(server: Server) -> None:
+    messages = [*USER, {"role": "assistant", "content": "It has @think"}]
+    text = text_of(server, messages=messages, continue_final_message=True)
+    assert text.endswith("[assistant]It has @think")
+    assert text_of(server, messages=messages, add_generation_prompt=False).endswith("It has @think<|eot_id|>")
+    answer = server.chat(messages=messages, continue_final_message=True).json()
+    assert answer["choices"][0]["message"]["content"] == "It is."  # type: ignore[index]
+
+
+def test_what_a_user_has_said_does_not_make_the_rest_of_an_answer_a_thought(server: Server) -> None:
+    asked: Any = [{"role": "user", "content": "What is <think>?"}]
+    for begun, thinking in (("A tag", False), ("<think>hm", True), ("<think>hm</think> A tag", False)):
+        messages = [*asked, {"role": "assistant", "content": f"{begun} @bad"}]
+        answer: Any = server.chat(messages=messages, continue_final_message=True).json()
+        message = answer["choices"][0]["message"]
+        assert bool(message.get("reasoning_content")) is thinking
+        assert bool(message["content"]) is not thinking
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs.no_such"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"continue_final_message": True}, "messages[0].role"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_cannot_be_done_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = server.chat(messages=USER, **fields)
+    assert answer.status == 400, answer.body
+    assert answer.error()["param"] == param
+    assert param.partition(".")[0].partition("[")[0] in str(answer.error()["message"])
+
+
+def test_the_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tok_server.chat import parse
+    from tok_server.errors import ApiError
+    from tok_server.tools.formats import Formats
+
+    body = json.dumps({"messages": USER, "tools": TOOLS}).encode()
+    assert parse(body, server.engine, NAME).markup.calls == "hermes"
+    assert parse(body, server.engine, NAME, Formats("llama3")).markup.calls == "llama3"
+    assert not parse(body, server.engine, NAME, Formats(reasoning="none")).markup.reasoning
+    with pytest.raises(ApiError, match="--tool-call-parser"):
+        parse(body, server.engine, NAME, Formats("none"))
+
+
+def test_openais_client_gets_calls_whole_and_streamed(server: Server) -> None:
+    more = {"chat_template_kwargs": {"script": "@call"}}
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS, extra_body=more)
+        with client.chat.completions.stream(model=NAME, messages=USER, tools=TOOLS, extra_body=more) as stream:
+            final = stream.get_final_completion()
+    for found in (whole, final):
+        calls: Any = found.choices[0].message.tool_calls
+        (call,) = calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+        assert found.choices[0].finish_reason == "tool_calls"
+        assert found.choices[0].message.content == "Let me see."

@@ -1,0 +1,444 @@
+"""Batches over engines that restart and end, clocks that move on, and directories as a death leaves them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.batching import NAME, Line, assert_each_once, completion_line, custom_ids, jsonl, read_jsonl
+from tok_client.types import Batch, FileObject
+from tok_core import AsyncEngine, EngineClosed, EngineConfig
+from tok_core.sampling import SamplingParams
+from tok_server.batch import states
+from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.budget import Budget
+from tok_server.batch.gate import Gate
+from tok_server.batch.life import Life
+from tok_server.batch.run import AHEAD, Means, Run, Source, _Ready
+from tok_server.batch.service import BatchService, Limits
+from tok_server.batch.store import ENDED, Job, Missing
+from tok_server.batch.upload import _to_its_end
+from tok_server.batch.validation import Validated
+from tok_server.endpoints import BEHIND, Served, behind
+from tok_server.errors import ApiError
+from tok_server.ids import new_id
+from tok_server.tools.formats import Formats
+
+RUNNING = 16
+LINES = [completion_line(number, max_tokens=6, ignore_eos=True) for number in range(80)]
+SLOW = [completion_line(number, max_tokens=400, ignore_eos=True) for number in range(150)]
+
+
+def made_engine(model: Path, **options: int) -> AsyncEngine:
+    sizes = {"kv_cache_tokens": 16_384, "max_running": RUNNING, **options}
+    config = EngineConfig(model=str(model), device="cpu", **sizes)  # type: ignore[arg-type]
+    return AsyncEngine(config, in_process=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
+    found = made_engine(tiny_model)
+    asyncio.run(found.start())
+    yield found
+    asyncio.run(found.close())
+
+
+class Clock:
+    """Seconds since 1970, as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.5
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def opened(
+    directory: Path,
+    engine: AsyncEngine,
+    now: Callable[[], float] = time.time,
+    paused: Callable[[], bool] = lambda: False,
+    line: int = 1 << 12,
+) -> AsyncIterator[BatchService]:
+    served = Served(engine, NAME, Formats())
+    service = BatchService(directory, served, Limits(file=1 << 20, line=line), now=now, paused=paused)
+    await service.open()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+async def begin(service: BatchService, lines: Sequence[Line], hours: int = 24) -> Batch:
+    return await begin_with(service, jsonl(lines), hours)
+
+
+async def begin_with(service: BatchService, data: bytes, hours: int = 24) -> Batch:
+    now = int(service.now())
+    file = FileObject(id=new_id("file"), bytes=1, created_at=now, filename="f", purpose="batch")
+    with service.place.blobs.writing(file.id) as stream:
+        stream.write(data)
+    await service.ask(lambda store: store.add_file(file))
+    batch = Batch(
+        id=new_id("batch").replace("-", "_"),
+        endpoint="/v1/completions",
+        input_file_id=file.id,
+        completion_window=f"{hours}h",
+        status="validating",
+        created_at=now,
+        expires_at=now + hours * 3600,
+    )
+    return await service.create(Job(batch=batch))
+
+
+async def until(service: BatchService, id: str, true: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + 60
+    while not true(found := await service.batch(id)):
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def ended(service: BatchService, id: str) -> Batch:
+    return await until(service, id, lambda batch: batch.status in ENDED)
+
+
+def outputs(service: BatchService, batch: Batch) -> tuple[bytes, bytes]:
+    ids = (batch.output_file_id, batch.error_file_id)
+    output, errors = (service.place.blobs.path(id).read_bytes() if isinstance(id, str) else b"" for id in ids)
+    return output, errors
+
+
+def completed(batch: Batch) -> int:
+    counts = batch.request_counts
+    return counts.completed if counts else 0
+
+
+async def test_a_batch_whose_time_is_over_keeps_what_is_answered(engine: AsyncEngine, tmp_path: Path) -> None:
+    clock = Clock()
+    async with opened(tmp_path, engine, clock) as service:
+        batch = await begin(service, LINES[:5] + SLOW[5:], hours=2)
+        await until(service, batch.id, lambda one: completed(one) >= 5)
+        clock.now += 7200
+        found = await ended(service, batch.id)
+        output, errors = outputs(service, found)
+        assert found.status == "expired"
+        assert found.expired_at == found.expires_at == int(clock.now)
+        assert_each_once(LINES[:5] + SLOW[5:], output, errors)
+        assert all(line["error"]["code"] == "batch_expired" for line in read_jsonl(errors))  # type: ignore[index]
+        assert len(read_jsonl(output)) == completed(found) >= 5
+
+
+async def test_files_whose_time_is_over_are_deleted_unless_they_are_read(engine: AsyncEngine, tmp_path: Path) -> None:
+    clock = Clock()
+    async with opened(tmp_path, engine, clock, paused=lambda: True) as service:
+        batch = await begin(service, LINES)
+        for id, expires in (("file-" + 24 * "a", 10), ("file-" + 24 * "b", 1000)):
+            file = FileObject(
+                id=id, bytes=0, created_at=0, filename="f", purpose="batch", expires_at=int(clock.now) + expires
+            )
+            service.place.blobs.path(id).write_bytes(b"")
+            await service.ask(lambda store, file=file: store.add_file(file))  # type: ignore[misc]
+        clock.now += 20
+        deadline = time.monotonic() + 60
+        while len(await service.ask(lambda store: store.file_ids())) > 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        while {path.name for path in (tmp_path / "files").iterdir()} != {batch.input_file_id, "file-" + 24 * "b"}:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+
+async def test_lines_that_were_open_when_a_replica_restarted_are_computed_anew(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    lines = LINES[:20] + [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(20, 60)]
+    engine = made_engine(tiny_model)
+    await engine.start()
+    async with opened(tmp_path, engine) as service:
+        batch = await begin(service, lines)
+        await until(service, batch.id, lambda one: completed(one) >= 10)
+        await engine.restart_replica(0, drain=0)
+        found = await ended(service, batch.id)
+        assert completed(found) == len(lines)
+        assert_each_once(lines, *outputs(service, found))
+    await engine.close()
+
+
+async def test_a_batch_goes_on_where_an_engine_that_ended_has_left_it(
+    engine: AsyncEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    mortal = made_engine(tiny_model)
+    await mortal.start()
+    async with opened(tmp_path, mortal) as service:
+        batch = await begin(service, LINES + SLOW[80:])
+        before = completed(await until(service, batch.id, lambda one: completed(one) >= 20))
+        await mortal.close()
+        assert (await service.batch(batch.id)).status == "in_progress"
+    async with opened(tmp_path, engine) as service:
+        kept = completed(await until(service, batch.id, lambda one: completed(one) > 0))
+        assert kept >= before
+        await service.cancel(batch.id)
+        found = await ended(service, batch.id)
+        assert completed(found) >= kept
+        assert_each_once(LINES + SLOW[80:], *outputs(service, found))
+
+
+async def test_no_more_is_under_way_than_the_engine_can_soon_run(engine: AsyncEngine, tmp_path: Path) -> None:
+    most = 0
+    async with opened(tmp_path, engine) as service:
+        lines = [completion_line(number, n=1 + number % 40, max_tokens=2) for number in range(41)]
+        batches = [await begin(service, lines), await begin(service, lines)]
+        for batch in batches:
+            while (await service.batch(batch.id)).status not in ENDED:
+                most = max(most, service.under_way)
+                assert service.under_way <= AHEAD * RUNNING
+                await asyncio.sleep(0.002)
+            assert completed(await service.batch(batch.id)) == 41
+        assert service.under_way == 0
+    assert most > RUNNING, "the engine was not kept busy"
+
+
+async def test_whoever_waits_is_served_before_a_batch(engine: AsyncEngine, tmp_path: Path) -> None:
+    async with opened(tmp_path, engine) as service:
+        batch = await begin(service, SLOW)
+        await until(service, batch.id, lambda one: service.under_way == AHEAD * RUNNING)
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=2)).output()
+        assert completed(await service.batch(batch.id)) < len(SLOW) // 2
+        await service.cancel(batch.id)
+        assert (await ended(service, batch.id)).status == "cancelled"
+
+
+@pytest.mark.parametrize(("own", "wanted"), [(0, BEHIND), (5, BEHIND + 5), (-(1 << 62), BEHIND - (1 << 32))])
+def test_a_line_of_any_priority_is_behind_whoever_waits(own: int, wanted: int) -> None:
+    assert behind(SamplingParams(priority=own)).priority == wanted > 1 << 32
+
+
+async def test_while_paused_nothing_is_begun(engine: AsyncEngine, tmp_path: Path) -> None:
+    paused = True
+    async with opened(tmp_path, engine, paused=lambda: paused) as service:
+        batch = await begin(service, LINES)
+        await until(service, batch.id, lambda one: one.status == "in_progress")
+        assert (completed(await service.batch(batch.id)), service.under_way) == (0, 0)
+        paused = False
+        assert completed(await ended(service, batch.id)) == len(LINES)
+
+
+async def test_a_batch_whose_input_is_gone_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+    async with opened(tmp_path, engine, paused=lambda: True) as service:
+        batch = await begin(service, LINES)
+    (tmp_path / "files" / batch.input_file_id).unlink()
+    async with opened(tmp_path, engine) as service:
+        found = await ended(service, batch.id)
+        assert found.status == "failed"
+        assert found.errors
+        assert [error.code for error in found.errors.data] == ["file_unreadable"]
+
+
+async def test_a_line_that_is_too_long_is_told_and_no_other(engine: AsyncEngine, tmp_path: Path) -> None:
+    long = jsonl([completion_line(1, prompt="x" * 5000)])
+    async with opened(tmp_path, engine) as service:
+        found = await ended(service, (await begin_with(service, jsonl(LINES[:1]) + long + b"x" * (3 << 20))).id)
+        assert found.status == "failed"
+        assert found.errors
+        assert [(error.line, error.code) for error in found.errors.data] == [(2, "line_too_long"), (3, "line_too_long")]
+
+
+async def test_a_batch_nobody_made_is_missing(engine: AsyncEngine, tmp_path: Path) -> None:
+    async with opened(tmp_path, engine) as service:
+        for ask in (service.batch, service.cancel):
+            with pytest.raises(Missing):
+                await ask("batch_0")
+
+
+async def test_whatever_was_written_when_it_died_a_batch_ends_whole(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is copied before and after each transaction of a batch; every copy is a death at that moment."""
+    change, copies = Life._change, list[Path]()
+
+    async def copying(life: Life, *arguments: object) -> None:
+        copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
+        await change(life, *arguments)  # type: ignore[arg-type]
+        copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
+
+    lines = [completion_line(number, **({"n": 0} if number % 3 else {})) for number in range(20)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Life, "_change", copying)
+        async with opened(tmp_path / "data", engine) as service:
+            batch = await begin(service, lines)
+            await ended(service, batch.id)
+    assert len(copies) == 6
+    for copy in copies:
+        async with opened(copy, engine) as service:
+            found = await ended(service, batch.id)
+            assert (found.status, completed(found)) == ("completed", 7)
+            output, errors = outputs(service, found)
+            assert_each_once(lines, output, errors)
+            assert custom_ids(read_jsonl(output)) == custom_ids(lines[::3])
+            names = {batch.input_file_id, found.output_file_id, found.error_file_id}
+            assert {path.name for path in (copy / "files").iterdir()} == names
+        assert not list((copy / "batches").iterdir())
+
+
+async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    engine = made_engine(tiny_model, max_restarts=0)
+    await engine.start()
+    async with opened(tmp_path, engine) as service:
+        batch = await begin(service, LINES + SLOW[80:])
+        await until(service, batch.id, lambda one: completed(one) >= 10)
+        life = engine._core._fleet.lives[0]
+        replica = life.replica
+        assert replica is not None
+        await asyncio.to_thread(replica.close)
+        engine._core._fleet._die(life, replica, "it was ended")
+        assert engine.health().state == "failed"
+        with pytest.raises(EngineClosed):  # nobody starts the engine of `tok batch` again
+            await Gate(engine, until_closed=False).passed()
+        before = completed(await service.batch(batch.id))
+        await engine.restart_replica(0, drain=0)
+        await until(service, batch.id, lambda one: completed(one) > before + AHEAD * RUNNING)
+        await service.cancel(batch.id)
+        assert_each_once(LINES + SLOW[80:], *outputs(service, await ended(service, batch.id)))
+    await engine.close()
+
+
+class Full(Answers):
+    """Refuses whatever is added, once the budget has been taken."""
+
+    budget: Budget
+    lines: int
+    full = False
+
+    def add(self, answers: Iterable[Answer]) -> list[Answer]:
+        deadline = time.monotonic() + 60
+        while not self.full:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+            self.full = self.budget.used >= self.lines
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_bytes(jsonl(completion_line(number, n=0) for number in range(700)))
+    budget, gate = Budget(1000), Gate(engine, until_closed=True)
+    with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
+        answers = store.submit(Full, tmp_path / "answers", "batch").result()
+        answers.budget, answers.lines = budget, 700
+        means = Means(Served(engine, NAME, Formats()), budget, gate, store, reader, reader)
+        with pytest.raises(sqlite3.OperationalError):
+            await Run(Source(tmp_path / "in", 700), answers, means).run()
+        store.submit(answers.close).result()
+    assert budget.used == 0
+
+
+class Cancelling:
+    """Asks for something that is cancelled while it is waited for."""
+
+    samples = 1
+
+    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+        (gone := asyncio.get_running_loop().create_future()).cancel()
+        await gone
+        return bytes
+
+
+async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: AsyncEngine, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
+        gate = Gate(engine, until_closed=True)
+        means = Means(Served(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
+        run = Run(Source(tmp_path / "in", 1), answers, means)
+        found = await run._compute(_Ready(0, "one", Cancelling()), Cancelling())
+        pool.submit(answers.close).result()
+    assert isinstance(found, ApiError)
+    assert found.status == 503
+
+
+async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def failing(life: Life) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise sqlite3.OperationalError("database or disk is full") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Life, "live", failing)
+        async with opened(tmp_path, engine) as service:
+            await begin(service, LINES)
+            await begun.wait()
+            closing = asyncio.create_task(service.close())
+            done, _ = await asyncio.wait([closing], timeout=5)  # RETRY_SECONDS would pass else, again and again
+            assert done
+            service._clockwork = None
+
+
+async def test_a_batch_begun_from_what_it_was_earlier_is_what_it_has_become(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    async with opened(tmp_path, engine, paused=lambda: True) as service:
+        other = await begin(service, LINES)
+        id = new_id("batch").replace("-", "_")
+        job = states.validated(Job(batch=msgspec.structs.replace(other, id=id)), Validated(len(LINES), "", []), 1)
+        await service.ask(lambda store: store.add_job(job))
+        await service.ask(lambda store: store.change(id, service._cancelled))
+        service._begin(job)
+        assert (await ended(service, id)).status == "cancelled"
+
+
+async def test_a_smaller_limit_later_does_not_hold_for_lines_that_were_accepted(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    lines = [completion_line(0, user="x" * 2000), completion_line(1)]
+    async with opened(tmp_path, engine, paused=lambda: True) as service:
+        batch = await begin(service, lines)
+        await until(service, batch.id, lambda one: one.status == "in_progress")
+    async with opened(tmp_path, engine, line=1000) as service:
+        found = await ended(service, batch.id)
+        assert (found.status, completed(found)) == ("completed", 2)
+
+
+async def test_a_batch_whose_input_is_gone_when_it_is_cancelled_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+    async with opened(tmp_path, engine, paused=lambda: True) as service:
+        batch = await begin(service, LINES)
+        await until(service, batch.id, lambda one: one.status == "in_progress")
+        (tmp_path / "files" / batch.input_file_id).unlink()
+        await service.cancel(batch.id)
+        assert (await ended(service, batch.id)).status == "failed"
+
+
+async def test_what_a_thread_does_is_waited_for_though_it_is_no_longer_wanted() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), list[int]()
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        done.append(1)
+
+    task = asyncio.create_task(_to_its_end(work))
+    await asyncio.to_thread(begun.wait, 60)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [1]

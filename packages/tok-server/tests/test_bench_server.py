@@ -1,0 +1,77 @@
+"""`tok bench server`: the real server and manager over a worker that computes nothing, asked by another process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tok_server.bench.flags import SERVER_SCENARIOS
+from tok_server.bench.server import SCENARIOS, ServerResult, table
+from tok_server.bench.server_client import drive
+from tok_server.cli import main
+
+KEYS = [
+    *("engine", "scenario", "requests_per_s", "tokens_per_s", "loop_p50", "loop_p99"),
+    *("server_cpu", "engine_cpu", "client_cpu", "failures"),
+]
+
+
+def test_each_scenario_is_answered_and_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "server", "--seconds", "2", "--clients", "2", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["scenario"] for one in found] == list(SCENARIOS) == list(SERVER_SCENARIOS)
+    for one in found:
+        assert list(one) == KEYS
+        scenario = SCENARIOS[one["scenario"]]
+        assert one["requests_per_s"] > 0
+        each = scenario.n * scenario.tokens
+        assert one["tokens_per_s"] == pytest.approx(one["requests_per_s"] * each, abs=0.1 * each)
+        assert 0 <= one["loop_p50"] <= one["loop_p99"]
+        for process in ("server", "engine", "client"):
+            assert one[f"{process}_cpu"] > 0
+
+
+def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> None:
+    answers = [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n8\r\ndata: 0\n\r\n10\r\n" + b"x" * 16 + b"\r\n0\r\n\r\n",
+        b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n",
+    ]
+    given: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for data in answers:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"Content-Length: 2\r\n" in head
+            assert await reader.readexactly(2) == b"{}"
+            given.append(len(given))
+            for byte in data:  # as cut up as can be
+                writer.write(bytes([byte]))
+                await writer.drain()
+        writer.close()
+
+    async def ask() -> tuple[int, int]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            tally = await drive(server.sockets[0].getsockname()[1], 2, 0.0, 1.0, b"{}")
+        return tally.requests, tally.failures
+
+    # One refusal of each connection, and that it is closed then.
+    assert asyncio.run(ask()) == (2 * len(answers), 2 * 2)
+    assert len(given) == 2 * len(answers)
+
+
+def test_the_table_has_a_line_for_each_scenario() -> None:
+    rates = {"requests_per_s": 3000.5, "tokens_per_s": 24_004.0, "loop_p50": 0.1, "loop_p99": 12.34}
+    cpu = {"server_cpu": 1.0, "engine_cpu": 0.5, "client_cpu": 0.4}
+    result = ServerResult(engine="tok", scenario="whole", failures=3, **rates, **cpu)
+    head, line = table([result]).splitlines()
+    assert head.split()[:2] == ["scenario", "requests/s"]
+    assert line.split() == ["whole", "3,000.5", "24,004", "0.10", "12.34", "1.00", "0.50", "0.40", "3", "failed"]
+
+
+@pytest.mark.parametrize("words", [["--clients", "0"], ["--clients", "65"], ["--seconds", "0"], ["--seconds", "nan"]])
+def test_what_is_not_allowed_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "server", *words]) == 2
+    assert words[0] in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""`tok chat`: its commands, what Ctrl-C stops, and what it says when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.serving import Server, serving, wait_until
+from tok_server.cli import main
+from tok_server.dialogue import Dialogue
+
+
+def test_reset_forgets_what_was_said_and_system_begins_anew() -> None:
+    dialogue = Dialogue("be brief")
+    dialogue.add("user", "hello")
+    assert dialogue.command("/reset") == "a new conversation"
+    assert dialogue.messages == [{"role": "system", "content": "be brief"}]
+    dialogue.add("user", "hello")
+    assert "these instructions" in dialogue.command("/system count in  threes")
+    assert dialogue.messages == [{"role": "system", "content": "count in  threes"}]
+    assert "without" in dialogue.command("/system")
+    assert dialogue.messages == []
+
+
+def test_save_writes_the_messages_once_and_overwrites_nothing(tmp_path: Path) -> None:
+    dialogue = Dialogue()
+    dialogue.add("user", "häh?")
+    dialogue.add("assistant", "yes")
+    file = tmp_path / "talk.json"
+    assert dialogue.command(f"/save {file}") == f"2 messages in {file}"
+    assert json.loads(file.read_text()) == dialogue.messages
+    assert "is there already; name another" in dialogue.command(f"/save {file}")
+    assert "cannot be written: No such file" in dialogue.command("/save /no/such/place/x")
+    assert "/save talk.json" in dialogue.command("/save")
+
+
+def test_an_unknown_command_is_told_those_there_are() -> None:
+    told = Dialogue().command("/rest")
+    assert "no command /rest" in told
+    assert all(name in told for name in ("/reset", "/system", "/save", "/exit"))
+
+
+def test_without_a_server_it_says_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9/v1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tok chat: error: ")
+    assert "`tok serve` starts one" in error
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, api_key="secret") as running:
+        yield running
+
+
+def test_without_the_key_it_says_where_to_give_it(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", guarded.url]) == 1
+    assert "--api-key" in capsys.readouterr().err
+
+
+class Session:
+    """`tok chat` in a terminal of its own. What it shows is read in a thread."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "tok_server.cli", "chat", *arguments]
+        self.popen = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self.shown = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def type(self, text: str) -> None:
+        """What is typed."""
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
+        self._reader.join()
+        os.close(self._ours)
+
+    def _read(self) -> None:
+        try:
+            while piece := os.read(self._ours, 4096):
+                self.shown += piece
+        except OSError:  # the other side has closed
+            pass
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(guarded: Server) -> None:
+    session = Session(["--url", guarded.url, "--api-key", "secret", "--temperature", "1"])
+    try:
+        wait_until(lambda: session.shown.count(b"you>") == 1)
+        for number in range(20):  # an answer may end by itself before it is stopped
+            session.type("one two three\n")
+            deadline = time.monotonic() + 60
+            while not guarded.engine.open_requests and session.shown.count(b"you>") < number + 2:
+                assert time.monotonic() < deadline
+            if session.shown.count(b"you>") < number + 2:
+                session.popen.send_signal(signal.SIGINT)
+            wait_until(lambda number=number: session.shown.count(b"you>") >= number + 2)  # type: ignore[misc]
+            if "…".encode() in session.shown:
+                break
+        assert "…".encode() in session.shown
+        wait_until(lambda: guarded.engine.open_requests == 0)
+        session.type("/system be kind\n")
+        wait_until(lambda: b"with these instructions" in session.shown)
+        session.type("/exit\n")
+        assert session.popen.wait(60) == 0
+    finally:
+        session.close()

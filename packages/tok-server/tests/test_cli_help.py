@@ -1,0 +1,55 @@
+"""Every --help page ends with examples, and they work: each is what its command takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from tok_server.cli import make_parser
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return {name: found for action in actions for name, found in action.choices.items()}
+
+
+def pages(words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, subcommands included: those whose flags are only loaded when called, too."""
+    yield words
+    parser = make_parser(words[:1])
+    for word in words:
+        parser = subparsers(parser)[word]
+    for name in subparsers(parser):
+        yield from pages((*words, name))
+
+
+PAGES = list(pages())
+
+
+def page(words: tuple[str, ...]) -> str:
+    parser = make_parser(words[:1])
+    for word in words:
+        parser = subparsers(parser)[word]
+    return parser.format_help()
+
+
+def test_pages_of_subcommands_are_found_too() -> None:
+    commands = {"serve", "batch", "chat", "models", "kernels", "pass-at-k", "bench"}
+    assert {(name,) for name in commands} | {("bench", name) for name in ("offline", "serve", "kernels")} <= set(PAGES)
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_a_page_ends_with_examples_of_its_command_that_are_understood(words: tuple[str, ...]) -> None:
+    _, found, examples = page(words).partition("\nexamples:\n")
+    assert found
+    lines = re.findall(r"^  (tok .*?)(?:   .*)?$", examples.replace("\\\n", ""), re.MULTILINE)
+    assert lines
+    assert any(shlex.split(line)[1 : 1 + len(words)] == list(words) for line in lines)
+    for line in lines:
+        given = shlex.split(line)[1:]
+        if given != ["COMMAND", "--help"]:
+            make_parser(given[:1]).parse_args(given)  # ends the process where it cannot

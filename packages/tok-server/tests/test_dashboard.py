@@ -1,0 +1,192 @@
+"""The dashboard without a browser: what it remembers, what it sends, whom it answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.serving import Server, serving, wait_until
+from tok_server.dashboard import page
+from tok_server.dashboard.history import COLUMNS, EACH, HOUR, LATENCY, SECONDS, History
+from tok_server.dashboard.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, Took
+from tok_server.dashboard.page import FILES
+from tok_server.dashboard.ring import Ring
+from tok_server.metrics import EngineStats
+
+KEY = {"Authorization": "Bearer secret"}
+NOTHING = [math.nan] * len(LATENCY)
+FOLDER = Path(page.__file__).parent / "page"
+
+
+@given(size=st.integers(1, 5), count=st.integers(0, 12))
+def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> None:
+    ring: Ring[np.float64] = Ring(size, (), np.float64)
+    for number in range(count):
+        ring.push(np.array(float(number)))
+    assert ring.rows().tolist() == list(range(max(0, count - size), count))
+    assert len(ring) == min(size, count)
+
+
+@given(st.lists(st.floats(LOW, HIGH), min_size=1, max_size=200))
+def test_a_percentile_is_off_by_no_more_than_its_bucket(seconds: list[float]) -> None:
+    latencies = Latencies()
+    for one in seconds:
+        latencies.observe(Took(one, None, one))
+    latencies.tick()
+    found = latencies.recent()
+    for number, share in enumerate(SHARES):
+        exact = sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]
+        assert exact / RATIO * 0.999 <= found[number] <= exact * RATIO * 1.001
+    assert all(math.isnan(one) for one in found[3:6])  # no request had a second token
+    assert latencies.ended() == len(seconds)
+
+
+def test_latencies_are_forgotten_after_an_hour_and_no_earlier() -> None:
+    latencies = Latencies()
+    latencies.observe(Took(0.1, 0.01, 1.0))
+    for ticks in range(1, RECENT * SLICES + 1):
+        latencies.tick()
+        assert latencies.ended() == 1
+        assert math.isnan(latencies.recent()[0]) == (ticks > RECENT)
+    for _ in range(RECENT):
+        latencies.tick()
+    assert latencies.ended() == 0
+    assert all(math.isnan(one) for one in latencies.hour())
+
+
+def stats(second: int, **gauges: float) -> dict[str, float]:
+    """Of a replica that takes 100 prompt tokens a second, half of them cached, makes 10, and is busy for 0.25 s."""
+    counted = {"prompt_tokens": 100.0, "cached_tokens": 50.0, "output_tokens": 10.0, "device_seconds": 0.25}
+    found = {name: value * second for name, value in counted.items()}
+    return {**found, "pages_total": 8.0, "pages_used": 2.0, "requests_waiting": 3.0, **gauges}
+
+
+def test_rows_hold_rates_and_gauges_of_all_replicas_and_of_each() -> None:
+    history = History(2)
+    for second in range(EACH):
+        one, other = stats(second), stats(2 * second)
+        whole = {name: one[name] + other[name] for name in one}
+        full = history.add(EngineStats(whole, [one, other]), NOTHING, time=1e9 + second, clock=float(second))
+        assert full == (second == EACH - 1)
+    row = history.seconds.rows()[-1]
+    own = 1 + len(COLUMNS) + len(LATENCY)
+    cells = [
+        dict(zip(COLUMNS, row[start : start + len(COLUMNS)], strict=True)) for start in (1, own, own + len(COLUMNS))
+    ]
+    assert [one["output"] for one in cells] == [30.0, 10.0, 20.0]
+    assert [one["input"] for one in cells] == [300.0, 100.0, 200.0]
+    assert [one["busy"] for one in cells] == [0.375, 0.25, 0.5]
+    assert [one["queued"] for one in cells] == [6.0, 3.0, 3.0]
+    assert all(one["hits"] == 0.5 and one["pages"] == 0.25 for one in cells)
+    assert len(row) == own + 2 * len(COLUMNS)
+    ten = history.tens.rows()[-1]
+    assert ten[0] == row[0]
+    assert ten[1 + COLUMNS.index("output")] == pytest.approx(27.0)  # the first second has no rate yet
+
+
+def test_what_is_remembered_is_bounded_and_knows_no_hits_without_prompts() -> None:
+    history = History(1)
+    for second in range(EACH * HOUR + 50):
+        history.add(EngineStats(stats(0), [stats(0)]), NOTHING, time=float(second), clock=float(second))
+    assert (len(history.seconds), len(history.tens)) == (SECONDS, HOUR)
+    assert math.isnan(history.tens.rows()[-1][1 + COLUMNS.index("hits")])
+
+
+def test_counters_that_begin_anew_make_no_negative_rates() -> None:
+    history = History(1)
+    for second, counted in enumerate((50, 51, 0, 1)):
+        history.add(EngineStats(stats(counted), [stats(counted)]), NOTHING, time=second, clock=float(second))
+    assert history.seconds.rows()[:, 1 + COLUMNS.index("output")].tolist() == [0.0, 10.0, 0.0, 10.0]
+
+
+@contextmanager
+def watching(server: Server, headers: dict[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("GET", "/dashboard/events", headers=headers or {})
+        yield connection.getresponse()
+
+
+def read_event(response: http.client.HTTPResponse) -> tuple[str, dict[str, object]]:
+    name, data, blank = (response.readline().decode() for _ in range(3))
+    assert blank == "\n"
+    return name.removeprefix("event: ").strip(), json.loads(data.removeprefix("data: "))
+
+
+def cells(row: object) -> dict[str, float]:
+    assert isinstance(row, list)
+    return dict(zip(COLUMNS, row[1 : 1 + len(COLUMNS)], strict=True))
+
+
+def test_a_viewer_gets_the_history_and_then_a_sample_a_second(server: Server) -> None:
+    with watching(server) as response:
+        assert response.getheader("Content-Type", "").startswith("text/event-stream")
+        name, opening = read_event(response)
+        assert (name, opening["model"], opening["columns"]) == ("opening", "tiny", list(COLUMNS))
+        assert isinstance(opening["seconds"], list)
+        last = opening["seconds"][-1][0]
+        assert server.complete(prompt="one two", max_tokens=40, ignore_eos=True).status == 200
+        made = 0.0
+        for _ in range(60):
+            name, sample = read_event(response)
+            assert name == "sample"
+            row = sample["row"]
+            assert isinstance(row, list)
+            assert row[0] > last
+            made, last = made + cells(row)["output"] * 0.5, row[0]  # rates, of seconds that may last longer
+            latency = sample["latency"]
+            assert isinstance(latency, list)
+            if made and all(one is not None and one > 0 for one in latency):
+                break
+        assert made > 0
+        assert sample["ended"]
+        assert sample["state"] == "ready"
+        assert "cpu" in str(sample["device"])
+
+
+def test_all_viewers_are_sent_the_same_bytes(server: Server) -> None:
+    with watching(server) as first, watching(server) as second:
+        read_event(first), read_event(second)
+        rows = [{json.dumps(read_event(one)[1]["row"]) for _ in range(3)} for one in (first, second)]
+    assert len(rows[0] & rows[1]) >= 2
+
+
+def test_viewers_do_not_keep_a_server_from_stopping(server: Server) -> None:
+    with watching(server) as response:
+        read_event(response)
+        server.context.draining = True
+        try:
+            while response.readline():
+                pass
+        finally:
+            server.context.draining = False
+    wait_until(lambda: server.context.open_requests == 0)
+
+
+def test_with_a_key_the_page_is_open_and_its_figures_are_not(tiny_model: Path) -> None:
+    with serving(tiny_model, api_key="secret") as guarded:
+        for path in FILES:
+            answer = guarded.call("GET", path)
+            assert answer.status == 200
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+        assert guarded.call("GET", "/dashboard/events").error()["code"] == "invalid_api_key"
+        with watching(guarded, KEY) as response:
+            assert read_event(response)[0] == "opening"
+
+
+def test_the_page_names_no_other_host_and_holds_no_inline_script() -> None:
+    for name, _ in FILES.values():
+        text = (FOLDER / name).read_text()
+        assert set(re.findall(r"https?://[^\"'\s]+", text)) <= {"http://www.w3.org/2000/svg"}
+    html = (FOLDER / "index.html").read_text()
+    assert re.findall(r"<script[^>]*>([^<]*)</script>", html) == [""]
+    assert not re.search(r"<style|style=|\son\w+=", html)

@@ -1,0 +1,201 @@
+"""The dashboard in a browser: headless Chromium on the page of a real server of two replicas that wants a key."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from support.serving import NAME, Server, serving, wait_until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+
+ALONE = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
+KEY = {"Authorization": "Bearer secret"}
+PATIENCE = 60_000  # ms
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, api_key="secret", engine_options={"dp": 2}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ALONE.split(), "--no-first-run"])
+        yield launched
+        launched.close()
+
+
+def opened(browser: Browser, server: Server, *, key: str | None = "secret", **options: Any) -> Page:
+    """The page in a window of its own, its address asked for. Notes requests and complaints."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(PATIENCE)
+    page.asked, page.complaints = [], []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("console", lambda said: page.complaints.append(said.text) if said.type in ("error", "warning") else None)
+    if key is not None:
+        page.add_init_script(f"sessionStorage.setItem('tok-api-key', '{key}')")
+    page.goto(f"http://127.0.0.1:{server.port}/")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, guarded: Server) -> Iterator[Page]:
+    """For tests that leave it as they found it; it may not complain, nor ask another host."""
+    found = opened(browser, guarded, viewport={"width": 1400, "height": 950}, color_scheme="light")
+    becomes(found, "document.getElementById('state').textContent === 'ready'")
+    yield found
+    assert found.complaints == []
+    assert found.asked
+    assert all(url.startswith(f"http://127.0.0.1:{guarded.port}/") for url in found.asked)
+    found.close()
+
+
+def becomes(page: Page, condition: str) -> None:
+    """Waits for it. Playwright's own way would evaluate text in the page, which its policy forbids."""
+    wait_until(lambda: bool(page.evaluate(condition)))
+
+
+def text(page: Page, selector: str) -> str:
+    return str(page.locator(selector).first.inner_text())
+
+
+def test_the_page_says_what_is_served_and_how_it_does(page: Page) -> None:
+    assert text(page, "#model") == NAME
+    assert NAME in page.title()
+    assert "cpu" in text(page, "#facts")
+    assert page.locator("svg.chart").count() == 11
+    assert page.locator("#replicas tr").count() == 2
+
+
+def test_figures_change_under_load(page: Page, guarded: Server) -> None:
+    over = threading.Event()
+
+    def load() -> None:
+        while not over.is_set():
+            body = {"model": NAME, "prompt": "one two three", "n": 8, "max_tokens": 100, "ignore_eos": True}
+            assert guarded.call("POST", "/v1/completions", body, KEY).status == 200
+
+    workers = [threading.Thread(target=load) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    try:
+        for figure in ("output", "input", "requests", "busy"):
+            becomes(page, f"parseFloat(document.getElementById('figure-{figure}').textContent) > 0")
+        for figure in ("ttft_p50", "token_p90", "e2e_p99"):
+            becomes(page, f"/^\\d.* m?s$/.test(document.getElementById('figure-{figure}').textContent)")
+    finally:
+        over.set()
+        for worker in workers:
+            worker.join()
+    assert "M" in str(page.locator("#load path.curve").first.get_attribute("d"))
+
+
+def test_one_replica_can_be_looked_at_alone(page: Page) -> None:
+    page.select_option("#scope", "2")
+    assert page.evaluate("document.getElementById('scope').selectedOptions[0].textContent") == "replica 1"
+    becomes(
+        page,
+        "document.querySelectorAll('#replicas tr')[1].cells[6].textContent"
+        " === document.getElementById('figure-pages').textContent",
+    )
+    page.select_option("#scope", "0")
+
+
+def test_an_hour_can_be_shown_and_arrow_keys_tell_earlier_values(page: Page) -> None:
+    page.click("[data-window=hour]")
+    assert page.get_attribute("[data-window=hour]", "aria-pressed") == "true"
+    assert page.locator("#load text", has_text="1 h ago").count() == 4
+    chart = page.locator("#load svg").first
+    chart.focus()
+    chart.press("ArrowLeft")
+    assert re.match(r"\d\d:\d\d:\d\d", text(page, "#load .tip"))
+    chart.press("Escape")
+    assert page.locator("#load .tip").first.is_hidden()
+    page.click("[data-window=seconds]")
+
+
+def test_a_chat_streams_its_answer_and_goes_on(page: Page) -> None:
+    page.click("summary")
+    page.fill("#most", "12")
+    page.fill("#said", "one two")
+    page.press("#said", "Enter")
+    page.wait_for_selector(".told")
+    assert re.match(r"\d+ tokens", text(page, ".told"))
+    page.fill("#said", "three")
+    page.click("#send")
+    becomes(page, "document.querySelectorAll('.told').length === 2")
+    assert page.locator(".user").all_inner_texts() == ["one two", "three"]
+    page.click("#anew")
+    assert page.locator(".said").count() == 0
+
+
+def test_an_answer_is_shown_while_it_is_written_and_can_be_stopped(page: Page, guarded: Server) -> None:
+    page.fill("#most", "")
+    page.fill("#said", "one")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.press("#said", "Enter")
+    assert asked.value.post_data_json["stream"] is True
+    becomes(page, "document.querySelector('.writing .text')?.textContent || document.querySelector('.told')")
+    if text(page, "#send") == "Stop":  # else the model has ended by itself
+        page.click("#send")
+    becomes(page, "document.getElementById('send').textContent === 'Send'")
+    wait_until(lambda: guarded.engine.open_requests == 0)
+    page.click("#anew")
+
+
+def test_what_the_server_refuses_is_told_in_the_chat(page: Page) -> None:
+    page.fill("#most", "99999999")
+    page.fill("#said", "one")
+    page.press("#said", "Enter")
+    assert "99999999" in text(page, ".failed")
+    page.fill("#most", "")
+    page.click("#anew")
+    page.complaints[:] = [one for one in page.complaints if "400" not in one]  # Chromium's own line on the status
+
+
+def background(page: Page) -> list[int]:
+    found = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return [int(number) for number in re.findall(r"\d+", str(found))[:3]]
+
+
+def test_it_is_dark_where_the_system_is_and_as_chosen_by_hand(browser: Browser, guarded: Server) -> None:
+    page = opened(browser, guarded, color_scheme="dark")
+    assert max(background(page)) < 60
+    page.click("#theme")
+    assert text(page, "#theme") == "Theme: light"
+    assert min(background(page)) > 200
+    page.reload()
+    assert min(background(page)) > 200
+    page.close()
+
+
+def test_nothing_is_wider_than_a_phone(browser: Browser, guarded: Server) -> None:
+    page = opened(browser, guarded, viewport={"width": 360, "height": 740})
+    page.wait_for_selector("#replicas tr")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.close()
+
+
+def test_without_a_key_the_page_asks_for_one(browser: Browser, guarded: Server) -> None:
+    page = opened(browser, guarded, key=None)
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    becomes(page, "document.getElementById('facts').textContent === 'The key was refused.'")
+    assert text(page, "#model") == "tok"
+    page.fill("#key", "secret")
+    page.press("#key", "Enter")
+    becomes(page, f"document.getElementById('model').textContent === '{NAME}'")
+    assert page.locator("#key-form").is_hidden()
+    page.close()

@@ -1,0 +1,221 @@
+"""Who is served: keys, rates of each key, origins of web pages, TLS, and the operator."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.serving import Server, serving, wait_until
+from tok_core import InvalidField
+from tok_server import Settings
+from tok_server.auth import ANYONE, Keys
+from tok_server.cli import main, make_parser
+from tok_server.errors import ApiError
+from tok_server.origins import Origins
+from tok_server.rates import Bucket, Rates
+from tok_server.server_flags import settings_of
+from tok_server.tls import server_context
+
+PAGE = "https://page.example"
+FIRST, SECOND, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("first", "second", "root"))
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path) -> Iterator[Server]:
+    with serving(
+        tiny_model,
+        api_keys=("first", "second"),
+        admin_key="root",
+        allow_origins=(PAGE,),
+        rate_limit_requests=600,
+        rate_limit_tokens=600,
+    ) as running:
+        yield running
+
+
+def ask(server: Server, headers: dict[str, str], **fields: object) -> tuple[int, dict[str, str]]:
+    answer = server.call("POST", "/v1/completions", {"prompt": "one", "max_tokens": 1, **fields}, headers)
+    return answer.status, answer.headers
+
+
+def test_each_of_several_keys_is_served_and_no_other(guarded: Server) -> None:
+    assert [ask(guarded, headers)[0] for headers in (FIRST, SECOND, ADMIN, {})] == [200, 200, 401, 401]
+
+
+def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
+    keys = Keys(("a",), "b")
+    assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == ANYONE
+    assert keys.check("/v1/x", {"Authorization": "bearer a"}) == 0
+    for path, sent, status in (("/admin/x", "a", 401), ("/admin/x", "", 401), ("/v1/x", "b", 401)):
+        with pytest.raises(ApiError) as refused:
+            keys.check(path, {"Authorization": f"Bearer {sent}"})
+        assert refused.value.status == status
+    with pytest.raises(ApiError, match="--admin-key") as closed:
+        Keys().check("/admin/x", {})
+    assert closed.value.status == 403
+
+
+def test_keys_come_from_flags_file_and_environment_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nthree\n\n  four \none\n")
+    monkeypatch.setenv("TOK_API_KEY", "five, six,")
+    monkeypatch.setenv("TOK_ADMIN_KEY", "seven")
+    words = ["serve", "m", "--api-key", "one", "--api-key", "two", "--api-key-file", str(file)]
+    settings = settings_of(make_parser().parse_args(words), "m")
+    assert settings.api_keys == ("one", "two", "five", "six", "three", "four")
+    assert settings.admin_key == "seven"
+
+
+@pytest.mark.parametrize("content", [None, "", "# only this\n"])
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+    options = make_parser().parse_args(["serve", "m", "--api-key-file", str(file)])
+    with pytest.raises(InvalidField, match=r"^api_key_file is "):
+        settings_of(options, "m")
+
+
+@pytest.mark.parametrize("key", ["", " ", "a\n", "ü", "a b\x00", " a"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidField, match=r"^api_key is '\*\*\*'; allowed: "):
+        Settings(model_name="m", api_keys=("good", key))
+
+
+def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Server) -> None:
+    statuses = [ask(guarded, FIRST, max_tokens=0)[0] for _ in range(5)]
+    status, headers = ask(guarded, FIRST)
+    assert status == 200
+    assert headers["x-ratelimit-limit-requests"] == "600"
+    assert 0 < int(headers["x-ratelimit-remaining-requests"]) < 600 - len(statuses)
+    assert re.fullmatch(r"\d+\.\d{3}s", headers["x-ratelimit-reset-requests"])
+    status, headers = ask(guarded, FIRST, max_tokens=60, n=16, ignore_eos=True)
+    assert status == 200
+    wait_until(lambda: guarded.context.open_requests == 0)  # what it cost is counted when it has ended
+    refused = guarded.call("POST", "/v1/completions", {"prompt": "one"}, FIRST)
+    assert refused.status == 429
+    assert refused.error()["type"] == "tokens"
+    assert refused.error()["code"] == "rate_limit_exceeded"
+    assert "--rate-limit-tokens" in str(refused.error()["message"])
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert guarded.context.metrics.refused.labels("rate_limit_tokens")._value.get() == 1
+    assert ask(guarded, SECOND)[0] == 200
+    assert guarded.call("GET", "/v1/models", None, FIRST).status == 200
+
+
+def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
+    now = [0.0]
+    bucket = Bucket(60, lambda: now[0])
+    assert bucket.wait(60) == 0
+    bucket.spend(90)
+    assert (bucket.left, bucket.wait(1)) == (-30, 31)
+    now[0] = 31
+    assert bucket.wait(1) == 0
+    now[0] = 10_000
+    assert bucket.left == 60
+    now[0] = 0  # a clock that steps back fills nothing
+    assert bucket.left == 60
+
+
+def test_rates_refuse_by_name_and_let_in_after_the_time_that_they_tell() -> None:
+    now = [0.0]
+    rates = Rates(2, 100, lambda: now[0])
+    rates.admit(0)
+    rates.admit(0)
+    with pytest.raises(ApiError) as refused:
+        rates.admit(0)
+    assert (refused.value.status, refused.value.kind, refused.value.headers["Retry-After"]) == (429, "requests", "30")
+    rates.admit(1)
+    now[0] = 30
+    rates.admit(0)
+    assert Rates(None, None).headers(0) == {}
+
+
+def test_a_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> None:
+    body = {"prompt": "one", "max_tokens": 1}
+    allowed = guarded.call("POST", "/v1/completions", body, {**SECOND, "Origin": PAGE})
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert "x-request-id" in allowed.headers["access-control-expose-headers"]
+    streamed = guarded.call("POST", "/v1/completions", {**body, "stream": True}, {**SECOND, "Origin": PAGE})
+    assert streamed.headers["access-control-allow-origin"] == PAGE
+    for origin in ("https://other.example", "null", PAGE + ".evil.example", "http://page.example", "]["):
+        refused = guarded.call("POST", "/v1/completions", body, {**SECOND, "Origin": origin})
+        assert refused.status == 403
+        assert refused.error()["code"] == "origin_not_allowed"
+        assert "access-control-allow-origin" not in refused.headers
+    same = {**SECOND, "Origin": f"http://127.0.0.1:{guarded.port}"}
+    assert guarded.call("POST", "/v1/completions", body, same).status == 200
+
+
+def test_a_browser_that_asks_first_is_answered_without_a_key(guarded: Server) -> None:
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    answer = guarded.call("OPTIONS", "/v1/completions", None, {"Origin": PAGE, **wanted})
+    assert answer.status == 204
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
+    other = guarded.call("OPTIONS", "/v1/completions", None, {"Origin": "https://other.example", **wanted})
+    assert other.status == 401
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_the_flag_no_page_of_another_origin_is_served(server: Server) -> None:
+    answer = server.call("POST", "/v1/completions", b"{}", {"Origin": PAGE, "Content-Type": ""})
+    assert answer.status == 403
+    assert (
+        server.call("GET", "/v1/models", None, {"Origin": PAGE})
+        .headers.keys()
+        .isdisjoint({"access-control-allow-origin"})
+    )
+    assert Origins(("*",)).headers(PAGE)["Access-Control-Allow-Origin"] == PAGE
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*command, *subject, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+def test_with_a_certificate_https_is_served_and_http_is_not(tiny_model: Path, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "good")
+    with serving(tiny_model, tls_cert=str(cert), tls_key=str(key), header_timeout=1.0) as server:
+        trusted = ssl.create_default_context(cafile=str(cert))
+        url = f"https://127.0.0.1:{server.port}/health"
+        with urllib.request.urlopen(url, context=trusted, timeout=60) as answer:
+            assert answer.status == 200
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.call("GET", "/health")
+
+
+def test_files_that_make_no_certificate_are_refused_by_name(tmp_path: Path) -> None:
+    cert, _ = certificate(tmp_path, "one")
+    _, other = certificate(tmp_path, "two")
+    junk = tmp_path / "junk"
+    junk.write_text("no certificate")
+    for given, key, field in (
+        (tmp_path / "missing", None, "tls_cert"),
+        (cert, tmp_path / "missing", "tls_key"),
+        (junk, None, "tls_cert"),
+        (cert, other, "tls_cert"),
+        (cert, None, "tls_cert"),
+    ):
+        with pytest.raises(InvalidField, match=f"^{field} is "):
+            server_context(str(given), None if key is None else str(key))
+    with pytest.raises(InvalidField, match=r"^tls_key is "):
+        Settings(model_name="m", tls_key="key")
+
+
+def test_serve_says_which_file_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "missing.pem")
+    assert main(["serve", "--port", "0", "--tls-cert", missing]) == 2
+    assert capsys.readouterr().err.startswith("tok serve: error: --tls-cert is ")

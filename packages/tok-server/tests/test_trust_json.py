@@ -1,0 +1,104 @@
+"""Bodies that mean harm: whatever JSON can hold is answered, and never by a defect of the server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.serving import Server
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+GOOD = b'"prompt":"one","messages":[{"role":"user","content":"one"}],"max_tokens":1'
+
+VALUES = {
+    "lone surrogate": rb'"\ud800"',
+    "reversed surrogates": rb'"\udc00\ud800"',
+    "NUL": rb'"a\u0000b"',
+    "line separators": '"\u2028\u2029"'.encode(),
+    "not a character": rb'"\uffff\ufffe"',
+    "right to left": '"\u202eabc"'.encode(),
+    "combining": ('"' + "a" + "\u0301" * 10_000 + '"').encode(),
+    "huge integer": b"9" * 5000,
+    "huge exponent": b"1e999999",
+    "tiny": b"1e-999999",
+    "minus zero": b"-0.0",
+    "NaN": b"NaN",
+    "Infinity": b"-Infinity",
+    "deep lists": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "unclosed": b"[" * 100_000,
+    "many keys": b"{" + b",".join(b'"%d":1' % i for i in range(20_000)) + b"}",
+    "template": b"\"{{ ''.__class__ }}{% for i in range(99999) %}x{% endfor %}\"",
+    "path": b'"../../../../etc/passwd\\u0000.txt"',
+    "regular expression": b'"(a+)+$((((((((((x*)*)*)*)*)*)*)*)*)*"',
+    "format": b'"%s%n{0.__class__}{}"',
+    "boolean": b"true",
+    "null": b"null",
+}
+FIELDS = (
+    *("prompt", "messages", "model", "n", "max_tokens", "temperature", "top_p", "stop", "seed", "logit_bias", "user"),
+    *("stream", "stream_options", "logprobs", "response_format", "tools", "tool_choice", "metadata", "no_such_field"),
+    *("stream_options.no_such_field", "response_format.json_schema", "metadata.key"),
+)
+
+
+def member(field: str, raw: bytes) -> bytes:
+    """The field with that value; "a.b": the field b within a."""
+    outer, dot, inner = field.partition(".")
+    return b'"%b":%b' % (outer.encode(), b'{"%b":%b}' % (inner.encode(), raw) if dot else raw)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_no_value_of_any_field_is_a_defect(server: Server, value: str) -> None:
+    raw = VALUES[value]
+    for path in PATHS:
+        for field in FIELDS:
+            # The last of two keys of the same name counts, as everywhere in JSON.
+            answer = server.call("POST", path, b"{%b,%b}" % (GOOD, member(field, raw)))
+            assert answer.status in (200, 400, 404), (path, field, answer.body[:500])
+            if answer.status != 200:
+                assert len(answer.body) < 5000
+                answer.error()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe{\x00}\x00",
+        b"\xef\xbb\xbf{}",
+        b"{" * 300_000,
+        b'{"prompt"',
+        b"\x00" * 100,
+    ],
+)
+def test_no_body_is_a_defect(server: Server, body: bytes) -> None:
+    for path in PATHS:
+        answer = server.call("POST", path, body)
+        assert answer.status == 400, answer.body
+        answer.error()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=5), st.sampled_from(PATHS))
+def test_bodies_of_any_shape_are_answered_or_refused_by_name(
+    server: Server, fields: dict[str, object], path: str
+) -> None:
+    body = {"prompt": "one", "messages": [{"role": "user", "content": "one"}], **fields, "max_tokens": 1}
+    answer = server.call("POST", path, json.dumps(body).encode())
+    assert answer.status in (200, 400, 404), answer.body
+    if answer.status != 200:
+        answer.error()

@@ -1,0 +1,419 @@
+"""Limits on real sockets: whoever is slow, large or too many is told which limit it is, and holds nothing after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+
+from support.idle_connections import hold
+from support.serving import Answer, Server, serving, wait_until
+from tok_core import InvalidField
+from tok_server import Settings
+from tok_server.cli import make_parser
+from tok_server.connections import Listener
+from tok_server.limits import Limits
+from tok_server.server_flags import LIMITS, settings_of
+
+LIMITED: dict[str, Any] = {
+    "max_connections": 24,
+    "max_header": 2048,
+    "max_body": 400_000,
+    "max_bodies": 500_000,
+    "max_n": 8,
+    "max_queued": 4,
+    "header_timeout": 1.0,
+    "body_timeout": 1.0,
+    "write_timeout": 2.0,
+    "idle_timeout": 3.0,
+    "request_timeout": 60.0,
+}
+PATIENT = LIMITED | {"body_timeout": 60.0, "write_timeout": 60.0, "idle_timeout": 60.0}
+TRIES = 5
+PAUSE = 0.1  # between reads of a slow reader: longer than the timeout in all, but far quicker than is asked for
+MULTIPART = {"Content-Type": "multipart/form-data; boundary=x"}
+UPLOAD = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+)
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    few = {"max_running": 8, "kv_cache_tokens": 8192}
+    data = str(tmp_path_factory.mktemp("data"))
+    with serving(tiny_model, engine_options=few, send_buffer=16_384, data_dir=data, **LIMITED) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def patient(tiny_model: Path) -> Iterator[Server]:
+    """The same, but for tests of limits of number in which a busy machine may make clients slow."""
+    with serving(tiny_model, engine_options={"max_running": 8, "kv_cache_tokens": 8192}, **PATIENT) as running:
+        yield running
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def refused(server: Server, limit: str) -> float:
+    return float(server.context.metrics.refused.labels(limit)._value.get())
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            found += part
+    return found
+
+
+def error_of(answer: bytes, status: int) -> dict[str, object]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split(b" ", 2)[1] == str(status).encode(), head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def settled(server: Server) -> None:
+    wait_until(lambda: server.context.open_requests == 0 and server.engine.open_requests == 0, 60)
+    wait_until(lambda: server.engine.stats()["pages_used"] == 0, 60)
+    assert server.context.held_bytes == 0
+
+
+def test_headers_that_drip_are_answered_408_and_closed(limited: Server) -> None:
+    before = refused(limited, "header_timeout")
+    with connect(limited) as connection:
+        began = time.monotonic()
+        answer = b""
+        connection.settimeout(0.2)
+        for byte in f"{HEAD}X-Slow: {'x' * 1000}".encode():
+            connection.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                if answer := connection.recv(65_536):
+                    break
+            assert time.monotonic() - began < 60
+        error = error_of(answer, 408)
+    assert "--header-timeout" in str(error["message"])
+    assert refused(limited, "header_timeout") == before + 1
+
+
+def test_a_body_that_drips_is_answered_408(limited: Server) -> None:
+    before = refused(limited, "body_timeout")
+    with connect(limited) as connection:
+        connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n{{".encode())
+        error = error_of(rest(connection), 408)
+    assert "--body-timeout" in str(error["message"])
+    assert refused(limited, "body_timeout") == before + 1
+    settled(limited)
+
+
+def test_a_reader_that_never_reads_its_stream_is_cut_off_and_its_request_aborted(limited: Server) -> None:
+    before = refused(limited, "write_timeout")
+    fields = {"max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True, "stream": True}
+    body = json.dumps({"prompt": "one", **fields}).encode()
+    with connect(limited) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: refused(limited, "write_timeout") == before + 1, 60)
+        settled(limited)
+
+
+def test_a_reader_that_never_reads_a_whole_answer_is_cut_off(limited: Server) -> None:
+    before = refused(limited, "write_timeout")
+    body = json.dumps({"prompt": "one", "max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", limited.port))
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: refused(limited, "write_timeout") == before + 1, 60)
+        settled(limited)
+
+
+def test_a_reader_that_never_reads_a_file_is_cut_off(limited: Server) -> None:
+    file = uploaded(limited, bytes(1 << 20))
+    assert limited.call("GET", f"/v1/files/{file}/content").body == bytes(1 << 20)
+    assert limited.call("HEAD", f"/v1/files/{file}/content").headers["content-length"] == str(1 << 20)
+    before = refused(limited, "write_timeout")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", limited.port))
+        connection.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wait_until(lambda: refused(limited, "write_timeout") == before + 1, 60)
+        settled(limited)
+
+
+def uploaded(server: Server, data: bytes) -> str:
+    """The id of a new file."""
+    answer = server.call("POST", "/v1/files", UPLOAD + data + b"\r\n--x--\r\n", MULTIPART)
+    assert answer.status == 200, answer.body
+    return str(answer.json()["id"])
+
+
+def test_an_upload_that_drips_is_answered_408(limited: Server) -> None:
+    before = refused(limited, "body_timeout")
+    with connect(limited) as connection:
+        head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
+        connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode() + UPLOAD)
+        answer, began = b"", time.monotonic()
+        connection.settimeout(0.1)
+        while not answer:
+            connection.sendall(b"x" * 100)
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65_536)
+            assert time.monotonic() - began < 60
+    assert "--body-timeout" in str(error_of(answer, 408)["message"])
+    assert refused(limited, "body_timeout") == before + 1
+    settled(limited)
+
+
+def test_a_body_that_comes_after_its_answer_is_not_taken_for_a_head(patient: Server) -> None:
+    body = b" " * (LIMITED["max_body"] + 1)
+    with connect(patient) as connection:
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode())
+        error_of(connection.recv(65_536), 413)
+        connection.sendall(body)
+        connection.settimeout(1.5 * LIMITED["header_timeout"])
+        with pytest.raises(TimeoutError):  # neither an answer nor the end
+            connection.recv(1)
+        connection.settimeout(60)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+async def test_time_in_which_the_loop_is_held_up_is_not_the_clients(patient: Server) -> None:
+    loop = asyncio.get_running_loop()
+    listener = Listener(patient.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
+    looking = asyncio.create_task(listener.look())
+    await asyncio.sleep(0)
+    began, told = loop.time(), listener.now()
+    time.sleep(0.5)  # of the loop: nothing else runs
+    while (lag := loop.time() - began - (listener.now() - told)) <= 0:
+        await asyncio.sleep(0.01)
+    looking.cancel()
+    assert lag >= 0.5 - LIMITED["header_timeout"] / 8 - 0.01
+
+
+def test_a_reader_that_is_slow_but_reads_gets_its_whole_answer(limited: Server) -> None:
+    for _ in range(TRIES):
+        if read_slowly(limited):
+            return
+    pytest.fail("this machine is too busy for a reader that reads ten times a second")
+
+
+def read_slowly(limited: Server) -> bool:
+    """False where the reader itself was held up for so long that it says nothing of the server."""
+    longest = 0.0
+    before = refused(limited, "write_timeout")
+    body = json.dumps({"prompt": "one", "max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        connection.connect(("127.0.0.1", limited.port))
+        connection.settimeout(60)
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        found = connection.recv(1024)
+        began = last = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(32_768):
+                found += part
+                time.sleep(PAUSE)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    if longest > LIMITED["write_timeout"] / 4:
+        return False
+    assert time.monotonic() - began > LIMITED["write_timeout"]
+    choices = json.loads(found.partition(b"\r\n\r\n")[2])["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 8
+    assert refused(limited, "write_timeout") == before
+    return True
+
+
+def test_an_idle_connection_is_closed(limited: Server) -> None:
+    with connect(limited) as fresh, connect(limited) as used:
+        used.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert rest(fresh) == b""
+        assert rest(used).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("where", ["/v1/models?{}", "/v1/models HTTP/1.1\r\nX-Long: {}\r\nX-Rest:"])
+def test_a_header_that_is_too_long_is_answered_431(limited: Server, where: str) -> None:
+    before = refused(limited, "max_header")
+    with connect(limited) as connection:
+        connection.sendall(f"GET {where.format('x' * 5000)} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        error = error_of(rest(connection), 431)
+    assert "--max-header" in str(error["message"])
+    assert refused(limited, "max_header") == before + 1
+
+
+def test_what_is_no_http_is_answered_400_in_the_usual_shape(limited: Server) -> None:
+    hello_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n"
+    for text in (b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n", hello_of_tls):
+        with connect(limited) as connection:
+            connection.sendall(text)
+            error_of(rest(connection), 400)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_answered_413(limited: Server, chunked: bool) -> None:
+    before = refused(limited, "max_body")
+    body = b" " * (LIMITED["max_body"] + 1)
+    with connect(limited) as connection:
+        if chunked:
+            connection.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body)
+        else:
+            connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode())
+        error = error_of(connection.recv(65_536), 413)
+    assert error["code"] == "request_too_large"
+    assert "--max-body" in str(error["message"])
+    assert refused(limited, "max_body") == before + 1
+    settled(limited)
+
+
+def test_bodies_that_are_too_large_together_are_answered_503_until_one_is_gone(patient: Server) -> None:
+    before = refused(patient, "max_bodies")
+    half = f"{HEAD}Content-Length: 300001\r\n\r\n".encode() + b" " * 300_000
+    with connect(patient) as first, connect(patient) as second:
+        first.sendall(half)
+        wait_until(lambda: patient.context.held_bytes >= 300_000)
+        second.sendall(half)
+        answer = second.recv(65_536)
+        assert b"Retry-After: 1" in answer
+        assert "--max-bodies" in str(error_of(answer, 503)["message"])
+    assert refused(patient, "max_bodies") == before + 1
+    settled(patient)
+    assert patient.complete(prompt="one", max_tokens=1).status == 200
+
+
+def test_a_packed_body_is_measured_unpacked_and_no_bomb(limited: Server) -> None:
+    before, resident = refused(limited, "max_body"), psutil.Process().memory_info().rss
+    bomb = gzip.compress(b" " * (256 << 20), 1)
+    answer = limited.call("POST", "/v1/completions", bomb[:390_000], {"Content-Encoding": "gzip"})
+    assert answer.status == 413
+    assert refused(limited, "max_body") == before + 1
+    assert psutil.Process().memory_info().rss - resident < 121 << 20
+    settled(limited)
+
+
+def test_a_body_packed_in_a_way_that_nobody_unpacks_is_answered_415(limited: Server) -> None:
+    body = gzip.compress(json.dumps({"prompt": "one"}).encode())
+    for encoding in ("gzip, gzip", "compress", "x" * 1000):
+        answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
+        assert answer.status == 415
+        assert answer.error()["param"] == "Content-Encoding"
+    for encoding in ("br", "zstd"):  # unpacked or not, as the libraries that are there can
+        answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
+        assert answer.status in (400, 415)
+        answer.error()
+    plain = json.dumps({"prompt": "one", "max_tokens": 1}).encode()
+    assert limited.call("POST", "/v1/completions", plain, {"Content-Encoding": "identity"}).status == 200
+
+
+def test_more_samples_than_allowed_are_refused_by_name(limited: Server) -> None:
+    for ask in (limited.complete(prompt="one", n=9), limited.chat(messages=[{"role": "user", "content": "a"}], n=9)):
+        assert ask.status == 400
+        assert ask.error()["param"] == "n"
+        assert "--max-n" in str(ask.error()["message"])
+    assert limited.complete(prompt="one", n=8, max_tokens=1).status == 200
+
+
+def test_more_connections_than_allowed_are_told_so_and_leave_room_again(patient: Server) -> None:
+    before = refused(patient, "max_connections")
+    with contextlib.ExitStack() as stack:
+        wait_until(lambda: open_connections(patient) == 0, 60)
+        for _ in range(24):
+            stack.enter_context(connect(patient))
+        wait_until(lambda: open_connections(patient) == 24)
+        with connect(patient) as one_more:
+            answer = rest(one_more)
+        assert "--max-connections" in str(error_of(answer, 503)["message"])
+        assert b"Retry-After: 1" in answer
+    assert refused(patient, "max_connections") == before + 1
+    wait_until(lambda: patient.call("GET", "/health").status == 200, 60)
+
+
+def open_connections(server: Server) -> float:
+    (family,) = server.context.metrics.connections.collect()
+    return float(family.samples[0].value)
+
+
+def test_more_requests_than_may_wait_are_answered_429(limited: Server) -> None:
+    before = refused(limited, "max_queued")
+    fields = {"prompt": "one", "max_tokens": 100, "n": 8, "ignore_eos": True}
+    with ThreadPoolExecutor(16) as pool:
+        answers: list[Answer] = list(pool.map(lambda seed: limited.complete(**fields, seed=seed), range(16)))
+    statuses = [answer.status for answer in answers]
+    assert set(statuses) == {200, 429}
+    for answer in answers:
+        if answer.status == 429:
+            assert answer.headers["retry-after"] == "1"
+            assert answer.error()["code"] == "max_queued"
+            assert "--max-queued" in str(answer.error()["message"])
+    assert refused(limited, "max_queued") == before + statuses.count(429)
+    settled(limited)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_aborted_and_told_so(tiny_model: Path, stream: bool) -> None:
+    with serving(tiny_model, request_timeout=0.5) as server:
+        fields = {"max_tokens": 1000, "n": 32, "ignore_eos": True}
+        answer = server.complete(prompt="one", stream=stream, **fields)
+        if stream:
+            assert answer.status == 200
+            error = json.loads(answer.events()[-1])["error"]
+        else:
+            assert answer.status == 504
+            error = answer.error()
+        assert error["code"] == "request_timeout"
+        assert "--request-timeout" in error["message"]
+        assert refused(server, "request_timeout") == 1
+        settled(server)
+
+
+def test_every_limit_has_a_flag_with_its_default_in_the_help_and_says_what_is_allowed() -> None:
+    options = make_parser().parse_args(["serve", "m"])
+    assert settings_of(options, "m") == Settings(model_name="m")
+    assert set(Limits.__struct_fields__) == set(LIMITS)
+    for name in LIMITS:
+        words = ["serve", "m", "--" + name.replace("_", "-"), "4096"]
+        assert getattr(settings_of(make_parser().parse_args(words), "m"), name) == 4096
+        with pytest.raises(InvalidField, match=rf"^{name} is -1.*; allowed: .* (above|at least) \d"):
+            Limits(**{name: -1})
+
+
+async def test_hundreds_of_slow_heads_at_once_are_all_ended(tiny_model: Path) -> None:
+    """The same as one, but for the time that looking at them takes."""
+    with serving(tiny_model, header_timeout=1.0) as server:
+
+        async def drip() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            found = await reader.read()
+            writer.close()
+            return found
+
+        answers = await asyncio.gather(*(drip() for _ in range(300)))
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+        wait_until(lambda: open_connections(server) == 0, 60)
+
+
+async def test_idle_connections_take_little_memory_each(tiny_model: Path) -> None:
+    count = 500
+    with serving(tiny_model) as server:
+        # Both ends are in this process.
+        assert await hold(server.port, count, os.getpid()) < count * (128 << 10)
+        wait_until(lambda: open_connections(server) == 0, 60)

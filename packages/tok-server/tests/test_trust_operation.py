@@ -1,0 +1,230 @@
+"""Operating it: replicas restarted, logs for machines, spans for a collector, a drain that has an end."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from support.serving import Server, serving, wait_until
+from tok_core import InvalidField
+from tok_core.log_format import FIELDS, JsonFormatter
+from tok_server.telemetry import Telemetry
+
+ADMIN = {"Authorization": "Bearer root"}
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: Path) -> None:
+    with serving(tiny_model, admin_key="root", engine_options={"dp": 2}) as server, ThreadPoolExecutor(8) as pool:
+        stop = threading.Event()
+
+        def ask(number: int) -> int:
+            count = 0
+            while not stop.is_set():
+                fields = {"prompt": [number] * 20, "max_tokens": 60, "ignore_eos": True, "stream": number % 2 == 0}
+                answer = server.complete(**fields)
+                assert answer.status == 200, answer.body
+                if fields["stream"]:
+                    answer.chunks()
+                count += 1
+            return count
+
+        asking = [pool.submit(ask, number) for number in range(4)]
+        try:
+            for number in ("0", "1"):
+                answer = server.call("POST", f"/admin/replicas/{number}/restart", None, ADMIN)
+                assert answer.status == 200, answer.body
+                assert answer.json() == {"state": "ready", "detail": ""}
+        finally:
+            stop.set()
+        assert all(one.result(60) for one in asking)
+        assert server.engine.stats()["restarts"] == 2
+        for wrong in ("2", "-1", "x", "0" * 100):
+            assert server.call("POST", f"/admin/replicas/{wrong}/restart", None, ADMIN).status == 404
+        assert server.call("POST", "/admin/replicas/0/restart", None, {}).status == 401
+
+
+def test_the_only_replica_restarts_with_503_meanwhile_and_a_second_restart_gets_409(tiny_model: Path) -> None:
+    with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
+        long = pool.submit(server.complete, prompt="one", max_tokens=150, n=4, ignore_eos=True)
+        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+        restart = pool.submit(server.call, "POST", "/admin/replicas/0/restart", None, ADMIN)
+        wait_until(lambda: server.engine.health().replicas[0].state == "draining")
+        refused = server.complete(prompt="one")
+        assert refused.status == 503
+        assert refused.error()["code"] == "engine_unavailable"
+        assert refused.headers["retry-after"] == "1"
+        again = server.call("POST", "/admin/replicas/0/restart", None, ADMIN)
+        assert again.status == 409
+        assert long.result(120).status == 200
+        assert restart.result(120).status == 200
+        assert server.complete(prompt="one", max_tokens=1).status == 200
+
+
+def test_without_an_admin_key_nobody_restarts_anything(server: Server) -> None:
+    answer = server.call("POST", "/admin/replicas/0/restart", None)
+    assert answer.status == 403
+    assert "--admin-key" in str(answer.error()["message"])
+
+
+def record(message: str, **fields: object) -> logging.LogRecord:
+    found = logging.LogRecord("tok.server", logging.INFO, __file__, 1, message, (), None)
+    found.__dict__[FIELDS] = fields
+    return found
+
+
+@pytest.mark.parametrize("text", ["plain", "two\nlines", "\ud800 \x00 \u2028", '"quoted"'])
+def test_a_json_log_is_an_object_a_line_whatever_was_logged(text: str) -> None:
+    line = JsonFormatter("worker").format(record(text, path=text, number=1))
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["level"] == "info"
+    assert (found["logger"], found["process"], found["number"]) == ("tok.server", "worker", 1)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", found["time"])
+    if text.isprintable():
+        assert found["message"] == found["path"] == text
+
+
+def test_the_log_tells_of_each_request_by_its_id_and_what_it_cost(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tok.server"):
+        answer = server.complete(prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        server.call("GET", "/no%0Asuch%0Aplace")
+        wait_until(lambda: len([one for one in caplog.records if hasattr(one, FIELDS)]) >= 2)
+    first, second = (one for one in caplog.records if hasattr(one, FIELDS))
+    fields = getattr(first, FIELDS)
+    assert fields["request_id"] == answer.headers["x-request-id"]
+    assert (fields["prompt_tokens"], fields["output_tokens"], fields["status"]) == (3, 5, 200)
+    assert 0 < fields["first_token_seconds"] <= fields["seconds"]
+    assert "\n" not in second.getMessage()
+    assert getattr(second, FIELDS)["path"] == "/no%0Asuch%0Aplace"
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Span]]]:
+    """A collector of spans, its URL and what it has got."""
+    spans: list[Span] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                assert {one.key: one.value.string_value for one in resource.resource.attributes}[
+                    "service.name"
+                ] == "tok"
+                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}", spans
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_each_request_makes_a_span_with_its_events_within_the_callers_trace(tiny_model: Path) -> None:
+    with collector() as (url, spans):
+        with serving(tiny_model, otlp_endpoint=url) as server:
+            began = time.time_ns()
+            caller = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "stream": True}
+            assert server.call("POST", "/v1/completions", body, caller).status == 200
+            assert server.complete(prompt="one", n=0).status == 400
+        # The server's end sends what is left.
+        by_status = {attributes(span)["http.response.status_code"]: span for span in spans}
+        good, bad = by_status[200], by_status[400]
+    assert (good.trace_id.hex(), good.parent_span_id.hex()) == (TRACE, PARENT)
+    assert bad.trace_id.hex() != TRACE
+    assert bad.parent_span_id == b""
+    assert good.kind == Span.SPAN_KIND_SERVER
+    assert good.name == "POST /v1/completions"
+    found = attributes(good)
+    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (3, 5)
+    assert [event.name for event in good.events] == ["queued", "first_token", "finish"]
+    times = [good.start_time_unix_nano, *(event.time_unix_nano for event in good.events)]
+    assert times == sorted(times)
+    assert began - 10**9 < times[0] < times[-1] <= good.end_time_unix_nano
+    assert [event.name for event in bad.events] == ["finish"]
+
+
+def attributes(span: Span) -> dict[str, object]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x", "http://", "http://[", ""])
+def test_a_collector_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidField, match=r"^otlp_endpoint is .*; allowed: a URL"):
+        Telemetry(url, "m")
+
+
+def test_without_the_extra_spans_are_refused_by_name_and_without_the_flag_nothing_is_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from tok_server import Settings, make_app\nfrom tok_core import AsyncEngine, EngineConfig, InvalidField\n"
+        "import tok_server.telemetry\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        "sys.modules['opentelemetry'] = None\n"
+        "try: tok_server.telemetry.Telemetry('http://127.0.0.1:1', 'm')\n"
+        "except InvalidField as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("otlp_endpoint is 'http://127.0.0.1:1'; allowed: nothing unless")
+    assert "tok-server[otel]" in done.stdout
+
+
+def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tiny_model: Path) -> None:
+    flags = ["--port", "0", "--device", "cpu", "--drain-timeout", "0.5", "--log-format", "json", "--log-level", "info"]
+    command = [sys.executable, "-m", "tok_server.cli", "serve", str(tiny_model), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOK_API_KEY": "secret"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as popen:
+        try:
+            assert popen.stdout is not None
+            found = re.search(r"127\.0\.0\.1:(\d+)", popen.stdout.readline())
+            assert found is not None
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            body = json.dumps({"prompt": [1, 2, 3], "n": 64, "max_tokens": 900, "ignore_eos": True, "stream": True})
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            assert response.readline().startswith(b"data: ")
+            popen.send_signal(signal.SIGTERM)
+            last = response.read().decode().rstrip("\n").rpartition("data: ")[2]
+            connection.close()
+            _, errors = popen.communicate(timeout=60)
+        finally:
+            popen.kill()
+    assert popen.returncode == 0
+    error = json.loads(last)["error"]
+    assert (error["type"], error["code"]) == ("server_error", "engine_unavailable")
+    lines = [json.loads(line) for line in errors.splitlines()]
+    (told,) = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert (told["status"], told["api_key"], told["prompt_tokens"]) == (503, 0, 3)
+    assert told["output_tokens"] > 0

@@ -1,0 +1,111 @@
+"""Processes to be killed: a server with batches, and `tok batch`, each on a tiny model in a process of its own.
+
+They are forked off one that has loaded what they need, so that each is up within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+from support.serving import serving
+from tok_core import AsyncEngine, EngineConfig
+from tok_server import Settings
+from tok_server import serve as serve_module
+from tok_server.batch.offline import Offline
+
+TESTS = Path(__file__).resolve().parents[1]
+LOADED = ["tok_core.processes.manager", "tok_core.worker.setup", "tok_kernels.reference", "support.batch_process"]
+
+
+def context() -> ForkServerContext:
+    """Where such processes come from."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    found = get_context("forkserver")
+    found.set_forkserver_preload(LOADED)
+    return found
+
+
+@contextmanager
+def killed_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
+    """A server process and its port, once it answers; killed when the context ends."""
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_serve, args=(model, data_dir, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the server did not start"
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join(60)
+        ours.close()
+
+
+def _serve(model: Path, data_dir: Path, port: Connection) -> None:
+    with serving(model, data_dir=str(data_dir)) as server:
+        port.send(server.port)
+        signal.pause()
+
+
+@contextmanager
+def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
+    """A process of `serve`, which heeds signals, and its port, once it answers; killed when the context ends."""
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_serve_until_told, args=(model, data_dir, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the server did not start"
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join(60)
+        ours.close()
+
+
+def _serve_until_told(model: Path, data_dir: Path, port: Connection) -> None:
+    # Its engine runs in threads: what is forked here may have no processes of its own.
+    serve_module.AsyncEngine = partial(AsyncEngine, in_process=True)  # type: ignore[assignment,attr-defined]
+    config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
+    settings = Settings(model_name="tiny", port=0, data_dir=str(data_dir), drain_timeout=60.0)
+    asyncio.run(serve_module.serve(config, settings, lambda _, number: port.send(number)))
+
+
+def answer_file(model: Path, file: Path, output: Path) -> tuple[ForkServerProcess, Connection]:
+    """`tok batch`, begun, its engine in its own process; and what can be read from once an answer is committed."""
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_answer, args=(model, file, output, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _answer(model: Path, file: Path, output: Path, committed: Connection) -> None:
+    async def tell(work: Offline) -> None:
+        while not work.totals.completed:
+            await asyncio.sleep(0.001)
+        committed.send(True)
+
+    async def answer(work: Offline) -> None:
+        config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
+        engine = AsyncEngine(config, in_process=True)
+        await work.check()
+        await engine.start()
+        telling = asyncio.create_task(tell(work))
+        try:
+            await work.answer(engine)
+        finally:
+            telling.cancel()
+            await engine.close()
+
+    with Offline(file, output, "tiny") as work:
+        asyncio.run(answer(work))

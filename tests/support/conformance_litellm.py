@@ -1,0 +1,45 @@
+"""LiteLLM as a client, in a process of its own, as it leaves loops open: `python -m support.conformance_litellm URL`.
+
+Reads {"question": …, "format": a response_format} from its input; prints a JSON object of what each call gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from support.conformance import NAME
+
+
+def main(url: str, question: str, response_format: dict[str, Any]) -> None:
+    """Prints what all calls gave."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when imported: nothing is fetched
+    import litellm
+
+    told: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "timeout": 240, "max_retries": 0}
+    messages = [{"role": "user", "content": question}]
+    asked = {"model": f"openai/{NAME}", "messages": messages, "temperature": 0, **told}
+    whole = litellm.completion(**asked)
+    parts = list(litellm.completion(**asked, stream=True))
+    later = asyncio.run(litellm.acompletion(**asked))
+    structured = litellm.completion(**asked, response_format=response_format)
+    text = litellm.text_completion(model=f"text-completion-openai/{NAME}", prompt="Question:", max_tokens=4, **told)
+    vectors = litellm.embedding(model=f"openai/{NAME}", input=["a", "b"], **told)
+    found = {
+        "whole": whole.choices[0].message.content,
+        "tokens": whole.usage.completion_tokens,
+        "parts": [part.choices[0].delta.content or "" for part in parts],
+        "later": later.choices[0].message.content,
+        "structured": structured.choices[0].message.content,
+        "text": text.choices[0].text,
+        "vectors": [one["embedding"] for one in vectors.data],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    main(sys.argv[1], given["question"], given["format"])

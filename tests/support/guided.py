@@ -1,0 +1,111 @@
+"""Simulated workers whose sequences may be guided by grammars, and what each sample must be then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import xgrammar
+
+from support.schedules import EOS, VOCAB, make_manager
+from support.schemas import tokens_of
+from support.simulated_worker import SimulatedPorts, SimulatedWorker, next_token
+from tok_core import SamplingParams
+from tok_core.grammar import Grammar
+from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.manager.loop import Manager
+from tok_core.messages import EngineInfo, StepInput, StepOutput
+
+LONGER = ('{"', '": ', "ab", "abc", "cd", ", ", '"}', "bcd", "ef", "efg", "gh", "01", "123")
+PIECES = [*'0123456"abcdefgh{}[],: .', *LONGER]
+BYTES = [*(piece.encode() for piece in PIECES[:EOS]), b"", *(piece.encode() for piece in PIECES[EOS:])]
+
+
+def spell(text: str) -> list[int]:
+    """The text in tokens, the longest that fits first; none where it cannot be spelt."""
+    found: list[int] = []
+    data = text.encode()
+    while data:
+        fitting = [token for token, piece in enumerate(BYTES) if piece and data.startswith(piece)]
+        if not fitting:
+            return []
+        found.append(max(fitting, key=lambda token: len(BYTES[token])))
+        data = data[len(BYTES[found[-1]]) :]
+    return found
+
+
+COMPILER = Compiler(BYTES, VOCAB, [EOS], spell)
+
+
+class GuidedWorker(SimulatedWorker):
+    """Draws only what the masks of its steps allow."""
+
+    def run(self, step: StepInput) -> StepOutput:
+        assert len(step.mask_row) == len(step.mask)
+        self.masks = dict(zip(step.sample_slot[step.mask_row].tolist(), step.mask, strict=True))
+        return super().run(step)
+
+    def _draw(self, context: np.ndarray, slot: int) -> int:
+        token = super()._draw(context, slot)
+        if slot not in self.masks or self.ended[slot]:
+            return token
+        allowed = tokens_of(self.masks[slot])
+        return allowed[next_token(context, int(self.sample[slot]), 1 << 20) % len(allowed)]
+
+
+def guided_manager(
+    info: EngineInfo, run_ahead: int = 2, *, pp: int = 1, compiler: Compiler = COMPILER
+) -> tuple[Manager, SimulatedPorts]:
+    """A manager whose simulated worker follows masks."""
+    manager, ports = make_manager(info, run_ahead, pp=pp)
+    ports.worker = GuidedWorker(info)
+    setattr(manager.guides._library, "_load", lambda: compiler)  # noqa: B010
+    return manager, ports
+
+
+def prepare(manager: Manager, grammars: Sequence[Grammar]) -> None:
+    """Waits until all are compiled."""
+    deadline = time.monotonic() + 60
+    for grammar in grammars:  # begun one after the other, in one thread
+        manager.guides._library.find(grammar)
+    while not all(manager.guides._library.find(grammar) for grammar in grammars):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def expected_guided(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:
+    """What the sample must be: a choice by its context wherever there is one, the one possibility elsewhere, and text
+    that has to come as the tokenizer spells it."""
+    assert params.grammar is not None
+    assert params.max_tokens is not None
+    guide = COMPILER.compile(params.grammar)
+    matcher, context, plan = guide.matcher(), list(prompt), list[int]()
+    for number in range(params.max_tokens):
+        allowed = _allowed(matcher, guide)
+        if not allowed:
+            break
+        if number and not plan and len(allowed) > 1:
+            text = matcher.find_jump_forward_string()
+            plan = list(guide.lead(text)) if len(text) > 1 else []
+        if plan:
+            token = plan.pop(0)
+            assert token in allowed
+        else:
+            token = allowed[next_token(np.array(context), sample, 1 << 20) % len(allowed)]
+        context.append(token)
+        if token == EOS or token in params.stop_token_ids:
+            break
+        assert matcher.accept_token(token)
+    return context[len(prompt) :]
+
+
+def _allowed(matcher: xgrammar.GrammarMatcher, guide: Compiled) -> list[int]:
+    mask = np.zeros((1, len(guide.first)), np.int32)
+    matcher.fill_next_token_bitmask(mask)
+    return [token for token in tokens_of(mask[0]) if token < VOCAB]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Their text, end tokens left out."""
+    return b"".join(BYTES[token] for token in tokens).decode()

@@ -1,0 +1,82 @@
+"""What the documentation shows is true: its commands run and print what they are said to, and all flags are told."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.documents import Reader, blocks_of, indented_commands, same_every_time
+from support.workspace import ROOT
+from tok_server.cli import make_parser
+from tok_server.flags import add_serve
+
+DOCS = ROOT / "packages" / "tok-server" / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FLAG_ROW = re.compile(r"^\| `(--[a-z0-9-]+)`[^|]*\|([^|]*)\|", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def serve_flags() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_serve(parser)
+    return {flag: action for action in parser._actions for flag in action.option_strings}
+
+
+def flag_rows() -> Iterator[tuple[Path, str, str]]:
+    for page in PAGES:
+        for flag, default in FLAG_ROW.findall(page.read_text(encoding="utf-8")):
+            yield page, flag, default.strip().strip("`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_blocks_of_a_page_run_and_print_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(page)
+    assert blocks
+    with Reader(tmp_path) as reader:
+        for block, printed in reader.read(blocks):
+            if block.output is not None:
+                assert same_every_time(printed) == same_every_time(block.output), block.code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_that_are_only_shown_have_flags_that_exist(page: Path) -> None:
+    for command in indented_commands(page):
+        words = shlex.split(command)[1:]
+        make_parser(words[:1]).parse_args(words)
+
+
+def test_every_flag_of_the_server_is_in_a_table_with_its_default() -> None:
+    flags = serve_flags()
+    told = {flag: default for _, flag, default in flag_rows() if flag in flags}
+    assert told.keys() == flags.keys()
+    for flag, default in told.items():
+        value = flags[flag].default
+        if isinstance(value, bool) or value is None:  # told in words
+            assert default, flag
+        else:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            assert default.replace(",", "") == shown, flag
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_output_is_compared_but_for_what_differs_each_time() -> None:
+    one = '{"id":"cmpl-0123456789abcdef01234567","created":1795298357,"seconds":0.25,"text":"a"}'
+    other = '{"id":"cmpl-76543210fedcba9876543210","created":1795298359,"seconds":1.5e-05,"text":"a"}'
+    assert same_every_time(one) == same_every_time(other)
+    assert same_every_time(one) != same_every_time(other.replace('"a"', '"b"'))
