@@ -19,8 +19,11 @@ KEYS = [
 
 
 def test_each_scenario_is_answered_and_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "server", "--seconds", "2", "--clients", "2", "--json"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for seconds in ("2", "10", "40"):  # beside other processes a scenario may not answer a request in two seconds
+        assert main(["bench", "server", "--seconds", seconds, "--clients", "2", "--json"]) == 0
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        if all(one["requests_per_s"] > 0 for one in found):
+            break
     assert [one["scenario"] for one in found] == list(SCENARIOS) == list(SERVER_SCENARIOS)
     for one in found:
         assert list(one) == KEYS

@@ -89,15 +89,14 @@ def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
     while True:
         try:
             said = terminal.read()
-        except KeyboardInterrupt:
+            if said is None or said == EXIT:
+                return
+            if said.startswith("/"):
+                terminal.note(dialogue.command(said))
+            elif said:
+                _answer(talker, dialogue, terminal, said)
+        except KeyboardInterrupt:  # no answer was under way, or it had just ended
             terminal.note("\n/exit or Ctrl-D ends")
-            continue
-        if said is None or said == EXIT:
-            return
-        if said.startswith("/"):
-            terminal.note(dialogue.command(said))
-        elif said:
-            _answer(talker, dialogue, terminal, said)
 
 
 def _answer(talker: Talker, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
