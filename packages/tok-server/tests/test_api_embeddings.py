@@ -128,4 +128,7 @@ def test_a_line_of_a_batch_has_the_answer_of_its_request(server: Server) -> None
     asked = ENDPOINTS["/v1/embeddings"](body, Served(server.engine, NAME, server.context.settings.formats))
     assert asked.samples == len(TEXTS)
     write = asyncio.run(asked.compute(server.engine))
-    assert json.loads(write()) == embed(server, input=TEXTS, pooling="mean").json()
+    found, expected = json.loads(write()), embed(server, input=TEXTS, pooling="mean").json()
+    for one, other in zip(found["data"], expected["data"], strict=True):  # batched otherwise: the last bits differ
+        np.testing.assert_allclose(one.pop("embedding"), other.pop("embedding"), atol=1e-6)
+    assert found == expected
