@@ -91,16 +91,23 @@ class Filled:
     steps: int
 
 
-def fill(info: EngineInfo, lengths: np.ndarray, prompt: int, max_tokens: int, shared: int = 0) -> Filled:
-    """Runs requests of `lengths` [requests, samples], all there at once, to their end."""
+def fill(
+    info: EngineInfo, lengths: np.ndarray, prompt: int | np.ndarray, max_tokens: int | np.ndarray, shared: int = 0
+) -> Filled:
+    """Runs requests of `lengths` [requests, samples], all there at once, to their end.
+
+    `prompt`, `max_tokens`: tokens, of all requests or [requests] of each.
+    """
     requests, samples = lengths.shape
-    ports = LengthWorker(info, np.minimum(lengths, max_tokens), delay=1)
+    prompts, limits = np.broadcast_to(prompt, requests), np.broadcast_to(max_tokens, requests)
+    ports = LengthWorker(info, np.minimum(lengths, limits[:, None]), delay=1)
     manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None)
     random = np.random.default_rng(7)
     for rid in range(requests):
-        ids = random.integers(10, info.vocab_size, prompt)
+        ids = random.integers(10, info.vocab_size, prompts[rid])
         ids[:shared] = 9
-        ports.inbox.append(submit(rid, ids.tolist(), SamplingParams(n=samples, max_tokens=max_tokens, seed=rid)))
+        params = SamplingParams(n=samples, max_tokens=int(limits[rid]), seed=rid)
+        ports.inbox.append(submit(rid, ids.tolist(), params))
     used, settled, total = [], [], int(ports.lengths.sum())
     while True:
         if not manager.turn():
@@ -113,7 +120,7 @@ def fill(info: EngineInfo, lengths: np.ndarray, prompt: int, max_tokens: int, sh
                 settled.append(used[-1])
     assert ports.tokens == total
     stats = manager.stats()
-    once = total - ports.lengths.size + requests * prompt
+    once = total - ports.lengths.size + int(prompts.sum())
     return Filled(
         float(np.mean(used)),
         float(np.mean(settled)) if settled else 0.0,

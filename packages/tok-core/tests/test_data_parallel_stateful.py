@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         self.core.abort(request.request_id)
         assert request.ended()
         if not ended:
-            assert request.request_id not in self.core._by_id
+            assert request.request_id not in self.core._open
             self.open.remove(request)
 
     @rule(turns=st.integers(1, 6))
@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_open_requests(self) -> None:
-        router, running = self.core._router, list(self.core._open.values())
+        router, running = self.core._router, list(self.core._open.by_rid.values())
         for number, outstanding in enumerate(router.outstanding):
             parts = [part for one in running for part in one.parts if part.replica == number]
             assert len(outstanding) == len({one.rid for one in running for part in one.parts if part.replica == number})

@@ -60,6 +60,23 @@ class Model(RuleBasedStateMachine):
                     samples[sample] = []
 
     @rule(seed=SEEDS)
+    def reads_and_drops(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        every = [(rid, sample) for rid, samples in self.open.items() for sample in samples]
+        wanted = [one for one in every if rng.random() < 0.3] + [(self.next_rid + 6, 0)]  # nobody's
+        rng.shuffle(wanted)
+        known, tokens, counts = self.ledger.read([rid for rid, _ in wanted], [sample for _, sample in wanted])
+        assert [place for place, (rid, _) in enumerate(wanted) if rid in self.open] == known
+        ends = np.cumsum(counts).tolist()
+        for place, first, end in zip(known, [0, *ends], ends, strict=False):
+            rid, sample = wanted[place]
+            assert tokens[first:end].tolist() == self.open[rid][sample]
+        for rid, samples in self.open.items():
+            dropped = [sample for one, sample in wanted if one == rid and rng.random() < 0.5]
+            self.ledger.drop(rid, dropped)
+            samples.update((sample, []) for sample in dropped)
+
+    @rule(seed=SEEDS)
     def closes(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for rid in list(self.open):

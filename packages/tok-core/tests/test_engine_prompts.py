@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tok_core import (
     SamplingParams,
     TokenLogprob,
 )
+from tok_core.worker import prompt_values
 
 LENGTHS = (1, 2, 16, 17, 65, 200)
 PROMPTS = random_prompts(LENGTHS)
@@ -100,6 +102,16 @@ def test_every_kind_of_model_scores_and_embeds_prompts_as_transformers_does(
         for pooling in POOLINGS:
             assert_embedded(path, one.embed(PROMPTS, pooling=pooling), PROMPTS, pooling)
         assert one.stats()["output_tokens"] == 0
+
+
+def test_few_rows_are_pooled_at_once_however_many_a_step_has(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model(directory, "llama")
+    pooled = Mock(wraps=torch.segment_reduce)
+    monkeypatch.setattr(prompt_values, "POOLED", 7)
+    monkeypatch.setattr(torch, "segment_reduce", pooled)
+    with cpu_engine(path) as one:
+        assert_embedded(path, one.embed(PROMPTS, pooling="mean"), PROMPTS, "mean")
+    assert max(len(call.args[0]) for call in pooled.call_args_list) == 7
 
 
 def test_a_prompt_that_is_scored_is_computed_whole_and_then_cached(directory: Path, engine: Engine) -> None:

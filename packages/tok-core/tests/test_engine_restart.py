@@ -229,7 +229,7 @@ def test_a_request_whose_grammar_is_checked_during_a_restart_is_computed_after_i
     thread.join(60)
     assert not errors
     assert [part.replica for part in request.parts] == [0]
-    assert not core._held
+    assert not core._placing.held
     core.close()
     assert isinstance(request.error, EngineClosed)
 

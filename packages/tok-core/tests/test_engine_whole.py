@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from support.engines import assert_all_given_back, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
 from tok_core.assembly import Told
-from tok_core.manager.loop import NOTHING
-from tok_core.messages import Cancel, Finished, Progress, Stats, Submit, ToEngine
+from tok_core.manager.returns import NOTHING
+from tok_core.messages import Finished, Progress, Stats, Submit, ToEngine, ToManager
 from tok_core.processes.replica import Death, Report, ThreadReplica
+from tok_core.request_stream import WOKEN, Mailbox, RequestStream
 from tok_core.streamed import StreamedRequest
 from tok_core.text import Tokenizer
 
@@ -44,7 +45,7 @@ async def engine(path: Path) -> AsyncIterator[AsyncEngine]:
     yield one
     assert_all_given_back(manager_of(one))
     assert one._core._ledger.blocks_used == 0
-    assert not one._core._each_token
+    assert not one._core._open.each_token
     await one.close()
 
 
@@ -84,13 +85,14 @@ class Twins(ThreadReplica):
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         super().__init__(config, index, lambda message: report(_doubled(message)), death)
 
-    def send(self, message: Submit | Cancel) -> None:
-        assert isinstance(message, Submit)
-        if self._first is None:
-            self._first = message
-        else:
-            super().send(self._first)
-            self._first = None
+    def send(self, messages: Sequence[ToManager]) -> None:
+        for message in messages:
+            assert isinstance(message, Submit)
+            if self._first is None:
+                self._first = message
+            else:
+                super().send([self._first])
+                self._first = None
 
 
 def _doubled(message: ToEngine) -> ToEngine:
@@ -148,9 +150,47 @@ async def test_the_owner_hears_of_each_sample_once_when_it_has_ended(engine: Asy
 async def test_a_batch_is_what_one_report_brought(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, SamplingParams(n=4, max_tokens=30, temperature=0, ignore_eos=True))
     batches = [batch async for batch in stream.batches()]
-    assert sum(len(batch) for batch in batches) == 4 * 30
-    assert max(len(batch) for batch in batches) >= 4
+    assert sum(len(delta.token_ids) for batch in batches for delta in batch) == 4 * 30
+    assert max(len(batch) for batch in batches) == 4
     assert [len(sample.token_ids) for sample in (await stream.output()).outputs] == [30] * 4
+
+
+async def test_requests_of_one_turn_of_a_loop_are_sent_together(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = engine._core._fleet.lives[0].replica
+    assert isinstance(replica, ThreadReplica)
+    sent: list[int] = []
+    send = replica.send
+
+    def count(messages: Sequence[ToManager]) -> None:
+        sent.append(len(messages))
+        send(messages)
+
+    monkeypatch.setattr(replica, "send", count)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    streams = [engine.generate(PROMPT, params) for _ in range(10)]
+    assert not sent
+    await asyncio.gather(*(stream.output() for stream in streams))
+    assert sent == [10]
+    late = engine.generate(PROMPT, params)
+    late.abort()  # goes out after the request, which did not have to wait for it
+    assert (await late.output()).outputs[0].finish_reason == "abort"
+    assert sent == [10, 2]
+
+
+async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop(engine: AsyncEngine) -> None:
+    loop, params = asyncio.get_running_loop(), SamplingParams()
+    mailbox = Mailbox(loop, engine._core)
+    requests = [StreamedRequest(rid, str(rid), [1], params, mailbox.tell, None) for rid in range(2 * WOKEN + 5)]
+    mailbox.streams = {one.rid: RequestStream(engine._core, one) for one in requests}
+    mailbox.tell(requests)
+    woken: list[int] = []
+    async with asyncio.timeout(60):
+        while not woken or woken[-1] < len(requests):
+            await asyncio.sleep(0)
+            woken.append(sum(stream._news.is_set() for stream in mailbox.streams.values()))
+    assert sorted({0, *woken}) == [0, WOKEN, 2 * WOKEN, len(requests)]
 
 
 async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
@@ -200,6 +240,27 @@ async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -
     results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
     assert [type(result) for result in results] == [EngineClosed] * 4
     assert engine._core._ledger.blocks_used == 0
+
+
+def test_tokens_that_come_faster_than_they_are_taken_are_taken_together(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    ids = tokenizer.encode("日本 the", add_special_tokens=False)
+    request = StreamedRequest(1, "one", [1], SamplingParams(n=2), lambda _: None, tokenizer)
+    for token in ids[:-1]:
+        request.advance(Told([0], [token], [0], {1: (0, 1)}), {}, NOTHING_MORE)
+    request.advance(Told([1], [ids[0]], [0], {1: (0, 1)}), {}, NOTHING_MORE)
+    first, other = request.take()
+    assert (first.index, first.token_ids, first.finish_reason) == (0, ids[:-1], None)
+    assert (other.index, other.token_ids) == (1, ids[:1])
+    assert request.take() == []
+    end = {0: Finished(1, 0, "length", len(ids))}
+    request.advance(Told([0], ids[-1:], [0], {1: (0, 1)}), end, NOTHING_MORE)
+    request.abort("stop_when")
+    last, aborted = request.take()
+    assert (last.token_ids, last.finish_reason) == (ids[-1:], "length")
+    assert first.text + last.text == "日本 the"
+    assert (aborted.token_ids, aborted.finish_reason) == ([], "stop_when")
+    assert [one.token_ids for one in request.output().outputs] == [ids, ids[:1]]
 
 
 def test_a_stream_that_ends_without_another_token_releases_what_may_have_begun_a_stop_string(path: Path) -> None:

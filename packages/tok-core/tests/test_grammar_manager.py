@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,11 +29,15 @@ from support.schedules import (
     expected,
     submit,
 )
+from support.schemas import tokens_of as tokens_of_mask
 from support.simulated_worker import SimulatedPorts, SimulatedWorker
+from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.manager import grouping
 from tok_core.manager.loop import Manager
+from tok_core.manager.masks import Masks
 from tok_core.manager.sequences import State
 from tok_core.messages import Cancel, Finished, ToManager
 
@@ -51,7 +60,10 @@ def tokens_of(ports: SimulatedPorts) -> dict[tuple[int, int], list[int]]:
     found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for report in ports.reports:
         keys = list(zip(report.rid.tolist(), report.sample.tolist(), strict=True))
-        assert len(set(keys)) == len(keys)
+        ends = np.cumsum(report.rounds or [len(keys)]).tolist()
+        assert ends[-1] == len(keys)
+        for first, end in pairwise([0, *ends]):
+            assert len(set(keys[first:end])) == end - first
         for key, token in zip(keys, report.token.tolist(), strict=True):
             found[key].append(token)
     return dict(found)
@@ -338,3 +350,82 @@ def test_grammars_that_nobody_waits_for_any_more_are_kept_if_compiled_and_given_
     (thread,) = library._threads._threads
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ports = guided_manager(engine_info(num_pages=300, max_running=20))
+    grammar = Grammar(kind="regex", value="[a-h]{40}")
+    prepare(manager, [grammar])
+    guided = SamplingParams(n=6, max_tokens=30, seed=0, grammar=grammar)
+    free = SamplingParams(n=6, max_tokens=30, seed=0, ignore_eos=True)
+    found = Mock(wraps=grouping.find_groups)
+    monkeypatch.setattr(grouping, "find_groups", found)
+    prompts = {1: [1, 2, 3] * 4, 2: [1, 2, 3] * 4 + [4]}
+    drive(manager, ports, {0: [submit(1, prompts[1], guided), submit(2, prompts[2], free)]})
+    tokens = tokens_of(ports)
+    for sample in range(6):
+        assert tokens[1, sample] == expected_guided(prompts[1], sample, guided)
+        assert tokens[2, sample] == expected(prompts[2], sample, free)
+    assert found.call_count < 6  # that is, as they start
+    assert manager.scheduler.group_rows > 6 * 30
+
+
+def test_a_single_token_without_a_choice_is_drawn_in_a_decode_row_and_several_are_told_of_in_one_report() -> None:
+    short, long = Grammar(kind="regex", value="([abc]0){8}"), Grammar(kind="regex", value="([abc]0123456){3}")
+    for grammar, skips in ((short, False), (long, True)):
+        manager, ports = guided_manager(engine_info())
+        prepare(manager, [grammar])
+        params = SamplingParams(max_tokens=40, seed=0, grammar=grammar)
+        drive(manager, ports, {0: [submit(1, [1, 2, 3], params)]})
+        assert tokens_of(ports)[1, 0] == expected_guided([1, 2, 3], 0, params)
+        assert any(len(step.prefill_slot) for step in ports.steps[1:]) == skips
+        told = [report for report in ports.reports if len(report.rid)]
+        assert len(told) == len(ports.steps)
+        assert any(report.rounds for report in told[:-1]) == skips
+
+
+def test_a_sequence_that_lost_its_slot_goes_on_without_following_its_tokens_once_more() -> None:
+    manager, ports = guided_manager(engine_info())
+    prepare(manager, GRAMMARS)
+    params = SamplingParams(max_tokens=40, seed=0, grammar=GRAMMARS[0])
+    table = manager.table
+    drive(manager, ports, {0: [submit(1, [1, 2], params)]}, until=lambda: bool((table.known > 4).any()))
+    (follower,) = table.followers.values()
+    manager.scheduler.preempt(int(table.in_state(State.DECODE)[0]))
+    drive(manager, ports, {0: []}, until=lambda: bool(table.followers) and not manager.requests[1].resting)
+    assert list(table.followers.values()) == [follower]
+    drive(manager, ports, {0: []})
+    assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, params)
+    assert_all_given_back(manager)
+
+
+def test_a_mask_is_kept_once_and_knows_what_it_leaves_open() -> None:
+    begin = np.array([ord(piece[:1]) if piece else -1 for piece in ["a", "ab", "b", "", *["c"] * 46]], np.int16)
+    masks = Masks(begin)
+    full = masks.of(np.full(2, -1, np.int32))
+    assert tokens_of_mask(full.words) == list(range(50))
+    assert (full.only, full.none, full.alike) == (-1, False, False)
+    chosen = {(0,): (0, True), (0, 1): (-1, True), (0, 2): (-1, False), (0, 1, 3): (-1, False), (3,): (3, False)}
+    for tokens, (only, alike) in chosen.items():
+        words = np.zeros((3, 2), np.uint32)
+        words[:, 0] = sum(1 << token for token in tokens)
+        first, second, third = masks.of_many(words.view(np.int32), [None, full, masks.single(1)])
+        assert first is second is third
+        assert (first.only, first.none, first.alike) == (only, False, alike)
+    assert masks.of(np.zeros(2, np.int32)).none
+    assert all(tokens_of_mask(masks.single(token).words) == [token] for token in range(50))
+
+
+def test_the_process_that_compiles_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    end = write_tokenizer(tmp_path, 512) + 1
+    code = f"""if True:
+        import sys
+        import tok_core.processes.manager
+        from tok_core.grammar import Grammar
+        from tok_core.grammar.library import loader
+
+        guide = loader({str(tmp_path)!r}, 512, [{end}])().compile(Grammar(kind="regex", value="a+b"))
+        assert guide.matcher().accept_string("aab")
+        assert not {{"torch", "transformers"}} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)

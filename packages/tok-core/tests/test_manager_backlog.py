@@ -52,6 +52,16 @@ def test_a_small_memory_is_nearly_full_too(lengths: Lengths, samples: int, settl
     assert filled.recomputed <= 0.02
 
 
+def test_memory_is_nearly_full_where_every_request_has_another_prompt_and_another_limit() -> None:
+    random, requests = np.random.default_rng(3), 1500
+    prompts = np.clip(random.lognormal(np.log(150), 0.9, requests), 4, 1000).astype(np.int64)
+    lengths = np.clip(random.lognormal(np.log(130), 0.9, requests), 1, 500).astype(np.int64)
+    info = msgspec.structs.replace(INFO, num_pages=2048)
+    filled = fill(info, lengths.reshape(-1, 1), prompts, 2 * lengths)
+    assert filled.pages >= 0.9
+    assert filled.recomputed <= 0.02
+
+
 def drawn(length: int, remaining: Int64) -> Pace:
     """The pace of samples of a prompt of so many tokens."""
     pace, same = Pace(), np.ones(len(remaining), np.int64)

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -149,6 +149,7 @@ def test_one_that_was_preempted_is_spared_while_a_younger_one_runs_that_was_not(
     assert victim(manager) == 1
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30), st.sampled_from([0, 0, 1])), min_size=2, max_size=10),
     st.integers(13, 20),

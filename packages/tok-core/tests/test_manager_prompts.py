@@ -178,3 +178,20 @@ def test_what_a_replica_had_computed_of_prompts_when_it_died_another_computes_an
     begun = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
     assert [[one.logprob for one in found if one is not None] for found in begun] == [wanted, wanted]
     core.close()
+
+
+@pytest.mark.parametrize("cached", [20, 37])
+def test_samples_of_a_prompt_that_is_computed_although_it_is_cached_copy_its_last_page_alone(cached: int) -> None:
+    manager, ports = make_manager(engine_info(max_running=6), run_ahead=2)
+    prompt = (np.arange(37) % 5).tolist()
+    before = SamplingParams(max_tokens=1, seed=1)
+    params = SamplingParams(n=5, max_tokens=4, seed=1, ignore_eos=True, prompt_logprobs=0)
+    drive(manager, ports, {0: [submit(0, prompt[:cached], before)]})
+    drive(manager, ports, {0: [submit(1, prompt, params)]})
+    assert sum(len(step.copy_dst) for step in ports.steps) <= 5 + 1  # samples, and what is kept for late ones
+    computed = sum(int(step.prefill_count.sum()) for step in ports.steps)
+    assert computed <= cached + len(prompt) + (len(prompt) - cached // 4 * 4 if cached < 37 else 0)
+    tokens, _ = collect(ports.reports)
+    assert all(tokens[1, sample] == expected(prompt, sample, params) for sample in range(5))
+    assert told(ports, [cached, 37])[0][1] == {at: score(np.array(prompt[:at]), prompt[at]) for at in range(1, 37)}
+    assert_all_given_back(manager)

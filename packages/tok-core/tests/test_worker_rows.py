@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
+from support.tiny_models import make_model
+from tok_core.model.config import read_config
 from tok_core.worker import rows
+from tok_core.worker import state as state_module
 from tok_core.worker.graphs import _arrays
+from tok_core.worker.state import WorkerState
 from tok_core.worker.trial import trial_step
+
+CPU = torch.device("cpu")
 
 
 def test_a_row_begins_where_the_innermost_of_its_groups_ends() -> None:
@@ -42,3 +51,23 @@ def test_a_step_fills_the_places_that_its_graph_was_recorded_with() -> None:
         assert filled["slots"][len(step.decode_slot) :].tolist() == [99] * (16 - len(step.decode_slot))
     assert not any(name.startswith("start_") for name in _arrays(None, 16, 0, padding=99))
     assert np.unique(recorded["slots"]).tolist() == [99]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("together", [1, 3, 1000])
+def test_pages_are_copied_as_they_were_before_in_whatever_portions(
+    dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One is copied over by a third, and two change places."""
+    config = read_config(make_model("llama", tmp_path / "tiny"))
+    state = WorkerState(config, CPU, dtype, slots=1, num_pages=8, page_size=4, pages_per_slot=2)
+    state.kv.view(torch.uint8).random_(0, 120)
+    state.columns.token_of.random_(0, 99)
+    pages = state.kv.view(torch.uint8).clone(), state.columns.token_of.view(-1, 4).clone()
+    source, target = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 0, 3, 2])
+    monkeypatch.setattr(state_module, "COPIED_BYTES", together * 4 * state.kv[0, :, 0, 0].nbytes)
+    state._copy_pages(source, target)
+    where = torch.arange(9)
+    where[target] = source
+    assert torch.equal(state.kv.view(torch.uint8), pages[0][:, :, where])
+    assert torch.equal(state.columns.token_of.view(-1, 4), pages[1][where])

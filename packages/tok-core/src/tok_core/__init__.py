@@ -10,7 +10,8 @@ from tok_core.outputs import Completion, Delta, EmbeddingOutput, Pooling, Reques
 from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.engine import AsyncEngine, Engine, RequestStream
+    from tok_core.engine import AsyncEngine, Engine
+    from tok_core.request_stream import RequestStream
 
 __all__ = [
     "AsyncEngine",

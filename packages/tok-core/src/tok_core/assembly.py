@@ -15,6 +15,7 @@ from tok_core.outputs import Completion, Delta, Ending, Pooling, RequestOutput, 
 from tok_core.parts import Part
 from tok_core.prompt_logprobs import PromptLogprobs
 from tok_core.sampling import SamplingParams
+from tok_core.transcripts import Transcripts
 
 Sink = Callable[[Sequence["OpenRequest"]], None]
 
@@ -23,13 +24,14 @@ class Told(NamedTuple):
     """Tokens of a report for the requests that are told of each, in columns: those of a request side by side.
 
     Token `i` is one of sample `samples[i]`, and stands in row `rows[i]` of the report. `bounds`: by rid, where the
-    request's begin and end.
+    request's begin and end. `whole`: by rid, of requests told of ends alone, all of the samples that end.
     """
 
     samples: list[int]
     tokens: list[int]
     rows: list[int]
     bounds: dict[int, tuple[int, int]]
+    whole: Mapping[int, Transcripts] = {}
 
 
 class OpenRequest(ABC):

@@ -46,7 +46,7 @@ def _tokens(ids: list[int], vocab_size: int) -> Int32:
     with suppress(OverflowError):  # greater than 32 bits
         if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
             tokens = np.array(ids, np.int32)
-            if tokens.min() >= 0 and tokens.max() < vocab_size:
+            if tokens.view(np.uint32).max() < vocab_size:  # what is negative is large
                 return tokens
     bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
     raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")

@@ -11,6 +11,8 @@ import numpy as np
 from tok_core.assembly import Told
 from tok_core.ledger import Ledger
 from tok_core.messages import Finished, Int64, Progress
+from tok_core.text.tokenizer import Tokenizer
+from tok_core.transcripts import transcribe
 
 
 class Delivery(NamedTuple):
@@ -30,16 +32,22 @@ class Delivery(NamedTuple):
         return [*self.told.bounds, *(rid for rid in self.ends if rid not in self.told.bounds)]
 
 
-def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int]) -> Delivery:
+def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int], tokenizer: Tokenizer | None) -> Delivery:
     """Enters the report in the ledger; `each_token`: requests that are told of each token."""
     found, which = np.unique(progress.rid, return_inverse=True)
     rids = found.tolist()
-    begun = ledger.append(rids, which, progress.sample, progress.token)
+    begun, first = [], 0
+    for rows in progress.rounds or [len(which)]:
+        part = slice(first, first := first + rows)
+        begun += ledger.append(rids, which[part], progress.sample[part], progress.token[part])
     ends: dict[int, dict[int, Finished]] = {}
     for end in progress.finished:
         ends.setdefault(end.rid, {})[end.sample] = end
     counted = rids, np.bincount(which, minlength=len(rids))
-    return Delivery(counted, begun, _told(progress, rids, which, each_token) if each_token else NOTHING, ends)
+    told = _told(progress, rids, which, each_token) if each_token else NOTHING
+    if progress.finished:
+        told = told._replace(whole=transcribe(progress.finished, ledger, tokenizer))
+    return Delivery(counted, begun, told, ends)
 
 
 def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> Told:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,14 +17,17 @@ from tok_core.fleet import Health
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import refuse
 from tok_core.messages import EngineInfo
-from tok_core.outputs import Delta, EmbeddingOutput, Ending, Pooling, RequestOutput, TokenLogprob
+from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
 from tok_core.progress import Progressing, progress_bar
+from tok_core.request_stream import Mailbox, RequestStream
 from tok_core.sampling import SamplingParams
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams]
+
+SENT = 64  # prompts of a list that are submitted together
 
 
 class _Base:
@@ -158,7 +159,8 @@ class Engine(_Base):
             index: dict[int, int] = {}
             try:
                 for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-                    index[self._core.submit(prompt, one, None, arrived.put, stream=False).rid] = i
+                    later = i % SENT != SENT - 1 and i != len(ids) - 1
+                    index[self._core.submit(prompt, one, None, arrived.put, stream=False, later=later).rid] = i
                 yield from self._collect(index, arrived, bar)
             finally:
                 self._core.abort_all(index)
@@ -177,116 +179,12 @@ class Engine(_Base):
                     yield index.pop(request.rid), request.output()
 
 
-class RequestStream:
-    """The deltas of one request while it runs: `async for delta in stream`, or the whole by `await stream.output()`.
-
-    Deltas of its samples interleave. Raises EngineDead if a process dies. Leaving early? Call `abort`.
-    """
-
-    def __init__(self, core: EngineCore, request: OpenRequest) -> None:
-        self._core = core
-        self._request = request
-        self._news = asyncio.Event()
-        self._unread: deque[Delta] = deque()
-        self._left = request.params.n  # samples whose last delta has not been read
-
-    @property
-    def request_id(self) -> str:
-        """The id given, or one made for it."""
-        return self._request.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt in tokens."""
-        return self._request.prompt
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that have been made for it, as far as they have been told: of all its samples."""
-        return self._request.output_tokens
-
-    @property
-    def first_token(self) -> float | None:
-        """When its first token came, on the monotonic clock."""
-        return self._request.timings.first_token
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens found in the cache; known with the first delta."""
-        return self._request.cached_tokens
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of the prompt's tokens, where the request asks for them; known with the first delta."""
-        return self._request.prompt_logprobs()
-
-    def abort(self, reason: Ending = "abort") -> None:
-        """Ends the request, if it still runs: samples that have not finished do so now, with `reason`."""
-        self._core.abort_all([self._request.rid], reason)
-
-    async def output(self) -> RequestOutput:
-        """Waits for the whole request."""
-        async for _ in self.batches():
-            pass
-        return self._request.output()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._deltas()
-
-    async def batches(self) -> AsyncIterator[list[Delta]]:
-        """The deltas, those together that were reported together."""
-        while self._left:
-            await self._wait()
-            batch = list(self._unread)
-            self._unread.clear()
-            self._left -= sum(delta.finish_reason is not None for delta in batch)
-            yield batch
-
-    async def _deltas(self) -> AsyncIterator[Delta]:
-        while self._left:
-            await self._wait()
-            delta = self._unread.popleft()
-            self._left -= delta.finish_reason is not None
-            yield delta
-
-    async def _wait(self) -> None:
-        """Returns when something is unread. Raises the request's error when there is nothing before it."""
-        while not self._unread:
-            self._news.clear()
-            error = self._request.error  # before: what comes before it is then taken
-            self._unread += self._request.take()
-            if not self._unread:
-                if error is not None:
-                    raise error
-                await self._news.wait()
-
-
-class _Mailbox:
-    """The streams of one event loop, which is woken once a report however many of them have news."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.streams: dict[int, RequestStream] = {}  # by rid, until their requests have ended
-
-    def tell(self, requests: Sequence[OpenRequest]) -> None:
-        """From any thread; a loop that has ended has nobody to tell."""
-        with suppress(RuntimeError):  # the loop has been closed
-            self.loop.call_soon_threadsafe(self._wake, requests)
-
-    def _wake(self, requests: Sequence[OpenRequest]) -> None:
-        for request in requests:
-            find = self.streams.pop if request.ended() else self.streams.get
-            stream = find(request.rid, None)
-            if stream is not None:
-                stream._news.set()
-
-
 class AsyncEngine(_Base):
     """Serves requests as they come. `start` it within a running event loop."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         super().__init__(config, in_process=in_process)
-        self._mailbox: _Mailbox | None = None
+        self._mailbox: Mailbox | None = None
 
     async def start(self) -> None:
         """Returns when ready. Raises ModelError, InvalidField or EngineError where it cannot start."""
@@ -325,17 +223,13 @@ class AsyncEngine(_Base):
         A grammar is compiled beside the event loop, unless it is known; if it is then refused, reading the stream
         raises InvalidField. To know before: `check_grammar`.
 
-        stream  True: a delta for each token, as it comes. False: one for each sample, when it has ended; this
-                takes far less of the CPU
+        stream  True: a delta for each token, as it comes; tokens that come faster than they are read are read
+                together. False: one for each sample, when it has ended; this takes far less of the CPU
         """
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = _Mailbox(loop)
-        mailbox = self._mailbox
-        request = self._core.submit(prompt, params or SamplingParams(), request_id, mailbox.tell, stream=stream)
-        # What is told meanwhile waits: the loop runs this.
-        found = mailbox.streams[request.rid] = RequestStream(self._core, request)
-        return found
+            self._mailbox = Mailbox(loop, self._core)
+        return self._mailbox.submit(prompt, params or SamplingParams(), request_id, stream=stream)
 
     async def embed(
         self,

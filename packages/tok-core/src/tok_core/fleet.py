@@ -15,7 +15,7 @@ import msgspec
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, from_wire
 from tok_core.life import Life, ReplicaState, total
-from tok_core.messages import Cancel, EngineInfo, Failed, Progress, Stats, Submit, ToEngine
+from tok_core.messages import EngineInfo, Failed, Progress, Stats, ToEngine, ToManager
 from tok_core.processes.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
 
 log = logging.getLogger("tok_core")
@@ -65,6 +65,7 @@ class Fleet:
         self._lost = lost
         self._settled = settled
         self._closed = False
+        self._outbox: dict[Replica, list[ToManager]] = {}
         self.started = False  # whether all have been ready at once
         self.info: EngineInfo | None = None  # since then; see `together`
         self.lives = [Life(number, config.max_restarts, config.restart_window) for number in range(config.dp)]
@@ -153,6 +154,11 @@ class Fleet:
         return self._closed
 
     @property
+    def serves(self) -> bool:
+        """Whether its state is "ready"."""
+        return self.started and not self._closed and "ready" in [life.state for life in self.lives]
+
+    @property
     def computes(self) -> bool:
         """Whether any of them goes on with what it has, be it that it gets nothing new."""
         return not self._closed and any(life.state in ("ready", "draining") for life in self.lives)
@@ -190,12 +196,21 @@ class Fleet:
         with self._changed:
             return [] if self._closed else [life.number for life in self.lives if life.state == "ready"]
 
-    def send(self, number: int, message: Submit | Cancel) -> None:
-        """To a replica; nobody hears it where that has died."""
+    def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
+        """To a replica; nobody hears it where that has died. `later`: with others, at the next `flush`."""
         with self._changed:
             replica = self.lives[number].replica
             if replica is not None:
-                replica.send(message)
+                self._outbox.setdefault(replica, []).append(message)
+            if not later:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends what has waited for others to go with it."""
+        with self._changed:
+            outbox, self._outbox = self._outbox, {}
+            for replica, messages in outbox.items():
+                replica.send(messages)
 
     def stats(self) -> dict[str, float]:
         """`Stats`, summed over the replicas' lives; `restarts`, `replicas` and `replicas_ready` count replicas."""

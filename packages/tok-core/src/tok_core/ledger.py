@@ -7,6 +7,7 @@ one before it. Axes: R rows, K blocks, U requests and N tokens of a report.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -65,17 +66,53 @@ class Ledger:
             blocks = self._give_back(row)
             return self._tokens[blocks].reshape(-1)[:count] if blocks else EMPTY
 
+    def read(self, rids: list[int], samples: list[int]) -> tuple[list[int], Int32, Int64]:
+        """Of samples `[U]` of requests `[U]`: the places of those whose requests are open; their tokens, side by side
+        and in a copy; how many each has.
+        """
+        with self._lock:
+            first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)
+            known = (first >= 0).nonzero()[0]
+            row = first[known] + np.array(samples, np.int64)[known]
+            counts = self._count[row]
+            return known.tolist(), self._gather(self._block[row], counts), counts
+
+    def drop(self, rid: int, samples: Iterable[int]) -> None:
+        """Forgets the tokens of samples of an open request."""
+        with self._lock:
+            first = self._rows[rid].start
+            self._give_back_all([first + sample for sample in samples])
+
     def close(self, rid: int) -> None:
         """Forgets the request, if it is open, and what it still has."""
         with self._lock:
             rows = self._rows.pop(rid, None)
-            for row in rows or ():
-                self._give_back(row)
+            if rows is not None and len(rows) == 1:
+                self._give_back(rows.start)
+            elif rows is not None:
+                self._give_back_all(slice(rows.start, rows.stop))
 
     @property
     def blocks_used(self) -> int:
         """Blocks that hold tokens."""
         return len(self._before) - len(self._free)
+
+    def _gather(self, block: Int64, counts: Int64) -> Int32:
+        """The tokens of rows with so many each, whose last ones are in these blocks."""
+        blocks = -(-counts // BLOCK)
+        ends = np.cumsum(blocks)
+        chain = np.empty(blocks.sum(), np.int64)  # the blocks of all rows, each row's in order
+        filled = np.full(len(chain), BLOCK)
+        here = blocks.nonzero()[0]
+        filled[ends[here] - 1] -= blocks[here] * BLOCK - counts[here]
+        back = 1  # blocks from a row's end
+        while len(here):
+            chain[ends[here] - back] = block[here]
+            block[here] = self._before[block[here]]
+            here = here[blocks[here] > back]
+            back += 1
+        tokens: Int32 = self._tokens[chain][np.arange(BLOCK) < filled[:, None]]
+        return tokens
 
     def _give_back(self, row: int) -> list[int]:
         """Frees the row's blocks; these, from the first to the last."""
@@ -87,6 +124,14 @@ class Ledger:
         self._count[row], self._block[row] = 0, -1
         self._free += blocks
         return blocks[::-1]
+
+    def _give_back_all(self, rows: slice | list[int]) -> None:
+        """The same of many rows, without Python for each."""
+        block = self._block[rows]
+        while len(block := block[block >= 0]):
+            self._free += block.tolist()
+            block = self._before[block]
+        self._count[rows], self._block[rows] = 0, -1
 
     def _add_blocks(self, row: Int64) -> None:
         """A new last block for each of the rows."""

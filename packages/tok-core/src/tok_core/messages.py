@@ -8,6 +8,7 @@ chunks), R rows that sample, G prefix groups of a level, N tokens reported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -130,9 +131,9 @@ class StepInput(msgspec.Struct):
     5. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
-    `filter_row`, `penalty_row`, `bias_row`, `mask_row`: which of the R rows ask for these. `mask` `[m, ⌈V/32⌉]`: of
-    each of `mask_row` the tokens it may draw, token t where bit t mod 32 of word t div 32 is set. `max_kv`: longest
-    sequence after it.
+    `filter_row`, `penalty_row`, `bias_row`, `mask_row`: which of the R rows ask for these. `mask_of`: which of `mask`,
+    `[m, ⌈V/32⌉]`, has the tokens that each of `mask_row` may draw, token t where bit t mod 32 of word t div 32 is set.
+    `max_kv`: longest sequence after it.
     """
 
     step: int
@@ -159,6 +160,7 @@ class StepInput(msgspec.Struct):
     max_kv: int
     prompts: PromptAsks | None = None
     mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
 
 
@@ -283,10 +285,12 @@ class Stats(msgspec.Struct):
 class Progress(msgspec.Struct, tag=True):
     """What happened since the last report: N tokens in columns, and the rare events as lists.
 
-    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`; each pair of
-    `rid` and `sample` occurs at most once. `scores` come no later than the first token of their request, `embedded` no
-    later than its end. `cached` is `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was
-    admitted; `failed` is `[(rid, why), …]` for requests of which there is nothing more to come.
+    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`. Each pair of
+    `rid` and `sample` occurs at most once in a round, of which there is one unless `rounds` says how many rows each
+    has: a sample's tokens stand in the order in which they follow one another. `scores` come no later than the first
+    token of their request, `embedded` no later than its end. `cached` is `[(rid, prompt tokens found in the cache), …]`
+    for requests whose first sample was admitted; `failed` is `[(rid, why), …]` for requests of which there is nothing
+    more to come.
     """
 
     rid: np.ndarray
@@ -301,6 +305,7 @@ class Progress(msgspec.Struct, tag=True):
     cached: list[tuple[int, int]]
     stats: Stats
     failed: list[tuple[int, str]] = []
+    rounds: list[int] = []
 
     def news(self) -> list[Scores | Embedded]:
         """What it tells of prompts."""
@@ -352,8 +357,8 @@ def _dec(kind: type, value: Any) -> object:
     raise TypeError(f"cannot receive {kind.__name__}")
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """The message as bytes."""
+def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    """The message, or several, as bytes."""
     return msgspec.msgpack.encode(message, enc_hook=_enc)
 
 

@@ -54,6 +54,8 @@ class Router:
 
     def place(self, asked: Asked, samples: range, ready: Sequence[int], *, split: bool) -> list[Share]:
         """Chooses among the replicas `ready`, at least one; several of them where `split` and that is worth it."""
+        if not self.several:
+            return [Share(ready[0], samples)]
         prompt, each = len(asked.tokens), self._expected(asked)
         loads = {replica: self.outstanding[replica].tokens for replica in ready}
         if split and _too_much(prompt + len(samples) * each, loads) and len(samples) >= 2 * LEAST_SHARE:
@@ -82,7 +84,8 @@ class Router:
 
     def remove(self, replica: int, rid: int) -> None:
         """The replica has nothing to do for the request any more."""
-        self.outstanding[replica].remove(rid)
+        if self.several:
+            self.outstanding[replica].remove(rid)
 
     def forget(self, replica: int) -> None:
         """The replica has lost its cache."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from copy import copy
 
 import msgspec
 
@@ -62,64 +64,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, INT63)
-        _integer("min_tokens", self.min_tokens, 0, INT63)
+        every = zip(_CHECKS, msgspec.structs.astuple(self), self.__struct_defaults__, strict=True)
+        for (field, check), value, default in every:
+            if value is not default:  # most are
+                check(field, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidField("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, INT63)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise InvalidField("top_p", self.top_p, "above 0, at most 1")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidField("ignore_eos", self.ignore_eos, "true or false")
-        if self.seed is not None:
-            _integer("seed", self.seed, -INT63 - 1, INT63)
-        _integer("priority", self.priority, -INT63 - 1, INT63)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        self._check_grammar()
-        self._check_lists()
-
-    def _check_grammar(self) -> None:
-        if not isinstance(self.grammar, Grammar | None):
-            raise InvalidField("grammar", self.grammar, "a Grammar")
         if self.grammar is not None and self.min_tokens:
             raise InvalidField("min_tokens", self.min_tokens, "0 together with a grammar, which says when a text ends")
         if self.grammar is not None and self.ignore_eos:
             raise InvalidField("ignore_eos", self.ignore_eos, "false together with a grammar, whose texts end")
-
-    def _check_lists(self) -> None:
-        if not isinstance(self.logit_bias, dict | None):
-            raise InvalidField("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise InvalidField("stop_token_ids", self.stop_token_ids, "a tuple of token ids")
-        for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token, 0, INT63)
-            _number("logit_bias", bias, -100.0, 100.0)
-        if len(self.logit_bias or {}) > MAX_BIASES:
-            raise InvalidField("logit_bias", f"{len(self.logit_bias or {})} entries", f"at most {MAX_BIASES}")
-        if not isinstance(self.stop, tuple | list):
-            raise InvalidField("stop", self.stop, "a tuple of strings")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidField("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
-        for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise InvalidField("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise InvalidField("stop", text, "valid Unicode, without lone surrogates")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidField("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_IDS}")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, INT63)
 
     @property
     def filters(self) -> bool:
@@ -132,13 +86,101 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
 
-def _integer(field: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidField(field, value, f"integers from {low} to {high}")
+def seeded(params: SamplingParams, seed: int) -> SamplingParams:
+    """The same with another seed, not checked once more."""
+    found = copy(params)
+    msgspec.structs.force_setattr(found, "seed", seed)
+    return found
 
 
-def _number(field: str, value: object, low: float, high: float) -> None:
-    # By exact type: NumPy's float64 is a float, too, but cannot be sent.
-    real = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    if not real or not low <= float(value) <= high:  # type: ignore[arg-type]
-        raise InvalidField(field, value, f"numbers from {low:g} to {high:g}")
+Check = Callable[[str, object], None]
+
+
+def _integer(low: int, high: int, *, may_be_none: bool = False) -> Check:
+    def check(field: str, value: object) -> None:
+        if (type(value) is not int or not low <= value <= high) and not (may_be_none and value is None):
+            raise InvalidField(field, value, f"integers from {low} to {high}")
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    def check(field: str, value: object) -> None:
+        # By exact type: NumPy's float64 is a float, too, but cannot be sent.
+        real = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        if not real or not low <= float(value) <= high:  # type: ignore[arg-type]
+            raise InvalidField(field, value, f"numbers from {low:g} to {high:g}")
+
+    return check
+
+
+def _top_p(field: str, value: object) -> None:
+    _number(0.0, 1.0)(field, value)
+    if value == 0:
+        raise InvalidField(field, value, "above 0, at most 1")
+
+
+def _switch(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidField(field, value, "true or false")
+
+
+def _grammar(field: str, value: object) -> None:
+    if not isinstance(value, Grammar):
+        raise InvalidField(field, value, "a Grammar")
+
+
+def _biases(field: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise InvalidField(field, value, "a mapping of token ids to numbers")
+    for token, bias in value.items():
+        _TOKEN(field, token)
+        _BIAS(field, bias)
+    if len(value) > MAX_BIASES:
+        raise InvalidField(field, f"{len(value)} entries", f"at most {MAX_BIASES}")
+
+
+def _stop_ids(field: str, value: object) -> None:
+    if not isinstance(value, tuple | list):
+        raise InvalidField(field, value, "a tuple of token ids")
+    if len(value) > MAX_STOP_IDS:
+        raise InvalidField(field, f"{len(value)} ids", f"at most {MAX_STOP_IDS}")
+    for token in value:
+        _TOKEN(field, token)
+
+
+def _stops(field: str, value: object) -> None:
+    if not isinstance(value, tuple | list):
+        raise InvalidField(field, value, "a tuple of strings")
+    if len(value) > MAX_STOP_STRINGS:
+        raise InvalidField(field, f"{len(value)} strings", f"at most {MAX_STOP_STRINGS}")
+    for text in value:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise InvalidField(field, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidField(field, text, "valid Unicode, without lone surrogates")
+
+
+_TOKEN, _BIAS = _integer(0, INT63), _number(-100.0, 100.0)
+_FIELD_CHECKS: dict[str, Check] = {
+    "n": _integer(1, MAX_N),
+    "max_tokens": _integer(0, INT63, may_be_none=True),
+    "min_tokens": _integer(0, INT63),
+    "temperature": _number(0.0, 100.0),
+    "top_k": _integer(-1, INT63),
+    "top_p": _top_p,
+    "min_p": _number(0.0, 1.0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(1e-3, 1e3),
+    "logit_bias": _biases,
+    "seed": _integer(-INT63 - 1, INT63),
+    "stop": _stops,
+    "stop_token_ids": _stop_ids,
+    "ignore_eos": _switch,
+    "priority": _integer(-INT63 - 1, INT63),
+    "logprobs": _integer(0, MAX_LOGPROBS),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
+    "grammar": _grammar,
+}
+_CHECKS: list[tuple[str, Check]] = [(field, _FIELD_CHECKS[field]) for field in SamplingParams.__struct_fields__]

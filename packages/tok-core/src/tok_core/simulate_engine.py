@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
 from tok_core.messages import EngineInfo, Int64, Launch, StepInput
 from tok_core.processes import child
-from tok_core.processes.replica import ProcessReplica
+from tok_core.processes.replica import Death, ProcessReplica, Report
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.simulate import SimulatedWorker
 from tok_core.text.tokenizer import Tokenizer
@@ -25,11 +26,14 @@ PAGE, MAX_MODEL_LEN = 16, 1024
 
 
 class SimulatedEngine(AsyncEngine):
-    """Serves `model`'s tokenizer; tokens are random, at once, and without end. The model's own length is ignored."""
+    """Serves `model`'s tokenizer; tokens are random and without end. The model's own length is ignored.
 
-    def __init__(self, model: str, max_running: int) -> None:
+    step_seconds  what each step takes, during which the worker sleeps
+    """
+
+    def __init__(self, model: str, max_running: int, *, step_seconds: float = 0.0) -> None:
         super().__init__(EngineConfig(model=model, device="cpu", max_running=max_running))
-        self._core._fleet._kind = _SimulatedReplica
+        self._core._fleet._kind = partial(_SimulatedReplica, step_seconds)
 
     def cpu_seconds(self) -> float:
         """CPU time of manager and worker until now."""
@@ -43,15 +47,19 @@ class SimulatedEngine(AsyncEngine):
 
 
 class _SimulatedReplica(ProcessReplica):
-    entry = "tok_core.simulate_engine"
+    def __init__(self, step_seconds: float, config: EngineConfig, index: int, report: Report, death: Death) -> None:
+        super().__init__(config, index, report, death)
+        self.program = f"from tok_core.simulate_engine import main; sys.exit(main({step_seconds!r}))"
 
 
-def main() -> int:
+def main(step_seconds: float) -> int:
     """A child process of the engine; as `tok_core.processes.child.main`."""
-    return child.main(_run_worker)
+    return child.main(partial(_run_worker, step_seconds))
 
 
-def _run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, steps: Receiver[StepInput]) -> None:
+def _run_worker(
+    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: Launch, steps: Receiver[StepInput]
+) -> None:
     """Never returns."""
     tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
     assert running is not None
@@ -69,15 +77,15 @@ def _run_worker(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, steps: 
     )
     worker, outputs = SimulatedWorker(info, _for_ever), Sender(context, launch.outputs)
     outputs.send(info)
+    over = time.monotonic()
     while True:
         step = steps.wait(None)
         if step is not None:
-            outputs.send(worker.run(step, 0.0))
+            over = max(over, time.monotonic()) + step_seconds
+            output = worker.run(step, step_seconds)
+            time.sleep(max(over - time.monotonic(), 0.0))
+            outputs.send(output)
 
 
 def _for_ever(u: NDArray[np.float64]) -> Int64:
     return np.full(len(u), 1 << 40)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

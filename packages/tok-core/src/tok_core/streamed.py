@@ -1,4 +1,8 @@
-"""StreamedRequest: a request whose owner is told of each token as it comes."""
+"""StreamedRequest: a request whose owner is told of its tokens while they come.
+
+What a report brings is only noted. It becomes text when the owner takes it: whoever is slow to do so gets several
+tokens in one delta, and costs less for it.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,31 @@ from collections.abc import Mapping
 
 from tok_core.assembly import OpenRequest, Sink, Told, token_logprob
 from tok_core.messages import Finished, Progress
-from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
+from tok_core.outputs import Completion, Delta, Ending, TokenLogprob
 from tok_core.sampling import SamplingParams
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
 
+NOTHING = (0, 0)
+
 
 class _Sample:
-    """What one sample has so far."""
+    """What one sample has so far: `fresh` tokens, which its owner has not taken, and those taken."""
 
-    __slots__ = ("detokeniser", "finish_reason", "logprobs", "stop_reason", "text", "token_ids")
+    __slots__ = ("detokeniser", "end", "fresh", "logprobs", "taken", "text", "token_ids")
 
     def __init__(self, detokeniser: Detokeniser | None, logprobs: bool) -> None:
         self.detokeniser = detokeniser
+        self.fresh: list[int] = []
         self.token_ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] | None = [] if logprobs else None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.end: Finished | None = None
+        self.taken = False  # whether a delta of it has been
 
 
 class StreamedRequest(OpenRequest):
-    """A request whose owner is told of each token as it comes."""
+    """A request whose owner is told of its tokens while they come."""
 
     each_token = True
 
@@ -46,83 +53,88 @@ class StreamedRequest(OpenRequest):
         self._samples = [
             _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
         ]
+        self._changed: dict[int, None] = {}  # samples with something to take, in the order in which it came
 
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
-        own = range(*told.bounds.get(self.rid, (0, 0)))
-        if own and self.timings.first_token is None:
+        first, end = told.bounds.get(self.rid, NOTHING)
+        if first < end and self.timings.first_token is None:
             self.timings.first_token = time.monotonic()
-        self.output_tokens += len(own)
-        for i in own:
+        self.output_tokens += end - first
+        for i in range(first, end):
             index, token = told.samples[i], told.tokens[i]
             sample = self._samples[index]
-            logprobs = None
+            sample.fresh.append(token)
+            self._changed[index] = None
             if sample.logprobs is not None:
-                logprobs = [token_logprob(self.params, token, told.rows[i], progress)]
-                sample.logprobs += logprobs
-            self._news.append(self._delta(index, sample, token, logprobs, ends.get(index)))
-        for end in ends.values():
-            if self._samples[end.sample].finish_reason is None:  # without a token
-                text = self._release(self._samples[end.sample])
-                self._finish(self._samples[end.sample], end.reason, end.stop)
-                self._news.append(Delta(end.sample, [], text, None, end.reason, end.stop, self.prompt_logprobs()))
+                sample.logprobs.append(token_logprob(self.params, token, told.rows[i], progress))
+        for index, how in ends.items():
+            self._end(index, how)
+
+    def take(self) -> list[Delta]:
+        with self.lock:
+            self._note_changes()
+            news, self._news = self._news, []
+            return news
 
     def runs(self, samples: range) -> bool:
-        return any(self._samples[index].finish_reason is None for index in samples)
+        return any(self._samples[index].end is None for index in samples)
 
     def restart(self, samples: range) -> bool:
-        return not any(self._samples[index].token_ids for index in samples)
+        return not any(self._samples[index].token_ids or self._samples[index].fresh for index in samples)
 
     def abort(self, reason: Ending) -> None:
         for index, sample in enumerate(self._samples):
-            if sample.finish_reason is None:
-                text = self._release(sample)
-                self._finish(sample, reason, None)
-                self._news.append(Delta(index, [], text, None, reason))
+            if sample.end is None:
+                self._end(index, Finished(self.rid, index, reason, len(sample.token_ids) + len(sample.fresh)))
 
-    def _delta(
-        self, index: int, sample: _Sample, token: int, logprobs: list[TokenLogprob] | None, end: Finished | None
-    ) -> Delta:
-        """One token of a sample, and how it ended the sample if it did."""
-        prompt_logprobs = None if sample.token_ids else self.prompt_logprobs()
-        sample.token_ids.append(token)
-        if end is not None:
-            text = _last_text(sample.detokeniser, token, end)
-            self._finish(sample, end.reason, end.stop)
-        else:
-            text = "" if sample.detokeniser is None else sample.detokeniser.push_one(token)
-        sample.text.append(text)
-        return Delta(index, [token], text, logprobs, sample.finish_reason, sample.stop_reason, prompt_logprobs)
-
-    def _release(self, sample: _Sample) -> str:
-        """What was withheld of its text, where it ends without another token."""
-        text = "" if sample.detokeniser is None else sample.detokeniser.finish()
-        sample.text.append(text)
-        return text
-
-    def _finish(self, sample: _Sample, reason: FinishReason, stop: int | str | None) -> None:
-        sample.finish_reason, sample.stop_reason = reason, stop
-        sample.detokeniser = None
+    def _end(self, index: int, end: Finished) -> None:
+        self._samples[index].end = end
+        self._changed[index] = None
         self._count_end()
 
+    def _note_changes(self) -> None:
+        for index in self._changed:
+            self._news.append(self._delta(index, self._samples[index]))
+        self._changed.clear()
+
+    def _delta(self, index: int, sample: _Sample) -> Delta:
+        """What the sample has gained since it was asked for last."""
+        ids, end, logprobs = sample.fresh, sample.end, sample.logprobs
+        text = _text(sample.detokeniser, ids, end)
+        if logprobs is not None:
+            logprobs = logprobs[len(logprobs) - len(ids) :] or None
+        prompt_logprobs = None if sample.taken else self.prompt_logprobs()
+        sample.fresh, sample.taken = [], True
+        sample.token_ids += ids
+        sample.text.append(text)
+        if end is None:
+            return Delta(index, ids, text, logprobs, None, None, prompt_logprobs)
+        sample.detokeniser = None
+        return Delta(index, ids, text, logprobs, end.reason, end.stop, prompt_logprobs)
+
     def _completions(self) -> list[Completion]:
+        self._note_changes()
         return [_completion(index, sample) for index, sample in enumerate(self._samples)]
 
 
-def _last_text(detokeniser: Detokeniser | None, token: int, end: Finished) -> str:
+def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None) -> str:
+    """What can be shown now that `ids` follow, and perhaps the end."""
     if detokeniser is None:
         return ""
+    if end is None:
+        return detokeniser.push(ids)
     # An end token is never shown, whether or not its tokenizer calls it special.
     ended_by_token = end.reason == "stop" and end.cut is None
-    return ("" if ended_by_token else detokeniser.push_one(token)) + detokeniser.finish(end.cut)
+    return detokeniser.push(ids[:-1] if ended_by_token else ids) + detokeniser.finish(end.cut)
 
 
 def _completion(index: int, sample: _Sample) -> Completion:
-    assert sample.finish_reason is not None
+    assert sample.end is not None
     return Completion(
         index=index,
         token_ids=sample.token_ids,
         text="".join(sample.text),
         logprobs=sample.logprobs,
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
+        finish_reason=sample.end.reason,
+        stop_reason=sample.end.stop,
     )

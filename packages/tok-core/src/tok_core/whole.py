@@ -41,8 +41,13 @@ class WholeRequest(OpenRequest):
             for i in range(*told.bounds.get(self.rid, (0, 0))):
                 one = token_logprob(self.params, told.tokens[i], told.rows[i], progress)
                 self._logprobs[told.samples[i]].append(one)
-        for end in ends.values():
-            self._end(end.sample, end.reason, end.stop, end.cut)
+        if not ends:
+            return
+        if len(ends) < self._left:  # else all of it goes at once
+            self._ledger.drop(self.rid, ends)
+        for end, ids, text in zip(ends.values(), *told.whole[self.rid], strict=True):
+            self._end(end.sample, ids, text, end.reason, end.stop)
+        self._note_ends()
 
     def runs(self, samples: range) -> bool:
         return any(self._done[index] is None for index in samples)
@@ -61,25 +66,28 @@ class WholeRequest(OpenRequest):
     def abort(self, reason: Ending) -> None:
         for index, done in enumerate(self._done):
             if done is None:
-                self._end(index, reason)
+                self._end(index, *self._so_far(index), reason)
+        self._note_ends()
 
     def fail(self, error: TokError) -> None:
         super().fail(error)
         self._ledger.close(self.rid)
 
-    def _end(self, index: int, reason: FinishReason, stop: int | str | None = None, cut: int | None = None) -> None:
+    def _so_far(self, index: int) -> tuple[list[int], str]:
+        """Tokens and text of a sample that is ended from outside."""
         ids = self._ledger.take(self.rid, index)
+        if self._logprobs is not None:
+            ids = ids[: len(self._logprobs[index])]  # an abort may come between the token and its log-probability
+        return ids.tolist(), "" if self._tokenizer is None else self._tokenizer.continuation(ids)
+
+    def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:
         logprobs = None if self._logprobs is None else self._logprobs[index]
-        if logprobs is not None:
-            ids = ids[: len(logprobs)]  # an abort may come between the token and its log-probability
-        # An end token is never shown, whether or not its tokenizer calls it special.
-        shown = ids[:-1] if reason == "stop" and cut is None else ids
-        text = "" if self._tokenizer is None else self._tokenizer.continuation(shown, cut)
-        done = Completion(index, ids.tolist(), text, logprobs, reason, stop)
-        self._done[index] = done
-        self.output_tokens += len(done.token_ids)
-        self._news.append(Delta(index, done.token_ids, text, logprobs, reason, stop, self.prompt_logprobs()))
+        self._done[index] = Completion(index, ids, text, logprobs, reason, stop)
+        self.output_tokens += len(ids)
+        self._news.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end()
+
+    def _note_ends(self) -> None:
         if self._left == 0:
             self._ledger.close(self.rid)
 

@@ -13,6 +13,7 @@ import msgspec
 from tok_core.grammar.checker import Task, verdict
 from tok_core.grammar.examiner import LENGTH, packed
 from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.lean import preload
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler
@@ -28,6 +29,7 @@ def main() -> int:
     questions = sys.stdin.buffer
     task = msgspec.msgpack.decode(_read(questions), type=Task)
     try:
+        preload()
         from tok_core.grammar.compiler import Compiler
 
         compiler = Compiler.load(task.model, task.vocab_size, task.end_ids)

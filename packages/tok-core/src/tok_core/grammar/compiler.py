@@ -1,6 +1,6 @@
 """Compiler: grammars for one model's vocabulary, by xgrammar.
 
-Importing this takes seconds, and is done only where a grammar is asked for.
+Importing this takes seconds, and is done only where a grammar is asked for; see `tok_core.grammar.lean`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class Compiler:
         self._encode = encode
         self.lead = lru_cache(MOST_LEADS)(self._lead)
         known = [*pieces[:vocab_size], *[b""] * (vocab_size - len(pieces))]
+        self._begin = np.array([piece[0] if piece else -1 for piece in known], np.int16)
         ends = [token for token in end_ids if token < vocab_size]
         info = xgrammar.TokenizerInfo(known, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=ends)
         threads = min(MOST_THREADS, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
     @classmethod
-    def load(cls, model: str, vocab_size: int, end_ids: Sequence[int]) -> Self:
-        """For the tokenizer of a model directory. Errors: ModelError."""
-        tokenizer = Tokenizer.load(model)
+    def load(cls, model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None) -> Self:
+        """For the tokenizer of a model directory, loaded unless it is given. Errors: ModelError."""
+        tokenizer = tokenizer or Tokenizer.load(model)
         pieces = [b"" if token in tokenizer.special_ids else piece for token, piece in enumerate(tokenizer.pieces)]
         return cls(pieces, vocab_size, end_ids, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
@@ -77,7 +78,7 @@ class Compiler:
         except Unsupported as error:
             raise InvalidField("grammar", grammar.value, str(error)) from None
         try:
-            compiled = Compiled(self._compiler.compile_grammar(rules), self.words, self.lead)
+            compiled = Compiled(self._compiler.compile_grammar(rules), self.words, self.lead, self._begin)
         except RuntimeError as error:
             if "bad_alloc" in str(error):
                 raise MemoryError from None
@@ -93,11 +94,19 @@ class Compiled:
 
     first  the tokens that may begin one, one packed set [⌈V/32⌉]
     lead   see `Compiler.lead`
+    begin  the byte that the text of each token begins with, int16 [V]; −1 for those that are no text
     """
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, words: int, lead: Callable[[str], tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        grammar: xgrammar.CompiledGrammar,
+        words: int,
+        lead: Callable[[str], tuple[int, ...]],
+        begin: NDArray[np.int16],
+    ) -> None:
         self._grammar = grammar
         self.lead = lead
+        self.begin = begin
         first = np.zeros((1, words), np.int32)
         self.matcher().fill_next_token_bitmask(first)
         self.first: NDArray[np.int32] = first[0]

@@ -8,20 +8,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.lean import preload
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled, Compiler
+    from tok_core.text.tokenizer import Tokenizer
 
 MOST_BYTES = 256 << 20  # of compiled grammars that are kept for requests to come
 
 
-def loader(model: str, vocab_size: int, end_ids: Sequence[int]) -> Callable[[], Compiler]:
-    """What makes the compiler for a model directory; see `Compiler.load`."""
+def loader(
+    model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None
+) -> Callable[[], Compiler]:
+    """What makes the compiler for a model directory, in a process of the engine's own; see `Compiler.load`."""
 
     def load() -> Compiler:
+        preload()
         from tok_core.grammar.compiler import Compiler
 
-        return Compiler.load(model, vocab_size, end_ids)
+        return Compiler.load(model, vocab_size, end_ids, tokenizer)
 
     return load
 

@@ -21,8 +21,9 @@ LOOK_AHEAD = 4096  # groups of samples in the queue that are considered a step
 GOLDEN = 0.6180339887498949
 TIMES = 16  # that a sequence is counted, of another further length each, where few run: chance weighs less
 MANY = 2048  # sequences of which that would be too dear
-TYPICAL = 8  # candidates that later ones are taken to be like
-QUANTILES = (np.arange(64) + 0.5) / 64  # of their further lengths
+LATER = 2048  # requests in the queue that say what later samples are like
+TYPICAL = 256  # of these, spread evenly, at most: few would say now this, now that, where requests differ
+DRAWN = 2048  # samples of theirs, each with a further length of its own
 KNOWN = 256  # samples at most that are to finish beyond as many as run, for lengths to be known rather than guessed
 GUESSED = 0.7  # share of the pages in which samples start until then
 
@@ -99,7 +100,7 @@ class Admission:
         samples = self._candidates(waiting, slots, capacity - used, budget)
         guessed = self._guesses(len(running))
         candidates = self._predicted(samples, times, count * times)
-        stream = not guessed and self._stream(samples, capacity, step)
+        stream = not guessed and self._stream(waiting, capacity, step)
         reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
         room = int((GUESSED if guessed else 1) * capacity) * times
         fitting = self._fitting(demand, candidates, room, reserve) // times
@@ -124,12 +125,12 @@ class Admission:
 
         return pages
 
-    def _stream(self, samples: Samples, capacity: int, step: float) -> bool:
-        """Whether those that start in `step` are to leave room for later ones like the first of `samples`."""
+    def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
+        """Whether those that start in `step` are to leave room for later ones like those `waiting`."""
         if not self.pace.binds:
             return False
         if self.pace.outdated(step):
-            self.pace.draw(step, *self._typical(samples), self.paging.page_size)
+            self.pace.draw(step, *self._typical(waiting), self.paging.page_size)
         return self.pace.bears(capacity)
 
     def _capacity(self, freed: int) -> int:
@@ -163,11 +164,19 @@ class Admission:
         surely: Int64 = np.maximum(remaining, least - length)
         return surely
 
-    def _typical(self, samples: Samples) -> tuple[Int64, Int64, Int64]:
-        """Lengths, further tokens and shared pages of what later samples are like."""
-        many = Samples(*(np.tile(column[:TYPICAL], len(QUANTILES)) for column in samples))
-        shares = np.repeat(QUANTILES, min(TYPICAL, len(samples.length)))
-        return many.length, self._remaining(many, shares), many.shared
+    def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
+        """Lengths, further tokens and shared pages of what later samples are like, int64 [DRAWN] each."""
+        spread = list(islice(waiting, 0, LATER, -(-min(len(waiting), LATER) // TYPICAL)))
+        until = np.cumsum([len(pending.samples) for pending in spread])
+        drawn = np.searchsorted(until, (np.arange(DRAWN) + 0.5) / DRAWN * until[-1])
+        rows = np.array([(*_known(pending), self._shared(pending)) for pending in spread], np.int64)
+        samples = Samples(*rows[drawn].T)
+        return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
+
+    def _shared(self, pending: Pending) -> int:
+        """Pages that most of the samples do not have of their own."""
+        costs = self._costs(pending, len(pending.samples))
+        return costs.first if len(pending.samples) == 1 else costs.others
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
         """How many sequences each of `slots` stands for, itself first, and the shared pages of all of these."""
@@ -196,11 +205,10 @@ class Admission:
         are not started in a step that has no more than `budget` tokens left."""
         rows = []
         for pending in islice(waiting, LOOK_AHEAD):
-            request, tokens = pending.request, len(pending.tokens)
+            tokens = len(pending.tokens)
             here = min(len(pending.samples), most)
             pages, (first, others, computed) = -(-tokens // self.paging.page_size), self._costs(pending, here)
-            own = tokens, len(request.prompt), request.limit, request.least, request.family
-            rows.append((here, first, *own, others))
+            rows.append((here, first, *_known(pending), others))
             most -= here
             room -= here * (pages - others) + others - first
             budget -= computed
@@ -226,6 +234,12 @@ class Admission:
             return Costs(0, others, tokens)
         locked, cached = self.paging.tree.depths(pending.tokens[: full * size])
         return Costs(locked, others, tokens - cached * size)
+
+
+def _known(pending: Pending) -> tuple[int, int, int, int, int]:
+    """What is known of its samples, in the order of the first columns of `Samples`."""
+    request = pending.request
+    return len(pending.tokens), len(request.prompt), request.limit, request.least, request.family
 
 
 def _shares(first: int, count: int) -> Float64:

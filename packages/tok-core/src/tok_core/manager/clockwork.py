@@ -36,6 +36,7 @@ TIMED: Final[dict[str, Part]] = {
     "lengths.*": "forecast",
     "stops.*": "stops",
     "table.claim": "schedule",
+    "table.claim_one": "schedule",
 }
 """Methods as seen from the manager, and the part that they are; `*`: all public methods of an object.
 

@@ -50,6 +50,18 @@ class Cohorts:
             slots = slots[~self._table.held[slots]]
         return slots if self.count == 1 else slots[self._table.cohort[slots] == self.turn]
 
+    def resting(self, decode: Int64) -> Int64:
+        """Slots of this turn that do not decode in a step in which `decode` do, but would if no grammar guided them.
+
+        They wait for a token, or compute several at once.
+        """
+        table = self._table
+        among = table.guided & (table.length >= table.prompt_len)
+        among &= (table.state == State.DECODE) | (table.state == State.PREFILL)
+        among[decode] = False
+        slots: Int64 = among.nonzero()[0]
+        return slots if self.count == 1 else slots[table.cohort[slots] == self.turn]
+
     def next_turn(self) -> None:
         """It is the next cohort's turn."""
         self.turn = (self.turn + 1) % self.count

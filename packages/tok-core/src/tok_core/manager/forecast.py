@@ -16,7 +16,11 @@ import numpy as np
 from tok_core.messages import Int64
 
 Reserve = Callable[[Int64], Int64]
-"""Pages to leave free, by moment from now on: int64 [M] of int64 [M] ascending. Asked of moments of finishes alone."""
+"""Pages to leave free at `moments`, steps from now: int64 [M] of int64 [M] ascending.
+
+It is asked of the moments alone at which sequences finish, so it holds at these. What a reserve that falls with time
+wants between two of them, or before the first, goes unheard but for what it still wants at the later one.
+"""
 
 TABLE = 1 << 15  # entries, at most, of the table of page crossings
 

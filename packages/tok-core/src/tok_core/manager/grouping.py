@@ -31,6 +31,9 @@ class Groups(NamedTuple):
     rows: int
 
 
+NOBODY: Int64 = np.empty((3, 0), np.int64)
+
+
 class Grouping:
     """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved.
 
@@ -41,11 +44,16 @@ class Grouping:
     def __init__(self, tree: PrefixTree, costs: Costs = COSTS) -> None:
         self._tree = tree
         self._costs = costs
-        self._known: Int64 = np.empty((3, 0), np.int64)  # those for which `_groups` were found
+        self._known = NOBODY  # those for which `_groups` were found
         self._groups = Groups(np.empty(0, np.int64), [], 0)
 
     def find(
-        self, slots: Int64, node_ids: Int32, epochs: Int64, puts_off: Callable[[], bool] = lambda: False
+        self,
+        slots: Int64,
+        node_ids: Int32,
+        epochs: Int64,
+        puts_off: Callable[[], bool] = lambda: False,
+        resting: Int64 = NOBODY,
     ) -> Groups:
         """The groups of decode rows; the very same object as before if nothing has changed.
 
@@ -53,17 +61,22 @@ class Grouping:
         node_ids  int32 [n], the deepest tree nodes of their pages: prefixes that they hold a lock on
         epochs    int64 [n], which of a slot's owners, one after the other, the row belongs to
         puts_off  asked once where something has changed: whether new groups can wait
+        resting   int64 [3, m], the same of sequences that only sit this step out. The groups are found with them, and
+                  these rows have what is left of them: so nothing is found anew when they sit out, or come back
 
         What may have happened to the tree meanwhile changes nothing: a lock keeps the path above it as it is, and
         where a node on it is split, nobody holds the upper part before some row here does.
         """
         now = np.array((slots, node_ids, epochs), np.int64)
+        if resting.size:
+            now = np.concatenate((now, resting), axis=1)
+            now = now[:, np.argsort(now[0])]
         if not np.array_equal(self._known, now):
             if puts_off():
                 return self._what_is_left(slots, epochs)
-            self._groups = find_groups(self._tree, node_ids, slots, self._costs)
+            self._groups = find_groups(self._tree, now[1], now[0], self._costs)
             self._known = now
-        return self._groups
+        return self._what_is_left(slots, epochs) if resting.size else self._groups
 
     def _what_is_left(self, slots: Int64, epochs: Int64) -> Groups:
         """The groups found last, of those of the rows that were there already; rows without a group come last."""
@@ -81,7 +94,7 @@ class Grouping:
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
-def find_groups(tree: PrefixTree, node_ids: Int32, slots: Int64, costs: Costs = COSTS) -> Groups:
+def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: Costs = COSTS) -> Groups:
     """The groups that save most pages of reading, less what they and their members cost.
 
     Each level after the first must save `costs.level` more than the best without it. No other groups of as many levels

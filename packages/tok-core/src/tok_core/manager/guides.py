@@ -1,56 +1,51 @@
 """Guides: how far each guided sequence has followed its grammar, and which tokens may come next.
 
-Legend: S slots, W words of a packed set of tokens, n sequences.
+Legend: W words of a packed set of tokens, n sequences, m different masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.grammar.library import Library
+from tok_core.manager.follower import Follower
+from tok_core.manager.masks import Masks
 from tok_core.manager.sequences import Request, SequenceTable
-from tok_core.messages import Int32, Int64
+from tok_core.messages import EMPTY, Int32, Int64
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from tok_core.grammar.compiler import Compiled, Compiler
+    from tok_core.grammar.compiler import Compiler
 
 Bools = NDArray[np.bool_]
-NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 LOOK = 2e-3  # seconds between looks at grammars that are being compiled
+SKIP = 3  # tokens in a row, without a choice, that are computed at once: fewer are drawn one by one in decode rows
+MOST = 512  # tokens after which no more are looked for in one go
 
 
-class Follower:
-    """One sequence: its place in its grammar, and tokens that are to come before it has a choice again, last first."""
+class StepMasks(NamedTuple):
+    """The masks of a step's guided rows: each of them once, packed, int32 [m, W], and which each row has, int32 [n]."""
 
-    __slots__ = ("guide", "matcher", "plan")
+    words: Int32
+    which: Int32
 
-    def __init__(self, guide: Compiled) -> None:
-        self.guide = guide
-        self.matcher = guide.matcher()
-        self.plan: list[int] = []
 
-    def look_ahead(self) -> None:
-        """Plans the text that has to follow, if there is one: as the tokenizer would write it."""
-        text = self.matcher.find_jump_forward_string()
-        if len(text) > 1:
-            self.plan = list(reversed(self.guide.lead(text)))
+NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)
 
 
 class Followed(NamedTuple):
-    """What guided sequences may do after their newest token, bool [n] each.
+    """What comes next in guided sequences, of each n.
 
-    forced  there is no choice about what comes next: `token`, int32 [n]
-    stuck   nothing may come next: the grammar cannot be followed on with this vocabulary
+    runs   tokens about which there is no choice, and that nobody need draw; often none
+    stuck  whether nothing may come after these: the grammar cannot be followed on with this vocabulary; bool [n]
     """
 
-    forced: Bools
-    token: Int32
+    runs: list[list[int]]
     stuck: Bools
 
 
@@ -62,12 +57,10 @@ class Guides:
 
     def __init__(self, table: SequenceTable, vocab_size: int, load: Callable[[], Compiler]) -> None:
         self._table = table
-        self._words = -(-vocab_size // 32)
-        # Of the last word, xgrammar (0.2.8) also sets bits that stand for no token.
-        self._last = np.uint32((1 << (vocab_size - 32 * (self._words - 1))) - 1).view(np.int32)
         self._library = Library(load)
-        self._masks = NO_MASKS  # [S, W] once there is a grammar; memory only as far as slots are used
+        self._masks: Masks | None = None  # once there is a grammar
         self._threads: xgrammar.BatchGrammarMatcher | None = None
+        self._scratch: Int32 = np.zeros((0, -(-vocab_size // 32)), np.int32)  # [n, W], for as many as were ever filled
         self.waiting: dict[int, Request] = {}
         self.failed: list[tuple[int, str]] = []  # requests whose grammars could not be compiled, and why: to be told of
 
@@ -101,61 +94,100 @@ class Guides:
     @property
     def _batch(self) -> xgrammar.BatchGrammarMatcher:
         if self._threads is None:
-            import xgrammar  # takes seconds the first time, which have passed when a grammar has been compiled
+            import xgrammar  # it is there since a grammar has been compiled
 
             self._threads = xgrammar.BatchGrammarMatcher()
         return self._threads
 
-    def masks(self, slots: Int64) -> Int32:
-        """The tokens that may come next, packed, int32 [n, W]: all tokens so far are known of these sequences."""
-        if not len(self._masks):
-            self._masks = np.zeros((self._table.slots, self._words), np.int32)
-        for slot in slots.tolist():
-            if slot not in self._table.followers:
-                self._begin(slot)
-        return self._masks[slots]
+    def masks(self, slots: Int32) -> StepMasks:
+        """The tokens that may come next: all tokens so far are known of these sequences."""
+        if not len(slots):
+            return NO_MASKS
+        masks = [self._of(slot).mask for slot in slots.tolist()]
+        found = {id(mask): mask for mask in masks}
+        number = {one: i for i, one in enumerate(found)}
+        return StepMasks(
+            np.stack([mask.words for mask in found.values()]), np.array([number[id(mask)] for mask in masks], np.int32)
+        )
 
-    def _begin(self, slot: int) -> None:
-        """The sequence draws its first token, or draws on after it has lost its slot."""
+    def _of(self, slot: int) -> Follower:
+        return self._table.followers.get(slot) or self._begin(slot)
+
+    def _begin(self, slot: int) -> Follower:
+        """The sequence draws its first token, or goes on after it has lost its slot."""
         table = self._table
         request = table.requests[slot]
         assert request is not None
         assert request.guide is not None
-        follower = table.followers[slot] = Follower(request.guide)
-        tokens = table.tokens[slot, table.prompt_len[slot] : table.known[slot]].tolist()
-        self._masks[slot] = request.guide.first
-        for token in tokens:
-            follower.matcher.accept_token(token)
-        if tokens:
-            follower.matcher.fill_next_token_bitmask(self._masks, slot)
-        self._masks[slot, -1] &= self._last
+        follower = request.resting.pop(int(table.sample[slot]), None)
+        if follower is None:
+            if self._masks is None:
+                self._masks = Masks(request.guide.begin)
+            follower = Follower(request.guide, self._masks.of(request.guide.first))
+        table.followers[slot] = follower
+        return follower
 
     def follow(self, slots: Int64, token: Int32) -> Followed:
         """Each of the sequences has got a token. In its stead one that cannot come is told of as stuck."""
-        followers = [self._table.followers[slot] for slot in slots.tolist()]
-        taken = self._batch.batch_accept_token([one.matcher for one in followers], token.tolist())
-        forced = np.array([bool(one.plan) for one in followers], np.bool_)
-        found = np.array([one.plan.pop() if one.plan else 0 for one in followers], np.int32)
-        stuck = ~np.array(taken, np.bool_)
-        unplanned = (~forced & ~stuck).nonzero()[0]
-        if len(unplanned):
-            single, alone, none = self._choices([followers[i] for i in unplanned], slots[unplanned])
-            forced[unplanned], found[unplanned], stuck[unplanned] = single, alone, none
-        for i in unplanned[~(forced | stuck)[unplanned]].tolist():
-            followers[i].look_ahead()
-            if followers[i].plan:
-                forced[i], found[i] = True, followers[i].plan.pop()
-        return Followed(forced & ~stuck, found, stuck)
+        table = self._table
+        followers = [table.followers[slot] for slot in slots.tolist()]
+        runs: list[list[int]] = [[] for _ in followers]
+        stuck = np.zeros(len(slots), np.bool_)
+        given = [i for i, one in enumerate(followers) if one.given]
+        drawn = [i for i, one in enumerate(followers) if not one.given]
+        for i in given:
+            stuck[i] = followers[i].given.pop() != token[i]
+        self._give(followers[i] for i in given)
+        if drawn:
+            taken = self._batch.batch_accept_token([followers[i].matcher for i in drawn], token[drawn].tolist())
+            stuck[drawn] = ~np.array(taken, np.bool_)
+            room = (table.limit[slots] - table.known[slots]).tolist()
+            for i in self._run_on(followers, runs, room, [i for i in drawn if not stuck[i]]):
+                stuck[i] = True
+        return Followed(runs, stuck)
 
-    def _choices(self, followers: Sequence[Follower], slots: Int64) -> tuple[Bools, Int32, Bools]:
-        """Fills the masks of the slots; which have one token, which one that is, and which have none."""
-        self._masks[slots] = 0
-        matchers = [one.matcher for one in followers]
-        self._batch.batch_fill_next_token_bitmask(matchers, self._masks, slots.tolist())
-        self._masks[slots, -1] &= self._last
-        masks_nW = self._masks[slots]
-        filled = masks_nW != 0
-        count, word = filled.sum(axis=1), filled.argmax(axis=1)
-        bits = masks_nW[np.arange(len(masks_nW)), word].view(np.uint32).astype(np.int64)
-        single = (count == 1) & (bits & (bits - 1) == 0)
-        return single, (word * 32 + np.log2(np.maximum(bits, 1))).astype(np.int32), count == 0
+    def _run_on(
+        self, followers: Sequence[Follower], runs: list[list[int]], room: Sequence[int], going: Sequence[int]
+    ) -> list[int]:
+        """Follows those `going` to where they have a choice, and adds what comes until then to their `runs`.
+
+        Returns who ends up with nothing that may come.
+        """
+        stuck = []
+        while going:
+            self._fill([followers[i] for i in going])
+            further = []
+            for i in going:
+                one, run = followers[i], runs[i]
+                more = one.settled() if len(run) < min(room[i], MOST) else []
+                run += more
+                if one.over:
+                    continue
+                if more:
+                    further.append(i)
+                elif one.mask.none:
+                    stuck.append(i)
+                elif len(run) < min(room[i], SKIP):
+                    one.given, runs[i] = run[::-1], []
+            going = further
+        self._give(one for one in followers if one.given)
+        return stuck
+
+    def _fill(self, followers: Sequence[Follower]) -> None:
+        """Finds the masks of the followers, from where they are."""
+        assert self._masks is not None
+        count = len(followers)
+        if count > len(self._scratch):
+            self._scratch = np.zeros((2 * count, self._masks.words), np.int32)
+        words_nW = self._scratch[:count]
+        words_nW.fill(0)
+        self._batch.batch_fill_next_token_bitmask([one.matcher for one in followers], words_nW)
+        masks = self._masks.of_many(words_nW, [one.free for one in followers])
+        for one, mask in zip(followers, masks, strict=True):
+            one.free = one.mask = mask
+
+    def _give(self, followers: Iterable[Follower]) -> None:
+        """The next of the tokens that they are given is all that they may draw."""
+        assert self._masks is not None
+        for one in followers:
+            one.mask = self._masks.single(one.given[-1]) if one.given else one.free

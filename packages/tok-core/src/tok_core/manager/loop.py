@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import msgspec
-import numpy as np
 
 from tok_core.config import EngineConfig
 from tok_core.grammar.library import loader
@@ -15,7 +14,7 @@ from tok_core.manager.deferral import runs_low
 from tok_core.manager.guides import LOOK, Guides
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
-from tok_core.manager.returns import Reported, Returns
+from tok_core.manager.returns import NOTHING, Reported, Returns, together
 from tok_core.manager.run_ahead import RunAhead
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
@@ -31,6 +30,9 @@ from tok_core.messages import (
     Submit,
     ToManager,
 )
+
+if TYPE_CHECKING:
+    from tok_core.text.tokenizer import Tokenizer
 
 
 class Ports(Protocol):
@@ -67,6 +69,7 @@ class Manager:
         ports: Ports,
         pieces: Sequence[bytes] | None,
         clock: Callable[[], float] = time.monotonic,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._watch = Watch(config.step_timeout, clock)
         self.config = config
@@ -77,7 +80,7 @@ class Manager:
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
-        load = loader(config.model, info.vocab_size, info.eos_token_ids)
+        load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
         self.guides = Guides(self.table, info.vocab_size, load)
         parts = info, self.table, self.paging, self.lengths, self.stops, self.guides
         self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp)
@@ -121,9 +124,7 @@ class Manager:
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
         self.scheduler.cohorts.returned = output.step
-        self._report(self.returns.take(output))
-        while (skipped := self.returns.skip()) is not None:
-            self._report(skipped)
+        self._report([self.returns.take(output), *self.returns.skip()])
         self.run_ahead.observe(output.device_seconds)
         self._seconds["launch_seconds"] += self._sane(output.launch_seconds)
         self._seconds["device_seconds"] += self._sane(output.device_seconds)
@@ -187,26 +188,27 @@ class Manager:
             self.stops.release(request.stop_set)
             self.lengths.families.release(request.family)
 
-    def _report(self, reported: Reported) -> None:
+    def _report(self, rounds: list[Reported]) -> None:
+        reported = together(rounds)
         for rid in {end.rid for end in reported.finished}:
             if self.requests[rid].left == 0:
                 del self.requests[rid]
         running, deferral = self.table.sequences_running, self.scheduler.deferral
         if not deferral.puts_off("statistics", hurried=self._hurried(), running=running):
             self._stats = self.stats()
-        self._tell(reported)
+        self._tell(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
 
-    def _tell(self, reported: Reported) -> None:
+    def _tell(self, reported: Reported, rounds: list[int]) -> None:
         starts = self.scheduler.starts
         cached, starts.newly_cached = starts.newly_cached, []
         failed, self.guides.failed = self.guides.failed, []
-        self.ports.report(Progress(*reported, cached, self._stats, failed))
+        self.ports.report(Progress(*reported, cached, self._stats, failed, rounds))
 
     def _report_failed(self) -> None:
         for rid, _ in self.guides.failed:
             self.requests.pop(rid, None)
         self._stats = self.stats()
-        self._tell(NOTHING)
+        self._tell(NOTHING, [])
 
     def _report_if_changed(self) -> None:
         """Once what was counted has changed; time that has passed is no news."""
@@ -214,7 +216,7 @@ class Manager:
         if stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._stats = stats
             self.scheduler.deferral.done("statistics")
-            self._tell(NOTHING)
+            self._tell(NOTHING, [])
 
     def stats(self) -> Stats:
         """Counters since the start, and gauges."""
@@ -248,5 +250,3 @@ class Manager:
 
 
 SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")
-_I32, _F32 = np.empty(0, np.int32), np.empty(0, np.float32)
-NOTHING = Reported(np.empty(0, np.int64), _I32, _I32, _F32, _I32.reshape(0, 0), _F32.reshape(0, 0), [], [], [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from tok_core.manager.copies import Copies
@@ -134,12 +136,14 @@ class Paging:
         shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]
         depth = np.maximum(np.minimum(table.length[slots], table.known[slots]) // self.page_size, shared)
         back = []
-        columns = (slots, node, shared, depth, held)
-        for slot, node_id, first, end, last in zip(*(column.tolist() for column in columns), strict=True):
-            if end > first:
-                back.append(self._extend(slot, first, end).duplicates)
-            back.append(table.pages[slot, end:last])
-            tree.unlock(tree.node(node_id))
+        columns = (slots, shared, depth, held)
+        for slot, first, end, last in zip(*(column.tolist() for column in columns), strict=True):
+            if end > first and len(duplicates := self._extend(slot, first, end).duplicates):
+                back.append(duplicates)
+            if last > end:
+                back.append(table.pages[slot, end:last])
+        for node_id, count in Counter(node.tolist()).items():
+            tree.unlock(tree.node(node_id), count)
         if back:
             self.allocator.release(np.concatenate(back))
         table.num_pages[slots] = table.num_shared[slots] = 0

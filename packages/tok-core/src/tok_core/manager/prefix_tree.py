@@ -133,13 +133,13 @@ class PrefixTree:
             self.alone[at.id] = at.locks == 1
             at = at.parent
 
-    def unlock(self, node: Node) -> None:
-        """Takes back one `lock` of `node`. Its holder had use of it until now."""
+    def unlock(self, node: Node, count: int = 1) -> None:
+        """Takes back so many of the times that `node` was locked. Its holders had use of it until now."""
         self._touch(node)
         at: Node | None = node
         while at is not None:
-            assert at.locks > 0, f"node {at.id} is unlocked more often than locked"
-            at.locks -= 1
+            assert at.locks >= count, f"node {at.id} is unlocked more often than locked"
+            at.locks -= count
             if at.locks < 2:
                 self.alone[at.id] = at.locks == 1
             if not at.locks:
@@ -218,20 +218,30 @@ class PrefixTree:
     def _insert_below(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         tokens = np.asarray(tokens, np.int32)
+        if len(pages) and (key := self._key(tokens)) not in node.children:  # most often so
+            return Insertion(self._add_leaf(node, tokens, pages, key), pages, EMPTY)
         node, kept = self._descend(node, tokens)
-        known, duplicates = len(kept), EMPTY
-        if known:
-            duplicates = pages[:known][pages[:known] != kept]
-            tokens, pages = tokens[known * self.page_size :], pages[known:]
-        if len(pages):
-            node = self._add(node, tokens.copy(), pages.copy())
-            self.pages += len(pages)
-            self.evictable += len(pages)
+        known = len(kept)
+        duplicates = pages[:known][pages[:known] != kept]
+        if known < len(pages):
+            rest = tokens[known * self.page_size :]
+            node = self._add_leaf(node, rest, pages[known:], self._key(rest))
+            kept = np.concatenate((kept, pages[known:]))
+        else:
+            self._touch(node)
+            self._queue_if_evictable(node)
+        return Insertion(node, kept, duplicates)
+
+    def _add_leaf(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
+        """A new node that nobody holds, with copies of these."""
+        node = self._add(parent, tokens.copy(), pages.copy(), key)
+        self.pages += len(pages)
+        self.evictable += len(pages)
         self._touch(node)
         self._queue_if_evictable(node)
-        return Insertion(node, np.concatenate((kept, pages)), duplicates)
+        return node
 
-    def _add(self, parent: Node, tokens: Int32, pages: Int32) -> Node:
+    def _add(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
         """A new node below `parent`."""
         if not self._free_ids:
             self._free_ids.append(len(self._nodes))
@@ -245,20 +255,20 @@ class PrefixTree:
         self.alone[node.id] = False
         self.parent[node.id] = parent.id
         self.depth[node.id] = node.depth
-        parent.children[self._key(node)] = node
+        parent.children[key] = node
         return node
 
     def _split(self, lower: Node, count: int) -> Node:
         """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
         assert lower.parent is not None
         cut = count * self.page_size
-        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy())
+        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), self._key(lower.tokens))
         upper.locks, upper.used = lower.locks, lower.used
         self.alone[upper.id] = upper.locks == 1
         self.parent[lower.id] = upper.id
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
-        upper.children[self._key(lower)] = lower
+        upper.children[self._key(lower.tokens)] = lower
         return upper
 
     def _trim(self, node: Node, count: int) -> None:
@@ -280,7 +290,7 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
-        del node.parent.children[self._key(node)]
+        del node.parent.children[self._key(node.tokens)]
         self._nodes[node.id] = None
         self._free_ids.append(node.id)
         self._queue_if_evictable(node.parent)
@@ -297,8 +307,9 @@ class PrefixTree:
             node.queued = True
             heappush(self._queue, (node.used, node.id))
 
-    def _key(self, node: Node) -> bytes:
-        return node.tokens[: self.page_size].tobytes()
+    def _key(self, tokens: Int32) -> bytes:
+        """By what a node with these tokens is found below its parent."""
+        return tokens[: self.page_size].tobytes()
 
     def check(self) -> None:
         """Asserts every invariant; walks the whole tree."""
@@ -329,7 +340,7 @@ class PrefixTree:
         assert len(node.pages)
         assert node.depth == node.parent.depth + len(node.pages)
         assert node.used <= node.parent.used
-        assert node.parent.children[self._key(node)] is node
+        assert node.parent.children[self._key(node.tokens)] is node
         assert node.queued or node.locks or node.children
 
 

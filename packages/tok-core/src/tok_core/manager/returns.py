@@ -14,7 +14,6 @@ from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
-from tok_core.outputs import FinishReason
 
 
 class Reported(NamedTuple):
@@ -42,6 +41,7 @@ class Returns:
         self.prompts = PromptReturns(table)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self._guided: tuple[Int64, np.ndarray] = NOBODY, EMPTY  # sequences to be followed, and their newest tokens
+        self._top = 0  # most likely tokens that the last step told of
         self.output_tokens = 0
         self.skipped_tokens = 0
         self.discarded_tokens = 0
@@ -65,30 +65,36 @@ class Returns:
         token = output.token[live]
         self.discarded_tokens += len(live) - len(slots) - len(done)
         guided = self.table.guided[slots]
+        self._top = output.top_token.shape[1]
         reported = self._gain(slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live])
         self._requeue(slots[~guided])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
-    def skip(self) -> Reported | None:
-        """The one token that may come next, of each guided sequence that has just got another and has no choice.
+    def skip(self) -> list[Reported]:
+        """The tokens about which guided sequences that have just got one have no choice: the next of each, and so on.
 
-        None once there are no such sequences: all of them can go on. To be called until then after each `take`.
+        To be called after each `take`: these sequences can go on then.
         """
         slots, token = self._guided
         if not len(slots):
-            return None
+            return []
+        top = self._top
+        runs, stuck = self.scheduler.guides.follow(slots, token)
+        epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs])
+        reported = []
+        for at in range(count.max()):
+            here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
+            if len(here):
+                token = np.array([runs[i][at] for i in here], np.int32)
+                reported.append(self._gain(slots[here], token, *_certain(token, top)))
+                self.skipped_tokens += len(here)
         self._guided = NOBODY, EMPTY
-        followed = self.scheduler.guides.follow(slots, token)
-        free = slots[~(followed.forced | followed.stuck)]
-        self.scheduler.go_on(free)
-        self._requeue(free)
-        stuck = self._end_stuck(slots[followed.stuck])
-        slots, token = slots[followed.forced], followed.token[followed.forced]
-        if not len(slots) and not stuck:
-            return None
-        self.skipped_tokens += len(slots)
-        reported = self._gain(slots, token, *_certain(token, int(self.table.top_logprobs[slots].max(initial=0))))
-        return reported._replace(finished=stuck + reported.finished)
+        left = self.table.epoch[slots] == epoch
+        if (stuck & left).any():
+            reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
+        self.scheduler.go_on(slots[left & ~stuck])
+        self._requeue(slots[left & ~stuck])
+        return reported
 
     def _gain(
         self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
@@ -134,13 +140,17 @@ class Returns:
         kind = self.stops.classify(table.stop_set[slots], token)
         kind = np.where(known > table.min_total[slots], kind, 0)
         self._rule_out(slots, kind)
-        rows = ((kind != 0) | (known >= table.limit[slots])).nonzero()[0]
-        finished = [self._finished(int(slots[i]), int(token[i]), int(kind[i])) for i in rows]
+        full = known >= table.limit[slots]
+        rows = ((kind != 0) | full).nonzero()[0]
+        of = slots[rows]
+        tokens = known[rows] - table.prompt_len[of]
+        columns = of, table.rid[of], table.sample[of], tokens, token[rows], kind[rows], full[rows]
+        finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
         over = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
         if ended:
-            self._learn(slots[rows[over]], np.array([one.reason != "length" for one in ended]))
-            self._end(slots[rows[over]])
+            self._learn(of[over], np.array([one.reason != "length" for one in ended]))
+            self._end(of[over])
         return ended
 
     def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
@@ -162,21 +172,16 @@ class Returns:
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
         self.lengths.observe(seen, lengths, limits, ended, table.family[slots])
 
-    def _finished(self, slot: int, token: int, kind: int) -> Finished | None:
-        """How the slot's new token ends its sequence, if it does."""
-        table = self.table
-        end: _End | None = None
+    def _finished(
+        self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
+    ) -> Finished | None:
+        """How the new token of a slot's sequence, which has so many now, ends it, if it does."""
         # A stop string that ends with an end token still has to be cut from the text.
         if kind & MAYBE_STRING and (hit := self._find_string(slot)) is not None:
-            end = ("stop", hit.stop, hit.cut)
-        elif kind & (END | STOP_ID):
-            end = ("stop", None if kind & END else token, None)
-        elif table.known[slot] >= table.limit[slot]:
-            end = ("length", None, None)
-        if end is None:
-            return None
-        tokens = int(table.known[slot] - table.prompt_len[slot])
-        return Finished(int(table.rid[slot]), int(table.sample[slot]), end[0], tokens, *end[1:])
+            return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
+        if kind & (END | STOP_ID):
+            return Finished(rid, sample, "stop", tokens, None if kind & END else token)
+        return Finished(rid, sample, "length", tokens) if full else None
 
     def _find_string(self, slot: int) -> StopHit | None:
         table = self.table
@@ -215,11 +220,26 @@ class Returns:
 NOBODY: Int64 = np.empty(0, np.int64)
 
 
+def together(rounds: list[Reported]) -> Reported:
+    """All of one step's, one after the other; what they tell of prompts comes with the first."""
+    if len(rounds) == 1:
+        return rounds[0]
+    columns = list(zip(*rounds, strict=True))[:6]
+    rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
+    finished = [end for one in rounds for end in one.finished]
+    return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
+
+
+def _nothing(top: int) -> Reported:
+    columns = NOBODY, EMPTY, EMPTY, np.empty(0, np.float32), EMPTY.reshape(0, top), np.empty((0, top), np.float32)
+    return Reported(*columns, [], [], [])
+
+
+NOTHING = _nothing(0)
+
+
 def _certain(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probabilities of tokens beside which none is possible, and the `top` most likely ones: them, and others."""
     top_token, top_logprob = np.zeros((len(token), top), np.int32), np.full((len(token), top), -np.inf, np.float32)
     top_token[:, :1], top_logprob[:, :1] = token[:, None], 0.0
     return np.zeros(len(token), np.float32), top_token, top_logprob
-
-
-_End = tuple[FinishReason, int | str | None, int | None]

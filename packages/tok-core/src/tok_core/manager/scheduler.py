@@ -291,7 +291,9 @@ class Scheduler:
         hurried = hurried and self.cohorts.count == 1
         puts_off = partial(deferral.puts_off, "regrouping", hurried=hurried, running=len(decode))
         grouping = self.groupings[self.cohorts.turn]
-        groups = grouping.find(decode, table.node[decode], table.epoch[decode], puts_off)
+        resting = self.cohorts.resting(decode)
+        around = np.array((resting, table.node[resting], table.epoch[resting]), np.int64)
+        groups = grouping.find(decode, table.node[decode], table.epoch[decode], puts_off, around)
         self.group_rows += groups.rows
         return groups
 

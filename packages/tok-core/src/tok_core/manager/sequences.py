@@ -15,7 +15,7 @@ from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled
-    from tok_core.manager.guides import Follower
+    from tok_core.manager.follower import Follower
 
 
 class State:
@@ -38,12 +38,12 @@ class Request:
     `limit`: tokens, prompt and output, at which its samples end by length; `least`: that each of them has at its end.
     `leader`: the slot that prefills the prompt now, for itself and the samples that fork from it. `asks`: whether the
     leader's chunks are to tell something of the prompt itself (`prompt_asks`), which they have not yet. `guide`: its
-    grammar, compiled.
+    grammar, compiled; `resting`: how far samples that wait for a slot again have followed it.
     """
 
     __slots__ = (
         *("arrival", "asks", "family", "guide", "leader", "least", "left", "limit", "params", "pooled", "pooling"),
-        *("preempted", "prompt", "reported", "rid", "samples", "slots", "stop_set", "undrawn"),
+        *("preempted", "prompt", "reported", "resting", "rid", "samples", "slots", "stop_set", "undrawn"),
     )
 
     def __init__(
@@ -69,6 +69,7 @@ class Request:
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
         self.guide: Compiled | None = None
+        self.resting: dict[int, Follower] = {}  # by sample
         self.leader: int | None = None
         self.preempted: set[int] = set()  # samples that were, at some time
         self.slots: dict[int, int] = {}
@@ -86,20 +87,17 @@ class Request:
 class Pending:
     """Samples of one request that wait for a slot.
 
-    `tokens` are the prompt, or for a preempted sample the prompt and what it had generated.
+    `tokens` are the prompt, or for a preempted sample the prompt and what it had generated. `fresh`: nothing has been
+    drawn yet.
     """
 
-    __slots__ = ("request", "samples", "tokens")
+    __slots__ = ("fresh", "request", "samples", "tokens")
 
     def __init__(self, request: Request, samples: deque[int], tokens: Int32) -> None:
         self.request = request
         self.samples = samples
         self.tokens = tokens
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the samples have drawn nothing yet."""
-        return len(self.tokens) == len(self.request.prompt)
+        self.fresh = len(tokens) == len(request.prompt)
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -193,6 +191,8 @@ class SequenceTable:
 
     def claim(self, request: Request, samples: Sequence[int], tokens: Int32) -> Int64:
         """Gives a free slot to each of `samples` that is to have `tokens` in the cache; returns the slots in order."""
+        if len(samples) == 1:
+            return np.array([self.claim_one(request, samples[0], tokens)])
         slots = self._free[: -len(samples) - 1 : -1]
         del self._free[-len(samples) :]
         self.requests_running += not request.slots
@@ -200,11 +200,19 @@ class SequenceTable:
         for slot in slots:
             self.requests[slot] = request
         self.preempted[slots] = [sample in request.preempted for sample in samples] if request.preempted else False
-        if len(slots) == 1:  # NumPy sets one place by its number in a third of the time
-            self._fill(slots[0], request, samples[0], tokens)
-        else:
-            self._fill(np.array(slots), request, np.array(samples), tokens)
-        return np.array(slots)
+        found = np.array(slots)
+        self._fill(found, request, np.array(samples), tokens)
+        return found
+
+    def claim_one(self, request: Request, sample: int, tokens: Int32) -> int:
+        """The same for one sample: NumPy sets one place by its number in a third of the time."""
+        slot = self._free.pop()
+        self.requests_running += not request.slots
+        request.slots[sample] = slot
+        self.requests[slot] = request
+        self.preempted[slot] = sample in request.preempted
+        self._fill(slot, request, sample, tokens)
+        return slot
 
     def _fill(self, slots: int | Int64, request: Request, samples: int | Int64, tokens: Int32) -> None:
         params, prompt_len = request.params, len(request.prompt)

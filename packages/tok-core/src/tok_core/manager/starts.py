@@ -21,6 +21,9 @@ class Starts:
     """The first sample of a request leads: it prefills the prompt. Samples that may start before it is done follow:
     they draw their first token from the same logits. The others start later as rows that decode the prompt's last
     token, from what is kept of the prompt (`Stems`); where that had to be given up, one of them leads again.
+
+    So do followers of a leader that has full pages of its own, because it computed what the tree had already: a fork
+    copies the last page and no more.
     """
 
     def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, families: Families) -> None:
@@ -42,7 +45,7 @@ class Starts:
             request.stop_set = self.stops.acquire(request.params)
             request.family = self.families.acquire(request.params.n)
         sample = samples.popleft()
-        slot = int(self.table.claim(request, [sample], pending.tokens)[0])
+        slot = self.table.claim_one(request, sample, pending.tokens)
         if pending.fresh:
             request.leader = slot
         self.paging.start(slot)
@@ -76,7 +79,12 @@ class Starts:
         if request.leader != slot:
             return NOBODY
         request.leader, request.asks = None, False
-        forks = self._fork(slot, request, self.followers.pop(slot, deque()))
+        followers = self.followers.pop(slot, deque())
+        if self.paging.fork_cost(slot) <= 1:
+            forks = self._fork(slot, request, followers)
+        else:
+            self._put_back(Pending(request, followers, request.prompt))
+            forks = NOBODY
         request.undrawn -= 1 + len(forks)
         if request.undrawn:
             self.stems.keep(request, slot, step)
@@ -104,7 +112,10 @@ class Starts:
         assert request is not None
         if request.leader == slot:
             request.leader = None
-        samples = deque([int(self.table.sample[slot])])
+        sample = int(self.table.sample[slot])
+        if (follower := self.table.followers.pop(slot, None)) is not None:
+            request.resting[sample] = follower
+        samples = deque([sample])
         samples += self.followers.pop(slot, deque())
         tokens = self.table.tokens[slot, : self.table.known[slot]].copy()
         self.table.free(np.array([slot]))
@@ -115,7 +126,7 @@ class Starts:
         if not samples:
             return NOBODY
         cost, room = self.paging.fork_cost(leader), self.table.free_slots
-        taken = _take(samples, min(room, self.paging.available // cost) if cost else room)
+        taken = _take(samples, min(room, self.paging.available) if cost else room)
         self._put_back(Pending(request, samples, request.prompt))
         if not taken:
             return NOBODY

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.grouping import Groups
-from tok_core.manager.guides import NO_MASKS, Guides
+from tok_core.manager.guides import Guides
 from tok_core.manager.prompt_asks import prompt_asks
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, StepInput, array
@@ -79,6 +79,7 @@ class StepBuilder:
             sample_row = np.concatenate((sample_row, array(self.draw_chunk) + np.int32(rows)))
             computed = np.concatenate((decode, chunk_slot))
         guided = _rows(table.guided[sample_slot])
+        masks = self.guides.masks(sample_slot[guided])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
             step=step,
@@ -105,7 +106,8 @@ class StepBuilder:
             max_kv=int(table.length[computed].max(initial=0)),
             prompts=prompt_asks(table, self.chunks, self.asking) if self.asking else None,
             mask_row=guided,
-            mask=self.guides.masks(sample_slot[guided].astype(np.int64)) if len(guided) else NO_MASKS,
+            mask_of=masks.which,
+            mask=masks.words,
         )
 
     def _new_slots(self) -> NewSlots:

@@ -80,7 +80,7 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, work: Work | N
 
         run_worker(context, launch, launch.place, steps)
     else:
-        requests: Receiver[ToManager] = Receiver(context, launch.requests, ToManager)
+        requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
         from tok_core.processes.manager import run_manager
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import zmq
 
 from tok_core.errors import ModelError
@@ -27,7 +29,7 @@ class SocketPorts:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         launch: Launch,
-        requests: Receiver[ToManager],
+        requests: Receiver[list[ToManager]],
         outputs: Receiver[FromWorker],
     ) -> None:
         self._requests = requests
@@ -49,7 +51,7 @@ class SocketPorts:
         self._reports.send(info)
 
     def requests(self) -> list[ToManager]:
-        return self._requests.all()
+        return list(chain.from_iterable(self._requests.all()))
 
     def outputs(self) -> list[StepOutput]:
         outputs = self._outputs.all()
@@ -67,10 +69,11 @@ class SocketPorts:
         self._poller.poll(int(seconds * 1000))
 
 
-def load_pieces(model: str) -> list[bytes] | None:
-    """What each token id stands for, to find stop strings; None for a model without a usable tokenizer."""
+def load_tokenizer(model: str) -> Tokenizer | None:
+    """Of whose pieces stop strings are found, and whose vocabulary grammars are for; None for a model without a usable
+    one."""
     try:
-        return Tokenizer.load(model).pieces
+        return Tokenizer.load(model)
     except ModelError:
         return None
 
@@ -78,13 +81,14 @@ def load_pieces(model: str) -> list[bytes] | None:
 def run_manager(
     context: zmq.Context[zmq.Socket[bytes]],
     launch: Launch,
-    requests: Receiver[ToManager],
+    requests: Receiver[list[ToManager]],
     outputs: Receiver[FromWorker],
 ) -> None:
     """Never returns."""
     ports = SocketPorts(context, launch, requests, outputs)
-    pieces = load_pieces(launch.config.model)
+    tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()
-    manager = Manager(launch.config, info, ports, pieces)
+    pieces = None if tokenizer is None else tokenizer.pieces
+    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer)
     ports.announce(info)
     manager.run()

@@ -111,7 +111,7 @@ class RayManager(_Member):
 
     def __init__(self) -> None:
         super().__init__()
-        self._requests: Receiver[ToManager] = Receiver(self.context, self.inbox(), ToManager)
+        self._requests: Receiver[list[ToManager]] = Receiver(self.context, self.inbox(), list[ToManager])
         self._outputs: Receiver[FromWorker] = Receiver(self.context, self.inbox(), FromWorker)
 
     def whereabouts(self) -> Whereabouts:

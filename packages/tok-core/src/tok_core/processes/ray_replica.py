@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Cancel, Failed, Submit, ToEngine
+from tok_core.messages import Failed, ToEngine, ToManager
 from tok_core.processes.ray_actors import RayActors
 from tok_core.processes.replica import Death, Report
 from tok_core.processes.sockets import Receiver, Sender
@@ -47,10 +48,10 @@ class RayReplica:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, messages: Sequence[ToManager]) -> None:
         with self._lock:
             if self._requests is not None:  # else it has just ended: its death is about to be told
-                self._requests.send(message)
+                self._requests.send(messages)
 
     def close(self) -> None:
         self._closing.set()

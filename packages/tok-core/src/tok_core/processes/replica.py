@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -16,7 +16,7 @@ import zmq
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
 from tok_core.log_format import is_json
-from tok_core.messages import Cancel, Failed, Launch, Submit, ToEngine
+from tok_core.messages import Failed, Launch, ToEngine, ToManager
 from tok_core.parallel.place import Place, places
 from tok_core.processes.child import write_launch
 from tok_core.processes.local import Closed, LocalPorts
@@ -38,7 +38,7 @@ class Replica(Protocol):
         """Begins; an EngineInfo is reported once it is ready."""
         ...
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, messages: Sequence[ToManager]) -> None:
         """From any thread."""
         ...
 
@@ -63,10 +63,11 @@ class ThreadReplica:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, messages: Sequence[ToManager]) -> None:
         ports = self._ports
         if ports is not None:  # else it has just failed: its death is about to be told
-            ports.submit(message)
+            for message in messages:
+                ports.submit(message)
 
     def close(self) -> None:
         self._closed.set()
@@ -92,7 +93,7 @@ class ThreadReplica:
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
         from tok_core.manager.run_ahead import FEWEST
-        from tok_core.processes.manager import load_pieces
+        from tok_core.processes.manager import load_tokenizer
         from tok_core.worker.setup import set_up
 
         runner, info = set_up(self._config, self._index)
@@ -101,7 +102,9 @@ class ThreadReplica:
         self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
             return
-        self.manager = manager = Manager(config, info, ports, load_pieces(self._config.model))
+        tokenizer = load_tokenizer(self._config.model)
+        pieces = None if tokenizer is None else tokenizer.pieces
+        self.manager = manager = Manager(config, info, ports, pieces, tokenizer=tokenizer)
         self._report(info)
         try:
             manager.run()
@@ -113,10 +116,10 @@ class ProcessReplica:
     """Manager and workers as child processes. When one ends, the others are ended and the death reported once.
 
     `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
-    `entry` is the module whose `main` they run.
+    `program` is what they run.
     """
 
-    entry = "tok_core.processes.child"
+    program = "from tok_core.processes.child import main; sys.exit(main())"
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
@@ -148,10 +151,10 @@ class ProcessReplica:
         for role in self.children:
             threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, messages: Sequence[ToManager]) -> None:
         with self._lock:
             if not self._ending:
-                self._requests.send(message)
+                self._requests.send(messages)
 
     def close(self) -> None:
         if self._begin_end():
@@ -164,7 +167,7 @@ class ProcessReplica:
 
     def _spawn(self, role: str, place: Place | None) -> None:
         # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {self.entry} import main; sys.exit(main())"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {self.program}"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None

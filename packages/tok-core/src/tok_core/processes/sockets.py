@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ class Sender:
         self.socket.set_hwm(0)
         self.socket.connect(address)
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | Sequence[msgspec.Struct]) -> None:
         """Queues one message."""
         self.send_bytes(encode(message))
 
@@ -41,6 +42,8 @@ class Receiver(Generic[Message]):
         self.socket.set_hwm(0)
         self.socket.bind(address)
         self._decoder = decoder(kind)
+        self._poller = zmq.Poller()  # one of its own: the socket's `poll` makes one each time
+        self._poller.register(self.socket, zmq.POLLIN)
 
     @property
     def address(self) -> str:
@@ -65,9 +68,10 @@ class Receiver(Generic[Message]):
 
     def wait(self, seconds: float | None) -> Message | None:
         """The next message, waiting up to `seconds` for it (None: for ever)."""
-        if self.socket.poll(None if seconds is None else int(seconds * 1000)):
+        message = self.next()
+        if message is None and self._poller.poll(None if seconds is None else int(seconds * 1000)):
             return self.next()
-        return None
+        return message
 
     def close(self) -> None:
         """Closes the channel."""

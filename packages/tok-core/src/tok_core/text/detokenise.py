@@ -38,7 +38,9 @@ class Detokeniser:
 
     def push(self, ids: Sequence[int]) -> str:
         """What can be shown now that `ids` follow; cost does not depend on what was pushed before."""
-        return "".join([self.push_one(token) for token in ids])
+        if self._watches or len(ids) == 1:
+            return "".join([self.push_one(token) for token in ids])
+        return self._utf8.decode(b"".join(self._tokenizer.pieces_of(ids, skip_special_tokens=True)))
 
     def push_one(self, token: int) -> str:
         """The same for one token."""

@@ -84,9 +84,9 @@ class Tokenizer:
         keep_bytes  so many bytes of their pieces count, those of special ones included; None: all
         Errors: ValueError if they have not so many.
         """
-        known = np.minimum(ids, self.vocab_size)
         if keep_bytes is None:
-            return b"".join(self._shown[known].tolist()).decode(errors="replace")
+            return b"".join(self.shown(ids)).decode(errors="replace")
+        known = np.minimum(ids, self.vocab_size)
         ends = np.concatenate([[0], np.cumsum(self._lengths[known])])
         if not 0 <= keep_bytes <= ends[-1]:
             raise ValueError(f"keep_bytes is {keep_bytes}; the pieces have {ends[-1]}")
@@ -94,6 +94,11 @@ class Tokenizer:
         shown = self._shown[known[: whole + 1]].tolist()
         shown[whole:] = [piece[: keep_bytes - ends[whole]] for piece in shown[whole:]]
         return b"".join(shown).decode(errors="replace")
+
+    def shown(self, ids: Int32) -> list[bytes]:
+        """Bytes that each of the generated `ids` shows: none where it is special or outside of the vocabulary."""
+        pieces: list[bytes] = self._shown[np.minimum(ids, self.vocab_size)].tolist()
+        return pieces
 
     def piece(self, token: int) -> bytes:
         """Bytes that `token` contributes; b"" for an id outside of the vocabulary."""

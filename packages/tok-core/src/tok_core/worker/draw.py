@@ -26,7 +26,7 @@ def extras(step: StepInput) -> dict[str, np.ndarray]:
     """The host arrays that `draw` needs, by name."""
     arrays = {"sample_slot": step.sample_slot}
     if len(step.mask_row):
-        arrays["mask"] = step.mask
+        arrays |= {"mask_of": step.mask_of, "mask": step.mask}
     return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
 
 
@@ -78,7 +78,7 @@ def _draw(
         logits, shards = agreed.whole(logits), None
     if asking.get("mask_row") is not None:
         first = int(np.searchsorted(step.mask_row, chunk.start))
-        _forbid(logits, asking["mask_row"], put["mask"][first:])
+        _forbid(logits, asking["mask_row"], put["mask_of"][first:].long(), put["mask"])
     batch = SamplingBatch(
         temperature=state.temperature[slots],
         seed=state.seed[slots],
@@ -98,13 +98,16 @@ def _draw(
     return replace(sampled, token=agreed.gather(sampled.token)[0])
 
 
-def _forbid(logits_RV: Tensor, row_m: Tensor | None, mask_mW: Tensor) -> None:
-    """Sets the logits that the masks of the rows, packed, do not have to −inf, in place: nothing is left of them."""
+def _forbid(logits_RV: Tensor, row_m: Tensor | None, which_m: Tensor, mask_uW: Tensor) -> None:
+    """Sets the logits that the masks of the rows, packed, do not have to −inf, in place: nothing is left of them.
+
+    `which_m`: of the u masks, those of the rows, in order; more of them, of later rows, are ignored.
+    """
     assert row_m is not None
     bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
     for start in range(0, len(row_m), MASKED):
         rows = row_m[start : start + MASKED]
-        octets = mask_mW[start : start + len(rows)].view(torch.uint8)
+        octets = mask_uW[which_m[start : start + len(rows)]].view(torch.uint8)
         allowed = (octets.unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits_RV.shape[1]]
         logits_RV[rows] = logits_RV[rows].masked_fill_(allowed == 0, -torch.inf)
 

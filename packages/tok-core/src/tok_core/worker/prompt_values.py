@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.messages import Int32, StepInput, array
+from tok_core.messages import EMPTY, Int32, PromptAsks, StepInput, array
 from tok_core.model.decoder import CausalLM
 
 SCORED = 256  # rows that have logits at once: whole ones, in fp32
+POOLED = 512  # rows that are normed and added up at once, in fp32
 
 
 class Found(NamedTuple):
@@ -26,6 +27,14 @@ class Found(NamedTuple):
     top_token: Tensor
     top_logprob: Tensor
     pooled: Tensor
+
+
+class _Part(NamedTuple):
+    """Rows that are pooled together, the chunks they are of, and how many of them each of these has."""
+
+    rows: slice
+    chunks: slice
+    each: Int32
 
 
 def arrays(step: StepInput) -> dict[str, np.ndarray]:
@@ -39,21 +48,31 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
         "scored_row": _ranges(scored_from, asks.scored_count),
         "scored_token": asks.scored_token,
         "pooled_row": _ranges(end[asks.pooled] - asks.pooled_count, asks.pooled_count),
-        "pooled_count": asks.pooled_count,
+        "pooled_part": np.concatenate([EMPTY, *(part.each for part in _parts(asks.pooled_count))]),
     }
 
 
-def find(model: CausalLM, put: Mapping[str, Tensor], top: int, x_TN: Tensor) -> Found:
-    """What is asked, of the residual stream behind the last layer; `put` holds `arrays(step)` on the device.
+def find(model: CausalLM, put: Mapping[str, Tensor], asks: PromptAsks, x_TN: Tensor) -> Found:
+    """What `asks` asks, of the residual stream behind the last layer; `put` holds `arrays(step)` on the device.
 
     All ranks of a stage are to call it; each finds the same.
     """
     row_Q, token_Q = put["scored_row"].long(), put["scored_token"].long()
-    parts = [_score(model, x_TN[row_Q[part]], token_Q[part], top) for part in _slices(len(row_Q))]
+    parts = [_score(model, x_TN[row_Q[part]], token_Q[part], asks.top_logprobs) for part in _slices(len(row_Q))]
     logprob, top_token, top_logprob = (torch.cat(each) for each in zip(*parts, strict=True))
-    normed_PN = model.normed(x_TN[put["pooled_row"].long()]).float()
-    pooled = torch.segment_reduce(normed_PN, "sum", lengths=put["pooled_count"].long(), unsafe=True)
-    return Found(logprob, top_token, top_logprob, pooled)
+    return Found(logprob, top_token, top_logprob, _pool(model, put, asks.pooled_count, x_TN))
+
+
+def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:
+    """Sums of normed rows. Few rows have them in fp32 at a time, and those of a chunk are added up in its order."""
+    pooled_EN = torch.zeros((len(count_E), x_TN.shape[1]), dtype=torch.float32, device=x_TN.device)
+    row_P, part_count, at = put["pooled_row"].long(), put["pooled_part"].long(), 0
+    for part in _parts(count_E):
+        count = part_count[at : at + len(part.each)]
+        normed = model.normed(x_TN[row_P[part.rows]]).float()
+        pooled_EN[part.chunks] += torch.segment_reduce(normed, "sum", lengths=count, unsafe=True)
+        at += len(part.each)
+    return pooled_EN
 
 
 def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +92,18 @@ def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Te
 def _slices(rows: int) -> list[slice]:
     """Of at most SCORED rows each; one where there are none."""
     return [slice(start, start + SCORED) for start in range(0, max(rows, 1), SCORED)]
+
+
+def _parts(count_E: Int32) -> list[_Part]:
+    """Portions of the rows that are pooled, of at most POOLED each."""
+    end = np.cumsum(count_E)
+    rows, found = int(end[-1]) if len(end) else 0, []
+    for first in range(0, rows, POOLED):
+        last = min(first + POOLED, rows)
+        low, high = np.searchsorted(end, first, "right"), np.searchsorted(end, last) + 1
+        inside = np.clip(end[low:high], first, last) - np.clip(end[low:high] - count_E[low:high], first, last)
+        found.append(_Part(slice(first, last), slice(int(low), int(high)), array(inside)))
+    return found
 
 
 def _ranges(start: np.ndarray, count: Int32) -> Int32:

@@ -135,7 +135,7 @@ class Runner:
             draws, top = self._draw(step, put, graph, drawing)
             self.pipeline.share(draws[0, : len(step.sample_slot)])
             if step.prompts is not None:
-                found = prompt_values.find(self.model, put, step.prompts.top_logprobs, hidden)
+                found = prompt_values.find(self.model, put, step.prompts, hidden)
         else:
             draws, top = NOTHING, NO_TOP
             self.pipeline.send(hidden)

@@ -15,6 +15,8 @@ from tok_core.messages import NewSlots, StepInput
 from tok_core.model.config import ModelConfig
 from tok_kernels import LayerCache, SlotColumns
 
+COPIED_BYTES = 32 << 20  # of the cache, gathered at once to be copied, unless one position of the pages has more
+
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position takes in the cache of all layers, its token id included."""
@@ -104,9 +106,14 @@ class WorkerState:
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """The last, partly filled page of a prompt, to the samples that fork from it."""
-        # Not every operation knows eight-bit floats; by layer, because the gathered pages are a temporary.
-        for layer in self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv:
-            layer[:, target] = layer[:, source]
+        kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations know eight-bit floats
+        # What is gathered is a temporary: so much of a layer that it stays small, but of all pages at once, since one
+        # may be a copy's source and another's target.
+        together = max(1, COPIED_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
+        for layer in kv:
+            for start in range(0, self.page_size, together):
+                positions = slice(start, start + together)
+                layer[:, target, positions] = layer[:, source, positions]
         tokens = self.columns.token_of.view(-1, self.page_size)
         tokens[target] = tokens[source]
 

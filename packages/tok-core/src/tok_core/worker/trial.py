@@ -81,6 +81,7 @@ def trial_step(
         max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
         prompts=_asks(count) if asks else None,
         mask_row=np.arange(masked, dtype=np.int32),
+        mask_of=np.arange(masked, dtype=np.int32),
         mask=np.full((masked, words), -1, np.int32),
     )
 

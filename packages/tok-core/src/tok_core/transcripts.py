@@ -1,0 +1,51 @@
+"""Transcripts: the tokens and texts of all samples that end with a report, made by a few array operations together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.ledger import Ledger
+from tok_core.messages import Finished, Int32
+from tok_core.text.tokenizer import Tokenizer
+
+
+class Transcripts(NamedTuple):
+    """All of the samples of a request that end with a report, in the report's order."""
+
+    token_ids: list[list[int]]
+    texts: list[str]
+
+
+def transcribe(ends: Sequence[Finished], ledger: Ledger, tokenizer: Tokenizer | None) -> dict[int, Transcripts]:
+    """By rid, of the samples that are in the ledger. They stay there."""
+    known, tokens, counts = ledger.read([end.rid for end in ends], [end.sample for end in ends])
+    ends = [ends[place] for place in known]
+    bounds = [0, *np.cumsum(counts).tolist()]
+    values = tokens.tolist()
+    ids = [values[first:last] for first, last in pairwise(bounds)]
+    texts = [""] * len(ids) if tokenizer is None else _texts(ends, ids, tokens, bounds, tokenizer)
+    found: dict[int, Transcripts] = {}
+    for end, one, text in zip(ends, ids, texts, strict=True):
+        mine = found.get(end.rid)
+        if mine is None:
+            mine = found[end.rid] = Transcripts([], [])
+        mine.token_ids.append(one)
+        mine.texts.append(text)
+    return found
+
+
+def _texts(
+    ends: Sequence[Finished], ids: list[list[int]], tokens: Int32, bounds: list[int], tokenizer: Tokenizer
+) -> list[str]:
+    pieces = tokenizer.shown(tokens)
+    return [
+        # An end token is never shown, whether or not its tokenizer calls it special.
+        b"".join(pieces[first : last - (end.reason == "stop")]).decode(errors="replace")
+        if end.cut is None
+        else tokenizer.continuation(np.array(one, np.int32), end.cut)
+        for end, one, (first, last) in zip(ends, ids, pairwise(bounds), strict=True)
+    ]
