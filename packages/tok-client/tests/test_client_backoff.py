@@ -64,7 +64,7 @@ def test_a_wait_is_no_shorter_than_retry_after_in_seconds_or_as_a_date(header: s
         (APIResponseError("garbage"), False),
         (StreamError("failed"), False),
         *((status_error(status, {}, b""), True) for status in (408, 409, 429, 500, 502, 503, 599)),
-        *((status_error(status, {}, b""), False) for status in (302, 400, 401, 403, 404, 405, 413, 422)),
+        *((status_error(status, {}, b""), False) for status in (302, 400, 401, 403, 404, 405, 413, 422, 501)),
     ],
 )
 def test_only_what_may_pass_is_tried_again(error: TokError, expected: bool) -> None:

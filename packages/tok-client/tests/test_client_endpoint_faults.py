@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -199,3 +200,39 @@ async def test_a_large_body_is_sent_without_a_warning(odd: Odd, client: AsyncCli
     odd.script = [drops, says(b'{"id":"c","created":1,"model":"m","choices":[]}')]
     await client.completions.create(model="m", prompt="x" * (3 << 20))
     assert [len(body) > 3 << 20 for body in odd.bodies] == [True, True]
+
+
+SEARCH = {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "tok"}}
+REFUSAL = {"type": "refusal", "refusal": "No."}
+REFUSED = {"type": "message", "id": "r", "status": "completed", "role": "assistant", "content": [REFUSAL]}
+SAID = wire.OutputMessage(id="s", status="completed", content=[wire.OutputText(text="Yes.")])
+MIXED = {
+    "id": "resp", "created_at": 1, "model": "m", "status": "completed",
+    "output": [SEARCH, msgspec.to_builtins(SAID), REFUSED],
+}  # fmt: skip
+
+
+async def test_items_of_no_known_type_are_kept_as_they_were_sent(odd: Odd, client: AsyncClient) -> None:
+    odd.script = [says(msgspec.json.encode(MIXED))]
+    response = await client.responses.create(model="m", input="a")
+    assert response.output == [SEARCH, SAID, REFUSED]
+    await client.responses.create(model="m", input=[*response.output, {"role": "user", "content": "b"}])
+    assert msgspec.json.decode(odd.bodies[-1])["input"][:3] == MIXED["output"]
+    place = {"output_index": 0, "sequence_number": 1}
+    events: list[dict[str, object]] = [
+        {"type": "response.created", "sequence_number": 0, "response": {**MIXED, "output": []}},
+        {"type": "response.output_item.added", **place, "item": SEARCH},
+        {"type": "response.content_part.added", **place, "item_id": "r", "content_index": 0, "part": REFUSAL},
+        {"type": "response.completed", "sequence_number": 2, "response": MIXED},
+    ]
+    written = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+    odd.script = [says(written, kind="text/event-stream")]
+    _, added, part, last = [event async for event in await client.responses.create(model="m", input="a", stream=True)]
+    assert (added.item, part.part, last.response) == (SEARCH, REFUSAL, response)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("output", [None, {}, ["text"], [[]], [None]])
+async def test_a_response_whose_items_are_none_is_no_response(odd: Odd, client: AsyncClient, output: object) -> None:
+    odd.script = [says(msgspec.json.encode({**MIXED, "output": output}))]
+    with pytest.raises(APIResponseError):
+        await client.responses.create(model="m", input="a")

@@ -21,8 +21,8 @@ class AsyncClient(AsyncOperations):
     """A client of an OpenAI-compatible server, for one event loop.
 
     timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
-    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429 or at least 500;
-                 none once a stream has begun, nor after a timeout
+    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429, or from 500 on
+                 but for 501; none once a stream has begun, nor after a timeout
     backoff      how long to wait before a retry
 
     All its calls share one pool of connections. Close it, or use it as an async context manager. Its calls raise the

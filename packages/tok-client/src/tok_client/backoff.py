@@ -34,7 +34,7 @@ class Backoff:
 
 
 def may_retry(error: TokError, *, repeatable: bool = True) -> bool:
-    """Whether the same request may do better: broken connections and statuses 408, 409, 429 and from 500 on.
+    """Whether the same request may do better: broken connections, statuses 408, 409, 429 and from 500 on, but for 501.
 
     Not after a timeout: the server may still be at work on the request, and a second one would double its
     load. One that is not repeatable may only follow a refusal: 429 and 503.
@@ -42,7 +42,7 @@ def may_retry(error: TokError, *, repeatable: bool = True) -> bool:
     if not repeatable:
         return isinstance(error, APIStatusError) and error.status_code in (429, 503)
     if isinstance(error, APIStatusError):
-        return error.status_code in (408, 409, 429) or error.status_code >= 500
+        return error.status_code in (408, 409, 429) or (error.status_code >= 500 and error.status_code != 501)
     return isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
 
 

@@ -24,6 +24,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     default     the answer where the body is empty
     ends        chunks of these types are the last of a stream, which then needs no [DONE]; of such streams, chunks of
                 types that are not known are left out
+    lenient     reads an answer or chunk that is no `kind` to the letter; None: nothing does. It raises MsgspecError
     repeatable  whether it does no harm when sent twice; if not, it is tried again only where the server refused it
     """
 
@@ -36,4 +37,5 @@ class Call(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     also: Collection[int] = ()
     default: T | None = None
     ends: tuple[type, ...] = ()
+    lenient: Callable[[bytes], T] | None = None
     repeatable: bool = True

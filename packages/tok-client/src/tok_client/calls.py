@@ -9,11 +9,8 @@ from tok_client.bodies import Object, body_of, path_of, query_of
 from tok_client.call import Call
 from tok_client.params import (
     BatchParams,
-    ChatCompletionParams,
-    CompletionParams,
     EmbeddingParams,
     Prompts,
-    ResponseParams,
     TokenizeParams,
 )
 from tok_client.types import (
@@ -21,11 +18,6 @@ from tok_client.types import (
     Batch,
     BatchList,
     BatchRequest,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     EmbeddingList,
@@ -38,12 +30,6 @@ from tok_client.types import (
     ModelList,
     ReadyReport,
     ReplicaReport,
-    Response,
-    ResponseCompleted,
-    ResponseEvent,
-    ResponseFailed,
-    ResponseIncomplete,
-    ResponseRequest,
     TokenizeRequest,
     TokenizeResponse,
     VersionReport,
@@ -52,40 +38,6 @@ from tok_client.types import (
 T = TypeVar("T")
 
 UNAVAILABLE = 503
-
-
-def completion(params: CompletionParams, extra: Object | None) -> Call[Completion]:
-    """`POST /completions`, the answer whole."""
-    return _post("/completions", Completion, body_of(CompletionRequest, cast(Object, params), extra))
-
-
-def completion_stream(params: CompletionParams, extra: Object | None) -> Call[Completion]:
-    """`POST /completions`, the answer streamed."""
-    return _post("/completions", Completion, body_of(CompletionRequest, {**params, "stream": True}, extra))
-
-
-def chat_completion(params: ChatCompletionParams, extra: Object | None) -> Call[ChatCompletion]:
-    """`POST /chat/completions`, the answer whole."""
-    return _post("/chat/completions", ChatCompletion, body_of(ChatCompletionRequest, cast(Object, params), extra))
-
-
-def chat_completion_stream(params: ChatCompletionParams, extra: Object | None) -> Call[ChatCompletionChunk]:
-    """`POST /chat/completions`, the answer streamed."""
-    body = body_of(ChatCompletionRequest, {**params, "stream": True}, extra)
-    return _post("/chat/completions", ChatCompletionChunk, body)
-
-
-def response(params: ResponseParams, extra: Object | None) -> Call[Response]:
-    """`POST /responses`, the answer whole."""
-    return _post("/responses", Response, body_of(ResponseRequest, cast(Object, params), extra))
-
-
-def response_stream(params: ResponseParams, extra: Object | None) -> Call[ResponseEvent]:
-    """`POST /responses`, the answer streamed."""
-    body = body_of(ResponseRequest, {**params, "stream": True}, extra)
-    kind = cast("type[ResponseEvent]", ResponseEvent)
-    ends = (ResponseCompleted, ResponseIncomplete, ResponseFailed)
-    return Call(method="POST", path="/responses", kind=kind, body=body, ends=ends)
 
 
 def embedding(input: Prompts, params: EmbeddingParams, extra: Object | None) -> Call[EmbeddingList]:

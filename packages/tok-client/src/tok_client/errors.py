@@ -163,6 +163,10 @@ def event_error(data: bytes) -> TokError:
     return StreamError(told.message, type=told.type, param=told.param, code=told.code)
 
 
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are not the JSON they should be: also not UTF-8, or nested beyond measure."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Told:
     message: str | None = None
@@ -174,7 +178,7 @@ class _Told:
 def _loads(content: bytes) -> object:
     try:
         return msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except NO_JSON:
         return content.decode("utf-8", "replace")
 
 

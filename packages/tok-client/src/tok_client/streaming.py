@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 
 import msgspec
 
-from tok_client.errors import APIConnectionError, TokError, event_error
+from tok_client.call import Call
+from tok_client.errors import NO_JSON, APIConnectionError, TokError, event_error
 from tok_client.loop_thread import LoopThread
 from tok_client.sse import ServerSentEvent, SSEDecoder
 from tok_client.translate import translating
@@ -17,6 +19,7 @@ from tok_client.translate import translating
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _DRAIN_SECONDS = 0.2
@@ -33,13 +36,14 @@ class AsyncStream(Generic[T_co]):
     read may be lost.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse, chunk_type: type[T_co], ends: tuple[type, ...] = ()) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, call: Call[T_co]) -> None:
         self.request_id = response.headers.get("x-request-id")
         self._response = response
         self._events = SSEDecoder()
-        self._chunks = msgspec.json.Decoder(chunk_type)
-        self._ends = ends
-        self._tags = _tags(chunk_type) if ends else frozenset()
+        self._chunks = msgspec.json.Decoder(call.kind)
+        self._lenient = call.lenient
+        self._ends = call.ends
+        self._tags = _tags(call.kind) if call.ends else frozenset()
         self._ready: deque[T_co] = deque()
         self._done = False  # [DONE] has come
         self._failure: TokError | None = None  # to be raised after the chunks ahead of it
@@ -112,8 +116,8 @@ class AsyncStream(Generic[T_co]):
         if event.event == "error":
             raise event_error(event.data)
         try:
-            return self._chunks.decode(event.data)
-        except msgspec.MsgspecError as error:
+            return decoded(event.data, self._chunks, self._lenient)
+        except NO_JSON as error:
             if self._ends and event.event not in self._tags and event.event != "message":
                 return None
             raise event_error(event.data) from error
@@ -149,6 +153,16 @@ class AsyncStream(Generic[T_co]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def decoded(data: bytes, decoder: msgspec.json.Decoder[T], lenient: Callable[[bytes], T] | None) -> T:
+    """What the JSON says; read leniently where it is not to the letter what it should be. Errors: MsgspecError."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError:
+        if lenient is None:
+            raise
+        return lenient(data)
 
 
 def _tags(kind: object) -> frozenset[str]:

@@ -15,8 +15,8 @@ import msgspec
 
 from tok_client.backoff import Backoff, may_retry
 from tok_client.call import Call
-from tok_client.errors import APIResponseError, TokError, status_error
-from tok_client.streaming import AsyncStream
+from tok_client.errors import NO_JSON, APIResponseError, TokError, status_error
+from tok_client.streaming import AsyncStream, decoded
 from tok_client.translate import translating
 from tok_client.whole_file import write_whole
 
@@ -72,7 +72,7 @@ class Transport:
         async def once() -> AsyncStream[T]:
             response = await self._open(call, seconds)
             if response.content_type == "text/event-stream":
-                opened = AsyncStream(response, call.kind, call.ends)
+                opened = AsyncStream(response, call)
                 self._streams.add(opened)
                 return opened
             with translating(response.url):
@@ -185,20 +185,21 @@ def _answer(call: Call[T], response: aiohttp.ClientResponse, content: bytes) -> 
     if call.default is not None and not content and not failed:
         return call.default
     try:
-        return _decoded(content, call.kind)
+        return _decoded(content, call)
     except APIResponseError:
         if not failed:
             raise
     raise status_error(response.status, response.headers, content)
 
 
-def _decoded(content: bytes, kind: type[T]) -> T:
+def _decoded(content: bytes, call: Call[T]) -> T:
+    kind = call.kind
     if issubclass(kind, bytes):
         return kind(content)
     if issubclass(kind, str):
         return kind(content, "utf-8", "replace")
     try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+        return decoded(content, msgspec.json.Decoder(kind), call.lenient)
+    except NO_JSON as error:
         message = f"the answer is no {kind.__name__}: {error}; it begins {content[:200]!r}"
         raise APIResponseError(message, body=content) from error

@@ -8,7 +8,8 @@ from typing import TypeVar, cast
 from tok_client import calls
 from tok_client.bodies import Object
 from tok_client.call import Call
-from tok_client.params import ChatCompletionParams, CompletionParams, Conversation, EmbeddingParams, Prompt
+from tok_client.generation import CHAT, COMPLETION
+from tok_client.params import Conversation, EmbeddingParams, Prompt
 from tok_client.types import ChatCompletion, Completion, EmbeddingList
 
 P = TypeVar("P")
@@ -19,7 +20,7 @@ Params = Mapping[str, object]
 
 def completions_of(params: Params, extra: Object | None) -> Callable[[Prompt], Call[Completion]]:
     """Completions of prompts. ValueError, TypeError: a parameter cannot be sent."""
-    return _checked(lambda prompt: calls.completion(cast(CompletionParams, {**params, "prompt": prompt}), extra), "")
+    return _checked(lambda prompt: COMPLETION.whole({**params, "prompt": prompt}, extra), "")
 
 
 def chats_of(params: Params, extra: Object | None) -> Callable[[Conversation], Call[ChatCompletion]]:
@@ -28,7 +29,7 @@ def chats_of(params: Params, extra: Object | None) -> Callable[[Conversation], C
     def call(conversation: Conversation) -> Call[ChatCompletion]:
         text = isinstance(conversation, str)
         messages = [{"role": "user", "content": conversation}] if text else conversation
-        return calls.chat_completion(cast(ChatCompletionParams, {**params, "messages": messages}), extra)
+        return CHAT.whole({**params, "messages": messages}, extra)
 
     return _checked(call, "")
 

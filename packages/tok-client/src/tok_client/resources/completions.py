@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import Literal, Unpack, cast, overload
+from typing import Literal, Unpack, overload
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
 from tok_client.bodies import Object
+from tok_client.generation import COMPLETION
 from tok_client.mapping.inputs import completions_of
 from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import CompletionMapParams, MapOptions
-from tok_client.mapping.run import MapRun
+from tok_client.mapping.options import CompletionMapParams
 from tok_client.params import CompletionParams, Prompt
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.streaming import AsyncStream, Stream
-from tok_client.transport import Transport
 from tok_client.types import Completion
 
 
-class AsyncCompletions:
+class AsyncCompletions(AsyncResource):
     """`/completions`."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     @overload
     async def create(
@@ -67,9 +62,7 @@ class AsyncCompletions:
         The other parameters are those of the wire: see `CompletionRequest`. What is not given is not sent.
         `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
         """
-        if stream:
-            return await self._transport.stream(calls.completion_stream(params, extra_body), timeout)
-        return await self._transport.fetch(calls.completion(params, extra_body), timeout)
+        return await self._generate(COMPLETION, params, extra_body, timeout, stream=stream)
 
     def map(
         self,
@@ -85,16 +78,11 @@ class AsyncCompletions:
         See `AsyncMap` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
         output is gone on with. The other parameters are those of `create`.
         """
-        options, rest = MapOptions.split(cast(Object, params))
-        make = completions_of(rest, extra_body)
-        return AsyncMap(MapRun(self._transport, prompts, make, key, options, timeout))
+        return self._map(prompts, completions_of, key, params, extra_body, timeout)
 
 
-class Completions:
+class Completions(Resource):
     """`/completions`."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     @overload
     def create(
@@ -139,9 +127,7 @@ class Completions:
         The other parameters are those of the wire: see `CompletionRequest`. What is not given is not sent.
         `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
         """
-        if stream:
-            return self._transport.stream(calls.completion_stream(params, extra_body), timeout)
-        return self._transport.fetch(calls.completion(params, extra_body), timeout)
+        return self._generate(COMPLETION, params, extra_body, timeout, stream=stream)
 
     def map(
         self,
@@ -157,6 +143,4 @@ class Completions:
         See `Map` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
         output is gone on with. The other parameters are those of `create`.
         """
-        options, rest = MapOptions.split(cast(Object, params))
-        make = completions_of(rest, extra_body)
-        return Map(MapRun(self._transport.transport, prompts, make, key, options, timeout), self._transport.thread)
+        return self._map(prompts, completions_of, key, params, extra_body, timeout)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import Unpack, cast
+from typing import Unpack
 
 from tok_client import calls
-from tok_client.blocking import BlockingTransport
 from tok_client.bodies import Object
 from tok_client.mapping.inputs import embeddings_of
 from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import EmbeddingMapParams, MapOptions
-from tok_client.mapping.run import MapRun
+from tok_client.mapping.options import EmbeddingMapParams
 from tok_client.params import EmbeddingParams, Prompt, Prompts
-from tok_client.transport import Transport
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import EmbeddingList
 
 
-class AsyncEmbeddings:
+class AsyncEmbeddings(AsyncResource):
     """`/embeddings`."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def create(
         self,
@@ -53,16 +48,11 @@ class AsyncEmbeddings:
         See `AsyncMap` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
         output is gone on with. The other parameters are those of `create`.
         """
-        options, rest = MapOptions.split(cast(Object, params))
-        make = embeddings_of(rest, extra_body)
-        return AsyncMap(MapRun(self._transport, inputs, make, key, options, timeout))
+        return self._map(inputs, embeddings_of, key, params, extra_body, timeout)
 
 
-class Embeddings:
+class Embeddings(Resource):
     """`/embeddings`."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def create(
         self,
@@ -94,6 +84,4 @@ class Embeddings:
         See `Map` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
         output is gone on with. The other parameters are those of `create`.
         """
-        options, rest = MapOptions.split(cast(Object, params))
-        make = embeddings_of(rest, extra_body)
-        return Map(MapRun(self._transport.transport, inputs, make, key, options, timeout), self._transport.thread)
+        return self._map(inputs, embeddings_of, key, params, extra_body, timeout)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
 from tok_client.bodies import Object
+from tok_client.generation import RESPONSE
 from tok_client.params import ResponseParams
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.streaming import AsyncStream, Stream
-from tok_client.transport import Transport
 from tok_client.types import Response, ResponseEvent
 
 
-class AsyncResponses:
+class AsyncResponses(AsyncResource):
     """`/responses`."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     @overload
     async def create(
@@ -62,16 +58,11 @@ class AsyncResponses:
         The other parameters are those of the wire: see `ResponseRequest`. What is not given is not sent.
         `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
         """
-        if stream:
-            return await self._transport.stream(calls.response_stream(params, extra_body), timeout)
-        return await self._transport.fetch(calls.response(params, extra_body), timeout)
+        return await self._generate(RESPONSE, params, extra_body, timeout, stream=stream)
 
 
-class Responses:
+class Responses(Resource):
     """`/responses`."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     @overload
     def create(
@@ -116,6 +107,4 @@ class Responses:
         The other parameters are those of the wire: see `ResponseRequest`. What is not given is not sent.
         `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
         """
-        if stream:
-            return self._transport.stream(calls.response_stream(params, extra_body), timeout)
-        return self._transport.fetch(calls.response(params, extra_body), timeout)
+        return self._generate(RESPONSE, params, extra_body, timeout, stream=stream)

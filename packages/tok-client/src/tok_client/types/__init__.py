@@ -107,6 +107,8 @@ from tok_client.types.response_input import (
     SummaryTextPart,
 )
 from tok_client.types.responses import (
+    AnyItem,
+    AnyPart,
     FunctionCallItem,
     IncompleteDetails,
     OutputItem,
@@ -145,6 +147,8 @@ from tok_client.types.tools import (
 __all__ = [
     "UNSET",
     "AllowedTools",
+    "AnyItem",
+    "AnyPart",
     "AssistantMessage",
     "AudioPart",
     "Batch",

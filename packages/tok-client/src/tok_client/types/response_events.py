@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 
 from tok_client.types.base import Wire
 from tok_client.types.chat_response import ChatTokenLogprob
-from tok_client.types.response_input import ReasoningTextPart
-from tok_client.types.responses import OutputItem, OutputText, Response
+from tok_client.types.responses import AnyItem, AnyPart, Response
 
 
 class ResponseCreated(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.created"):
@@ -56,7 +55,7 @@ class OutputItemAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
     type: ClassVar[Literal["response.output_item.added"]] = "response.output_item.added"
     sequence_number: int
     output_index: int
-    item: OutputItem
+    item: AnyItem
 
 
 class OutputItemDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_item.done"):
@@ -65,7 +64,7 @@ class OutputItemDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="res
     type: ClassVar[Literal["response.output_item.done"]] = "response.output_item.done"
     sequence_number: int
     output_index: int
-    item: OutputItem
+    item: AnyItem
 
 
 class ContentPartAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.content_part.added"):
@@ -76,7 +75,7 @@ class ContentPartAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="r
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText | ReasoningTextPart
+    part: AnyPart
 
 
 class ContentPartDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.content_part.done"):
@@ -87,7 +86,7 @@ class ContentPartDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText | ReasoningTextPart
+    part: AnyPart
 
 
 class OutputTextDelta(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_text.delta"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from msgspec import field
 
@@ -62,6 +62,15 @@ class ReasoningItem(Wire, frozen=True, kw_only=True, tag_field="type", tag="reas
 
 OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
 
+# To msgspec objects of any kind and these are not to be told apart: `tok_client.open_items` does that.
+if TYPE_CHECKING:
+    AnyItem = OutputItem | JSONObject
+    AnyPart = OutputText | ReasoningTextPart | JSONObject
+else:
+    AnyItem = OutputItem
+    AnyPart = OutputText | ReasoningTextPart
+"""What a server sends: an object where it is of a type that is not known here, or has parts that are."""
+
 
 class IncompleteDetails(Wire, frozen=True, kw_only=True):
     """Why a response ended early."""
@@ -115,7 +124,7 @@ class Response(Wire, frozen=True, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     model: str
-    output: list[OutputItem] = field(default_factory=list)
+    output: list[AnyItem] = field(default_factory=list)
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     reasoning: ReasoningEcho = field(default_factory=ReasoningEcho)

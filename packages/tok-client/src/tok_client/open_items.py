@@ -1,0 +1,55 @@
+"""Of a response, what is of no known type is kept as it was sent: items, and parts of items, as objects of JSON."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import msgspec
+
+from tok_client.types import AnyItem, JSONObject, OutputItem, Response, ResponseEvent
+
+T = TypeVar("T")
+
+ITEM: JSONObject = {"type": "reasoning", "id": "", "status": "completed"}
+PART: JSONObject = {"type": "reasoning_text", "text": ""}
+"""Stand where something is that has another type, until the rest has been understood."""
+
+
+def open_response(data: bytes) -> Response:
+    """The JSON of a response. Errors: msgspec.MsgspecError."""
+    return _response(_object(msgspec.json.decode(data)))
+
+
+def open_event(data: bytes) -> ResponseEvent:
+    """The JSON of an event. Errors: msgspec.MsgspecError, for an event of no known type, too."""
+    found = _object(msgspec.json.decode(data))
+    if "response" in found:
+        response = _object(found["response"])
+        event = _event({**found, "response": {**response, "output": []}})
+        return msgspec.structs.replace(event, response=_response(response))
+    if "item" in found:
+        return msgspec.structs.replace(_event({**found, "item": ITEM}), item=_item(found["item"]))
+    if "part" in found:
+        return msgspec.structs.replace(_event({**found, "part": PART}), part=_object(found["part"]))
+    return _event(found)
+
+
+def _response(found: JSONObject) -> Response:
+    items = msgspec.convert(found.get("output", []), list[object])
+    response = msgspec.convert({**found, "output": []}, Response)
+    return msgspec.structs.replace(response, output=[_item(item) for item in items])
+
+
+def _item(found: object) -> AnyItem:
+    try:
+        return msgspec.convert(found, cast("type[OutputItem]", OutputItem))
+    except msgspec.ValidationError:
+        return _object(found)
+
+
+def _event(found: JSONObject) -> ResponseEvent:
+    return msgspec.convert(found, cast("type[ResponseEvent]", ResponseEvent))
+
+
+def _object(found: object) -> JSONObject:
+    return msgspec.convert(found, JSONObject)

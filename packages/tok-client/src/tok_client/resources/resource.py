@@ -1,0 +1,76 @@
+"""What resources have in common: answers whole or streamed, and maps over many inputs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterable
+from typing import TypeVar
+
+from tok_client.blocking import BlockingTransport
+from tok_client.bodies import Object
+from tok_client.call import Call
+from tok_client.generation import Generation
+from tok_client.mapping.iterate import AsyncMap, Map
+from tok_client.mapping.options import MapOptions
+from tok_client.mapping.run import MapRun
+from tok_client.streaming import AsyncStream, Stream
+from tok_client.transport import Transport
+
+A = TypeVar("A")
+C = TypeVar("C")
+P = TypeVar("P")
+
+CallsOf = Callable[[Object, Object | None], Callable[[P], Call[A]]]
+"""Parameters, and what is added to the body, as what makes a call of an input."""
+
+
+class AsyncResource:
+    """Endpoints of the API."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def _generate(
+        self, at: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
+    ) -> A | AsyncStream[C]:
+        if stream:
+            return await self._transport.stream(at.streamed(params, extra), timeout)
+        return await self._transport.fetch(at.whole(params, extra), timeout)
+
+    def _map(
+        self,
+        inputs: Iterable[P] | AsyncIterable[P],
+        calls_of: CallsOf[P, A],
+        key: Callable[[P], str] | None,
+        params: Object,
+        extra: Object | None,
+        timeout: float | None,
+    ) -> AsyncMap[P, A]:
+        options, rest = MapOptions.split(params)
+        return AsyncMap(MapRun(self._transport, inputs, calls_of(rest, extra), key, options, timeout))
+
+
+class Resource:
+    """Endpoints of the API, for code that blocks."""
+
+    def __init__(self, transport: BlockingTransport) -> None:
+        self._transport = transport
+
+    def _generate(
+        self, at: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
+    ) -> A | Stream[C]:
+        if stream:
+            return self._transport.stream(at.streamed(params, extra), timeout)
+        return self._transport.fetch(at.whole(params, extra), timeout)
+
+    def _map(
+        self,
+        inputs: Iterable[P] | AsyncIterable[P],
+        calls_of: CallsOf[P, A],
+        key: Callable[[P], str] | None,
+        params: Object,
+        extra: Object | None,
+        timeout: float | None,
+    ) -> Map[P, A]:
+        options, rest = MapOptions.split(params)
+        transport, thread = self._transport.transport, self._transport.thread
+        return Map(MapRun(transport, inputs, calls_of(rest, extra), key, options, timeout), thread)
