@@ -204,13 +204,18 @@ def test_langchain_chats_streams_calls_tools_and_parses(url: str, solution: str)
         assert isinstance(model.with_structured_output(Purchase, method=method).invoke(QUESTION), Purchase)
 
 
-def test_litellm_completes_streams_parses_and_embeds(url: str, solution: str) -> None:
+def test_litellm_completes_streams_parses_calls_and_embeds(url: str, solution: str) -> None:
     schema = {"name": "purchase", "strict": True, "schema": to_strict_json_schema(Purchase)}
-    asked = {"question": QUESTION, "format": {"type": "json_schema", "json_schema": schema}}
+    asked = {"question": QUESTION, "format": {"type": "json_schema", "json_schema": schema}, "tool": WEATHER}
     found = run_client("litellm", url, given=json.dumps(asked))
     assert found["whole"] == found["later"] == "".join(found["parts"]) == solution
     assert found["tokens"] > 0
     assert len(found["parts"]) > 2
     Purchase.model_validate_json(found["structured"])
+    called, streamed = found["calls"]
+    assert called == streamed
+    assert called["name"] == "weather"
+    Weather.model_validate_json(called["arguments"])
+    assert found["after"]
     assert found["text"]
     assert [len(vector) for vector in found["vectors"]] == [192, 192]

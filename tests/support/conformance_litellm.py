@@ -1,6 +1,7 @@
 """LiteLLM as a client, in a process of its own, as it leaves loops open: `python -m support.conformance_litellm URL`.
 
-Reads {"question": …, "format": a response_format} from its input; prints a JSON object of what each call gave.
+Reads {"question": …, "format": a response_format, "tool": a function} from its input; prints a JSON object of what each
+call gave.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from support.conformance import NAME
 
 
-def main(url: str, question: str, response_format: dict[str, Any]) -> None:
+def main(url: str, question: str, response_format: dict[str, Any], tool: dict[str, Any]) -> None:
     """Prints what all calls gave."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when imported: nothing is fetched
     import litellm
@@ -26,6 +27,12 @@ def main(url: str, question: str, response_format: dict[str, Any]) -> None:
     parts = list(litellm.completion(**asked, stream=True))
     later = asyncio.run(litellm.acompletion(**asked))
     structured = litellm.completion(**asked, response_format=response_format)
+    tools = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    called = litellm.completion(**asked, **tools)
+    calling = litellm.stream_chunk_builder(list(litellm.completion(**asked, **tools, stream=True)))
+    told_of = {"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "sunny"}
+    goes_on = [*messages, called.choices[0].message.model_dump(exclude_none=True), told_of]
+    after = litellm.completion(**{**asked, "messages": goes_on}, tools=[tool], max_tokens=5)
     text = litellm.text_completion(model=f"text-completion-openai/{NAME}", prompt="Question:", max_tokens=4, **told)
     vectors = litellm.embedding(model=f"openai/{NAME}", input=["a", "b"], **told)
     found = {
@@ -34,6 +41,8 @@ def main(url: str, question: str, response_format: dict[str, Any]) -> None:
         "parts": [part.choices[0].delta.content or "" for part in parts],
         "later": later.choices[0].message.content,
         "structured": structured.choices[0].message.content,
+        "calls": [one.choices[0].message.tool_calls[0].function.model_dump() for one in (called, calling)],
+        "after": after.choices[0].message.content,
         "text": text.choices[0].text,
         "vectors": [one["embedding"] for one in vectors.data],
     }
@@ -42,4 +51,4 @@ def main(url: str, question: str, response_format: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    main(sys.argv[1], given["question"], given["format"])
+    main(sys.argv[1], given["question"], given["format"], given["tool"])

@@ -42,8 +42,8 @@ class GuidedWorker(SimulatedWorker):
     """Draws only what the masks of its steps allow."""
 
     def run(self, step: StepInput) -> StepOutput:
-        assert len(step.mask_row) == len(step.mask)
-        self.masks = dict(zip(step.sample_slot[step.mask_row].tolist(), step.mask, strict=True))
+        assert len({mask.tobytes() for mask in step.mask}) == len(step.mask) == len(set(step.mask_of.tolist()))
+        self.masks = dict(zip(step.sample_slot[step.mask_row].tolist(), step.mask[step.mask_of], strict=True))
         return super().run(step)
 
     def _draw(self, context: np.ndarray, slot: int) -> int:

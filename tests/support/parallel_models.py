@@ -92,7 +92,8 @@ def draws_of(model: CausalLM) -> list[Draws]:
     state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
     plain = trial_step(decode=ROWS)
     masked = np.arange(3, ROWS, 2, dtype=np.int32)
-    masks = np.random.default_rng(5).integers(-(2**31), 2**31, (ROWS, -(-model.config.vocab_size // 32)), np.int32)
+    masks = np.random.default_rng(5).integers(-(2**31), 2**31, (9, -(-model.config.vocab_size // 32)), np.int32)
+    which = masked % len(masks)
     steps = [
         plain,
         trial_step(decode=ROWS, greedy=True),
@@ -100,8 +101,8 @@ def draws_of(model: CausalLM) -> list[Draws]:
         trial_step(decode=ROWS, penalised=5),
         trial_step(decode=ROWS, top_logprobs=3),
         structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
-        structs.replace(plain, mask_row=masked, mask=masks[masked]),
-        structs.replace(plain, mask_row=masked, mask=masks[masked], filter_row=masked[:9], top_logprobs=2),
+        structs.replace(plain, mask_row=masked, mask_of=which, mask=masks),
+        structs.replace(plain, mask_row=masked, mask_of=which, mask=masks, filter_row=masked[:9], top_logprobs=2),
     ]
     hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)
     found = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from support.engines import assert_all_given_back
 from support.schedules import make_manager
 from tok_core import EngineConfig
 from tok_core.core import EngineCore
-from tok_core.messages import Cancel, EngineInfo, Progress, Submit
+from tok_core.messages import EngineInfo, Progress, ToManager
 from tok_core.processes.replica import Death, Report
 
 
@@ -26,9 +26,9 @@ class SimulatedReplica:
     def start(self) -> None:
         """Waits for `be_ready`."""
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, messages: Sequence[ToManager]) -> None:
         """To the manager."""
-        self.ports.inbox.append(message)
+        self.ports.inbox += messages
 
     def close(self) -> None:
         """Nothing is left to be closed."""

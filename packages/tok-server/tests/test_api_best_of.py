@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.near import near
 from support.serving import Server
 
 PROMPT = [5, 9, 40, 77]
@@ -33,7 +34,7 @@ def test_the_likeliest_samples_are_chosen_best_first_and_all_are_counted(server:
     assert counted["completion_tokens"] == used["completion_tokens"]
     *shown, _ = choices(server, n=n, best_of=8, logprobs=1)
     own = [one["logprobs"]["token_logprobs"] for one in shown]
-    assert own == [drawn[index]["logprobs"]["token_logprobs"] for index in best]
+    assert near(own, [drawn[index]["logprobs"]["token_logprobs"] for index in best])
 
 
 def test_of_several_prompts_each_has_its_own_best(server: Server) -> None:

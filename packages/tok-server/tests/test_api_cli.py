@@ -16,6 +16,7 @@ import pytest
 
 from tok_core import EngineConfig
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
+from tok_core.sampling import MAX_N
 from tok_server.cli import main, make_parser
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
 from tok_server.flags import ENGINE_FLAGS, engine_config, server_settings
@@ -65,7 +66,7 @@ SERVE_FLAGS = {
     "--max-body": 64 << 20,
     "--max-bodies": 2 << 30,
     "--max-file": 8 << 30,
-    "--max-n": 65_536,
+    "--max-n": MAX_N,
     "--max-queued": 65_536,
     "--rate-limit-requests": None,
     "--rate-limit-tokens": None,

@@ -12,7 +12,7 @@ import pytest
 from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel
 
-from support.batching import assert_each_once, chat_line, completion_line, jsonl, read_jsonl
+from support.batching import Line, assert_each_once, chat_line, completion_line, jsonl, read_jsonl
 from support.serving import Server, serving, wait_until
 from tok_client import types as wire
 
@@ -134,6 +134,50 @@ def wire_lines(data: bytes) -> list[wire.BatchAnswer]:
     import msgspec
 
     return [msgspec.json.decode(line, type=wire.BatchAnswer) for line in data.splitlines()]
+
+
+def test_a_batch_of_responses_answers_as_requests_of_their_own_would(kept: Server, client: openai.OpenAI) -> None:
+    body = {"model": "tiny", "input": "the dogs", "max_output_tokens": 5, "temperature": 0}
+    lines: list[Line] = [
+        {"custom_id": f"line {number}", "method": "POST", "url": "/v1/responses", "body": {**body, "user": str(number)}}
+        for number in range(3)
+    ]
+    lines.append({"custom_id": "bad", "method": "POST", "url": "/v1/responses", "body": {**body, "stream": True}})
+    found = ended(client, begin(client, jsonl(lines), "/v1/responses"))
+    output, errors = content(client, found.output_file_id), content(client, found.error_file_id)
+    assert_each_once(lines, output, errors)
+    assert [line["custom_id"] for line in read_jsonl(errors)] == ["bad"]
+    direct = kept.call("POST", "/v1/responses", body).json()
+    for answer in wire_lines(output):
+        assert answer.response is not None
+        made = answer.response.body
+        assert made["object"] == "response"
+        assert made["output"][0]["content"] == direct["output"][0]["content"]  # type: ignore[index]
+    used = direct["usage"]
+    assert isinstance(used, dict)
+    assert found.usage is not None
+    told = (found.usage.input_tokens, found.usage.output_tokens)
+    assert told == (3 * used["input_tokens"], 3 * used["output_tokens"]) > (0, 0)
+
+
+def test_batches_are_counted_for_prometheus(kept: Server, client: openai.OpenAI) -> None:
+    before = figures(kept)
+    ended(client, begin(client, jsonl([completion_line(0), completion_line(1), completion_line(2, n=0)])))
+    name = 'tok_batches_ended_total{status="completed"}'
+    wait_until(lambda: figures(kept)[name] == before[name] + 1)
+    after = figures(kept)
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {
+        'tok_batches_ended_total{status="completed"}': 1,
+        'tok_batch_lines_answered_total{result="completed"}': 2,
+        'tok_batch_lines_answered_total{result="failed"}': 1,
+    }
+    assert after['tok_batch_lines{state="waiting"}'] == after['tok_batch_lines{state="running"}'] == 0
+
+
+def figures(server: Server) -> dict[str, float]:
+    text = server.call("GET", "/metrics").body.decode()
+    found = [line.split() for line in text.splitlines() if line.startswith("tok_batch")]
+    return {name: float(value) for name, value in found}
 
 
 def test_a_bad_body_is_an_error_of_its_line_alone(client: openai.OpenAI) -> None:
@@ -366,10 +410,16 @@ def test_an_upload_of_another_content_type_is_refused(kept: Server, kind: str) -
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches")])
-def test_without_a_directory_the_answer_says_how_to_get_one(server: Server, method: str, path: str) -> None:
+def test_without_a_directory_the_answer_says_how_to_get_one(
+    server: Server, method: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     answer = server.call(method, path)
     assert answer.status == 501
+    assert answer.headers["x-should-retry"] == "false"
+    assert (answer.error()["type"], answer.error()["code"]) == ("invalid_request_error", "not_configured")
     assert "--data-dir" in str(answer.error()["message"])
+    told = [record for record in caplog.records if "--data-dir" in record.getMessage()]
+    assert [(record.levelname, record.exc_info) for record in told] == [("WARNING", None)]
 
 
 def test_a_second_server_on_the_same_directory_is_refused(kept: Server, tiny_model: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from contextlib import suppress
 
 import pytest
 
 from tok_server.bench.flags import SERVER_SCENARIOS
 from tok_server.bench.server import SCENARIOS, ServerResult, table
-from tok_server.bench.server_client import drive
+from tok_server.bench.server_client import Tally, drive
 from tok_server.cli import main
 
 KEYS = [
-    *("engine", "scenario", "requests_per_s", "tokens_per_s", "loop_p50", "loop_p99"),
+    *("engine", "scenario", "offered_per_s", "requests_per_s", "tokens_per_s", "loop_p50", "loop_p99"),
     *("server_cpu", "engine_cpu", "client_cpu", "failures"),
 ]
 
@@ -57,7 +59,8 @@ def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> 
 
     async def ask() -> tuple[int, int]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            tally = await drive(server.sockets[0].getsockname()[1], 2, 0.0, 1.0, b"{}")
+            port = server.sockets[0].getsockname()[1]
+            tally = await asyncio.to_thread(drive, port, 2, 0.0, 1.0, 0.0, b"{}")
         return tally.requests, tally.failures
 
     # One refusal of each connection, and that it is closed then.
@@ -65,16 +68,41 @@ def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> 
     assert len(given) == 2 * len(answers)
 
 
+def test_requests_are_sent_by_the_clock_however_soon_they_are_answered() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                await reader.readuntil(b"{}")
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def ask() -> Tally:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            return await asyncio.to_thread(drive, server.sockets[0].getsockname()[1], 4, 0.1, 1.0, 50.0, b"{}")
+
+    began = time.monotonic()
+    tally = asyncio.run(ask())
+    assert tally.failures == 0
+    assert 1 <= tally.requests <= 50.0 * (time.monotonic() - began)
+
+
 def test_the_table_has_a_line_for_each_scenario() -> None:
     rates = {"requests_per_s": 3000.5, "tokens_per_s": 24_004.0, "loop_p50": 0.1, "loop_p99": 12.34}
     cpu = {"server_cpu": 1.0, "engine_cpu": 0.5, "client_cpu": 0.4}
-    result = ServerResult(engine="tok", scenario="whole", failures=3, **rates, **cpu)
+    result = ServerResult(engine="tok", scenario="whole", offered_per_s=0.0, failures=3, **rates, **cpu)
     head, line = table([result]).splitlines()
     assert head.split()[:2] == ["scenario", "requests/s"]
     assert line.split() == ["whole", "3,000.5", "24,004", "0.10", "12.34", "1.00", "0.50", "0.40", "3", "failed"]
 
 
-@pytest.mark.parametrize("words", [["--clients", "0"], ["--clients", "65"], ["--seconds", "0"], ["--seconds", "nan"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--clients", "0"], ["--clients", "65"], ["--seconds", "0"], ["--seconds", "nan"]),
+        ["--rate", "0"],
+        ["--rate", "9"],
+    ],
+)
 def test_what_is_not_allowed_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "server", *words]) == 2
     assert words[0] in capsys.readouterr().err

@@ -53,3 +53,9 @@ def test_a_page_ends_with_examples_of_its_command_that_are_understood(words: tup
         given = shlex.split(line)[1:]
         if given != ["COMMAND", "--help"]:
             make_parser(given[:1]).parse_args(given)  # ends the process where it cannot
+
+
+@pytest.mark.parametrize("words", [("batch",), ("bench", "offline"), ("bench", "kernels"), ("kernels",)], ids=" ".join)
+def test_a_command_that_serves_nothing_keeps_only_models_in_its_directory(words: tuple[str, ...]) -> None:
+    (kept,) = re.findall(r"--data-dir DIR\s+(.*?)(?=\n  -)", page(words), re.DOTALL)
+    assert " ".join(kept.split()) == "where fetched models are kept (default: the hub library's own cache)"

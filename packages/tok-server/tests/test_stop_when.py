@@ -141,7 +141,7 @@ def test_a_batch_line_may_have_a_condition(server: Server) -> None:
     asked = ENDPOINTS["/v1/completions"](
         json.dumps(fields).encode(), Served(server.engine, NAME, server.context.settings.formats)
     )
-    body = json.loads(asyncio.run(asked.compute(server.engine))())
+    body = json.loads(asyncio.run(asked.compute())())
     check(condition, body["choices"], body["stop_when"])
 
 

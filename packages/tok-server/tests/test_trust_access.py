@@ -188,7 +188,7 @@ def certificate(directory: Path, name: str) -> tuple[Path, Path]:
 
 def test_with_a_certificate_https_is_served_and_http_is_not(tiny_model: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "good")
-    with serving(tiny_model, tls_cert=str(cert), tls_key=str(key), header_timeout=1.0) as server:
+    with serving(tiny_model, tls_cert=str(cert), tls_key=str(key), header_timeout=5.0) as server:
         trusted = ssl.create_default_context(cafile=str(cert))
         url = f"https://127.0.0.1:{server.port}/health"
         with urllib.request.urlopen(url, context=trusted, timeout=60) as answer:

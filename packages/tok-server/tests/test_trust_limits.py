@@ -20,7 +20,8 @@ from aiohttp import web
 
 from support.idle_connections import hold
 from support.serving import Answer, Server, serving, wait_until
-from tok_core import InvalidField
+from tok_core import InvalidField, SamplingParams
+from tok_core.sampling import MAX_N
 from tok_server import Settings
 from tok_server.cli import make_parser
 from tok_server.connections import Listener
@@ -393,6 +394,14 @@ def test_every_limit_has_a_flag_with_its_default_in_the_help_and_says_what_is_al
         assert getattr(settings_of(make_parser().parse_args(words), "m"), name) == 4096
         with pytest.raises(InvalidField, match=rf"^{name} is -1.*; allowed: .* (above|at least) \d"):
             Limits(**{name: -1})
+
+
+def test_no_more_samples_are_allowed_than_the_engine_takes() -> None:
+    assert Limits().max_n == MAX_N
+    with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: samples, at most the {MAX_N}"):
+        Limits(max_n=MAX_N + 1)
+    with pytest.raises(InvalidField, match="n is"):
+        SamplingParams(n=MAX_N + 1)
 
 
 async def test_hundreds_of_slow_heads_at_once_are_all_ended(tiny_model: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Protocol
 from urllib.parse import quote
 
@@ -16,6 +15,7 @@ from tok_client.types import StopWhenResult, Usage
 from tok_core import Delta, EngineDead, RequestOutput, RequestStream
 from tok_server.context import Context
 from tok_server.counts import COUNTS
+from tok_server.deadlines import Deadline
 from tok_server.errors import ApiError, limited, of_exception
 from tok_server.job import Job
 from tok_server.judge import Judge, judged, output_of
@@ -78,29 +78,23 @@ def check_drawn(job: Job, most: int) -> None:
         raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
 
 
-@asynccontextmanager
-async def in_time(request: web.Request, context: Context) -> AsyncIterator[None]:
-    """Raises ApiError (504) once the request has taken all the time it may."""
-    most = context.settings.request_timeout
-    try:
-        async with asyncio.timeout_at(request[COUNTS].started + most):
-            yield
-    except TimeoutError as error:
-        raise limited("request_timeout", 504, f"the request was not answered within {most:g} seconds") from error
+def in_time(request: web.Request, context: Context) -> Deadline:
+    """`with in_time(…):` raises ApiError (504) once the request has taken all the time it may."""
+    return context.deadlines.since(request[STARTED])
 
 
 async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
     """The response to `request`. Errors before its first byte: ApiError, EngineError."""
     check_size(job, context)
     if job.params.grammar is not None:
-        async with in_time(request, context):
+        with in_time(request, context):
             await check_grammar(context.engine, job, MOST_CHECKS)
         context.admit()  # meanwhile the engine did not count this one
     headers = ignored_header(context, job.ignored)
     async with submitted(context.engine, job, request[COUNTS]) as streams:
         if job.stream:
             return await _stream(request, context, job, form, streams, headers)
-        async with in_time(request, context):
+        with in_time(request, context):
             outputs = [await output_of(stream, job.stop_when) for stream in streams]
     for output in outputs:
         _check_ended(output)
@@ -128,7 +122,7 @@ async def _stream(
     response = web.StreamResponse(headers=STREAM_HEADERS | headers)
     await response.prepare(request)
     try:
-        async with in_time(request, context):
+        with in_time(request, context):
             await _write(response, request, context, job, form, streams)
     except ConnectionError:
         raise
@@ -161,14 +155,23 @@ async def _write(
     judge = None if job.stop_when is None else Judge(job.stop_when)
     async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
         async for prompt, batch in batches:
-            if any(delta.finish_reason == "abort" for delta in batch):
-                raise EngineDead("the request was aborted: the engine is stopping")
-            if not tokens and any(delta.token_ids for delta in batch):
+            gained = _tokens_of(batch)
+            if gained and not tokens:
                 context.metrics.first_token.observe(time.monotonic() - request[STARTED])
-            tokens += sum(len(delta.token_ids) for delta in batch)
+            tokens += gained
             if data := b"".join([form.events(prompt, delta) for delta in batch]):
                 await response.write(data)
     await response.write(form.closing(usage(streams, tokens), None if judge is None else judge.result()))
+
+
+def _tokens_of(batch: Sequence[Delta]) -> int:
+    """How many tokens samples gained. Errors: EngineDead where one was cut off."""
+    gained = 0
+    for delta in batch:
+        if delta.finish_reason == "abort":
+            raise EngineDead("the request was aborted: the engine is stopping")
+        gained += len(delta.token_ids)
+    return gained
 
 
 def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tok_server.flags import ENGINE_FLAGS, add_serve
+from tok_server.flags import add_engine_flags
 from tok_server.server_flags import add_formats
 
 EXAMPLES = """examples:
@@ -31,12 +31,4 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
         "--retry-failed", action="store_true", help="answer those lines anew that failed in a finished OUT.jsonl"
     )
     add_formats(parser.add_argument_group("markup"))
-    group = parser.add_argument_group("engine, as of tok serve")
-    # The very flags that `tok serve` has: their names, types and defaults.
-    serve = argparse.ArgumentParser(add_help=False)
-    add_serve(serve)
-    for action in serve._actions:
-        if action.dest == "data_dir":
-            action.help = "where fetched models are kept (default: the hub library's own cache)"
-        if action.dest in ENGINE_FLAGS:
-            group._add_action(action)
+    add_engine_flags(parser.add_argument_group("engine, as of tok serve"))

@@ -22,14 +22,25 @@ async def read_body(request: web.Request, timeout: float) -> bytes:
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: application/json")
+    context = request.app[CONTEXT]
     try:
+        if request.content.is_eof():  # it has come together with the head
+            return _taken(request, context)
         async with asyncio.timeout(timeout):
-            return await _read(request, request.app[CONTEXT])
+            return await _read(request, context)
     except TimeoutError as error:
         message = f"the body did not arrive within {timeout:g} seconds"
         raise limited("body_timeout", 408, message, code="request_timeout") from error
     except web.RequestPayloadError as error:
         raise invalid(None, f"the body cannot be read: {error}") from error
+
+
+def _taken(request: web.Request, context: Context) -> bytes:
+    body = request.content.read_nowait()
+    if len(body) > context.settings.max_body:
+        raise too_large(context.settings.max_body)
+    hold(request, context, len(body))
+    return body
 
 
 async def _read(request: web.Request, context: Context) -> bytes:

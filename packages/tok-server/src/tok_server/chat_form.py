@@ -27,6 +27,7 @@ from tok_server.judge import result_of
 from tok_server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from tok_server.message_reader import message
 from tok_server.sample_reader import SampleReader
+from tok_server.text_event import TextEvent
 from tok_server.usage import running_usage, usage
 from tok_server.wire import encode
 
@@ -38,6 +39,7 @@ class ChatForm(ChunkForm):
         super().__init__(job)
         self._texts = texts
         self._open: dict[int, SampleReader] = {}
+        self._same: dict[int, TextEvent] = {}  # of choices that run, if only text is told of them
         self._tokens = 0
         self._reasoning_tokens = 0
 
@@ -62,12 +64,18 @@ class ChatForm(ChunkForm):
     def events(self, prompt: int, delta: Delta) -> bytes:
         """Chunks: first the role, then each piece that was gained, last the reason of the end."""
         index = delta.index
+        self._tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._same.pop(index, None)
+        elif delta.text and (same := self._same.get(index)) is not None:
+            return same.of(delta.text)
         parts: list[ChunkChoice] = []
         sample = self._open.get(index)
         if sample is None:
+            if self._plain and not self._job.markup and delta.finish_reason is None:
+                self._same[index] = TextEvent(lambda text: self._text_chunk(index, text))
             sample = self._open[index] = SampleReader(self._job, self._texts)
             parts.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
-        self._tokens += len(delta.token_ids)
         gains = sample.gains(delta)
         if not gains and (delta.logprobs or (self._job.return_token_ids and delta.token_ids)):
             gains = [MessageDelta(content="")]
@@ -79,6 +87,10 @@ class ChatForm(ChunkForm):
             sample.end()
         used = self._used_so_far() if parts else UNSET
         return b"".join(event(encode(self._chunk([part], used))) for part in parts)
+
+    def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
+        """What a choice has gained that has begun, and does not end."""
+        return self._chunk([ChunkChoice(index=index, delta=MessageDelta(content=text))], self._used_so_far())
 
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
         return event(encode(self._chunk([], self._detailed(used) if used else UNSET, stop_when)))

@@ -11,10 +11,11 @@ from tok_server.job import Job
 
 
 class ChunkForm(ABC):
-    """Of one request."""
+    """Of one request. `_plain`: nothing but text is told of a token."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._plain = job.params.logprobs is None and not (job.return_token_ids or job.continuous_usage)
 
     def opening(self) -> bytes:
         """Nothing: choices begin with their first token."""

@@ -24,6 +24,7 @@ from tok_server.ids import fingerprint
 from tok_server.job import Job
 from tok_server.judge import result_of
 from tok_server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from tok_server.text_event import TextEvent
 from tok_server.usage import running_usage, usage
 from tok_server.wire import encode
 
@@ -37,6 +38,7 @@ class CompletionForm(ChunkForm):
         self._echoes: dict[int, EchoedPrompt] = {}
         self._told: dict[int, Maybe[PromptLogprobs]] = {}  # of prompts
         self._offsets: dict[int, Offsets] = {}  # of streamed choices that have begun
+        self._same: dict[int, TextEvent] = {}  # of choices that run, if only text is told of them
         self._tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
@@ -53,12 +55,11 @@ class CompletionForm(ChunkForm):
         """A chunk; before a choice's first one, with `echo`, another that holds the prompt."""
         self._tokens += len(delta.token_ids)
         index = self._index(prompt, delta.index)
-        parts = []
-        if index not in self._offsets:
-            echo, self._offsets[index] = self._begun(prompt, delta.prompt_logprobs)
-            if self._job.echo:
-                text = self._echo(prompt).text
-                parts.append(CompletionChoice(index=index, text=text, logprobs=echo, token_ids=self._ids([])))
+        if delta.finish_reason is not None:
+            self._same.pop(index, None)
+        elif delta.text and (same := self._same.get(index)) is not None:
+            return same.of(delta.text)
+        parts = self._opened(prompt, index, delta)
         if delta.text or delta.finish_reason or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
             parts.append(
                 CompletionChoice(
@@ -72,13 +73,31 @@ class CompletionForm(ChunkForm):
         used = self._used_so_far() if parts else UNSET
         return b"".join(event(encode(self._object([part], used))) for part in parts)
 
+    def _opened(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
+        """What comes before the first token of a choice that begins."""
+        if index in self._offsets:
+            return []
+        if self._plain and delta.finish_reason is None:
+            self._same[index] = TextEvent(lambda text: self._text_chunk(index, text))
+        echo, self._offsets[index] = self._begun(prompt, delta.prompt_logprobs)
+        if not self._job.echo:
+            return []
+        return [CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._ids([]))]
+
+    def _text_chunk(self, index: int, text: str) -> Completion:
+        """What a choice has gained that has begun, and does not end."""
+        return self._object([CompletionChoice(index=index, text=text)], self._used_so_far())
+
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
         return event(encode(self._object([], used or UNSET, stop_when)))
 
     def _whole_choice(self, prompt: int, output: RequestOutput, one: Sample) -> CompletionChoice:
+        index = self._index(prompt, one.index)
+        if self._plain and not self._job.echo and self._job.prompt_logprobs is None:
+            return CompletionChoice(index=index, text=one.text, finish_reason=one.finish_reason)
         echo, offsets = self._begun(prompt, output.prompt_logprobs)
         return CompletionChoice(
-            index=self._index(prompt, one.index),
+            index=index,
             text=self._echo(prompt).text + one.text if self._job.echo else one.text,
             logprobs=both(echo, self._logprobs(one.logprobs, offsets)),
             finish_reason=one.finish_reason,

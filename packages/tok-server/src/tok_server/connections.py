@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -59,14 +60,13 @@ class Connection(web.RequestHandler):
         self._taken, self._taken_at = 0, 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._socket = transport
+        self._socket = cast("asyncio.Transport", transport)  # of another loop than asyncio's it need not be one by type
         if self._listener.open(self):
             super().connection_made(transport)
         else:
             # Nothing of a request has been read; whoever asks too soon may still hear why.
-            transport.write(_raw(self._listener.refuse_connection()))
-            transport.close()
+            self._socket.write(_raw(self._listener.refuse_connection()))
+            self._socket.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._listener.closed(self)

@@ -14,12 +14,14 @@ from aiohttp import web
 from tok_core import AsyncEngine
 from tok_server.auth import Keys
 from tok_server.dashboard.latency import Latencies
+from tok_server.deadlines import Deadlines
 from tok_server.errors import limited, unavailable
 from tok_server.metrics import Metrics
 from tok_server.origins import Origins
 from tok_server.rates import Rates
 from tok_server.settings import Settings
 from tok_server.telemetry import Telemetry
+from tok_server.turns import Turns
 
 T = TypeVar("T")
 
@@ -36,7 +38,9 @@ class Context:
     open_requests  requests being answered now
     held_bytes     bytes of their bodies
     keys, origins, rates  who may ask, from where, and how often
-    unhurried      how many samples the engine has got that nobody waits for
+    deadlines      until when requests must be answered
+    turns          how many of them begin in one turn of the event loop
+    unhurried      how many requests the engine has got that nobody waits for
     telemetry      where spans of requests go
     latencies      how long requests took lately
     background     work that goes on when whoever asked for it has gone
@@ -56,6 +60,8 @@ class Context:
     keys: Keys = field(init=False)
     origins: Origins = field(init=False)
     rates: Rates = field(init=False)
+    deadlines: Deadlines = field(init=False)
+    turns: Turns = field(default_factory=Turns)
     unhurried: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
     latencies: Latencies = field(default_factory=Latencies)
@@ -65,6 +71,7 @@ class Context:
         settings = self.settings
         self.keys = Keys(settings.api_keys, settings.admin_key)
         self.origins = Origins(settings.allow_origins)
+        self.deadlines = Deadlines(settings.request_timeout)
         self.rates = Rates(settings.rate_limit_requests, settings.rate_limit_tokens)
         if settings.otlp_endpoint is not None:
             self.telemetry = Telemetry(settings.otlp_endpoint, settings.model_name)
@@ -88,7 +95,10 @@ class Context:
 
     @property
     def waiting(self) -> int:
-        """Requests that the engine has got and does not compute yet, those aside that nobody waits for."""
+        """Requests that the engine has got and does not compute yet, those aside that nobody waits for.
+
+        A prompt is a request. Those nobody waits for that run count as if somebody did: they give way soon.
+        """
         waiting = self.engine.open_requests - int(self.engine.stats()["requests_running"])
         return max(0, waiting - self.unhurried())
 

@@ -78,7 +78,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     short = len(body) <= SHORT and _TOKEN_IDS.search(body) is not None
     job = await context.work(lambda: parse(body, context.engine, context.settings.model_name), short=short)
     context.admit()  # since the request came, others have been read and submitted
-    async with in_time(request, context):
+    with in_time(request, context):
         outputs = await job.embed(context.engine)
     counts = request[COUNTS]
     counts.prompt_tokens += sum(map(len, job.prompts))

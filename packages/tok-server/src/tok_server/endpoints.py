@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from tok_core import AsyncEngine, EngineDead, SamplingParams
+from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_server import chat, completions, embeddings
 from tok_server.answer import Form, check_drawn
 from tok_server.chat_form import ChatForm
@@ -20,12 +22,33 @@ from tok_server.job import Job
 from tok_server.judge import output_of
 from tok_server.limits import Limits
 from tok_server.logprobs import TokenTexts
+from tok_server.responses import endpoint as responses
+from tok_server.responses.form import ResponseForm
 from tok_server.streams import check_grammar, submitted
 from tok_server.tools.formats import Formats
 
 BEHIND = 1 << 40
 """Priority of what nobody waits for: whoever waits is served first."""
 APART = 1 << 32  # priorities of its own, above and below
+
+
+GRAMMARS = 4  # of these that are compiled at once, so that those somebody waits for need not wait
+
+
+class Unhurried:
+    """How many requests the engine has got that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    @contextmanager
+    def having(self, requests: int) -> Iterator[None]:
+        """So many more meanwhile."""
+        self.requests += requests
+        try:
+            yield
+        finally:
+            self.requests -= requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +58,15 @@ class Served:
     model    the name under which it is served
     formats  how it writes tool calls and reasoning
     max_n    most samples of a prompt
+    checks   taken while a grammar is compiled
     """
 
     engine: AsyncEngine
     model: str
     formats: Formats
     max_n: int = Limits().max_n
+    unhurried: Unhurried = field(default_factory=Unhurried)
+    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(GRAMMARS))
 
 
 class Asked(Protocol):
@@ -50,7 +76,7 @@ class Asked(Protocol):
     def samples(self) -> int:
         """How many it takes of those that can run at once."""
 
-    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+    async def compute(self) -> Callable[[], bytes]:
         """Waits for the model. Returns what writes the answer, to be called in a thread.
 
         Errors: ApiError, EngineError. Leaving by an exception or cancelled ends what runs.
@@ -60,42 +86,52 @@ class Asked(Protocol):
 class Generation:
     """Text generated for a body, behind all requests that somebody waits for. Errors: ApiError."""
 
-    def __init__(self, job: Job, form: Form, most: int) -> None:
+    def __init__(self, job: Job, form: Form, served: Served) -> None:
         if job.stream:
             raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
-        check_drawn(job, most)
+        check_drawn(job, served.max_n)
         self._job = dataclasses.replace(job, params=behind(job.params))
         self._form = form
+        self._served = served
 
     @property
     def samples(self) -> int:
         """All choices."""
         return len(self._job.prompts) * self._job.drawn
 
-    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+    async def compute(self) -> Callable[[], bytes]:
         """Waits for all choices."""
-        await check_grammar(engine, self._job)
-        async with submitted(engine, self._job) as streams:
-            outputs = [await output_of(stream, self._job.stop_when) for stream in streams]
+        job, engine = self._job, self._served.engine
+        if job.params.grammar is not None:
+            async with self._served.checks:
+                await check_grammar(engine, job)
+        with self._served.unhurried.having(len(job.prompts)):
+            outputs = await self._outputs()
         if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
             raise EngineDead("the request was aborted: the engine is stopping")
         return lambda: self._form.whole(outputs)
+
+    async def _outputs(self) -> list[RequestOutput]:
+        async with submitted(self._served.engine, self._job) as streams:
+            return [await output_of(stream, self._job.stop_when) for stream in streams]
 
 
 class Vectors:
     """Embeddings for a body, behind all requests that somebody waits for."""
 
-    def __init__(self, job: EmbeddingJob) -> None:
+    def __init__(self, job: EmbeddingJob, served: Served) -> None:
         self._job = dataclasses.replace(job, priority=BEHIND)
+        self._served = served
 
     @property
     def samples(self) -> int:
         """All inputs."""
         return len(self._job.prompts)
 
-    async def compute(self, engine: AsyncEngine) -> Callable[[], bytes]:
+    async def compute(self) -> Callable[[], bytes]:
         """Waits for all vectors."""
-        outputs = await self._job.embed(engine)
+        with self._served.unhurried.having(len(self._job.prompts)):
+            outputs = await self._job.embed(self._served.engine)
         return lambda: self._job.whole(outputs)
 
 
@@ -107,16 +143,21 @@ def behind(params: SamplingParams) -> SamplingParams:
 
 def _completion(body: bytes, served: Served) -> Asked:
     job = completions.parse(body, served.engine, served.model)
-    return Generation(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served.max_n)
+    return Generation(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _chat(body: bytes, served: Served) -> Asked:
     job = chat.parse(body, served.engine, served.model, served.formats)
-    return Generation(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served.max_n)
+    return Generation(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served)
+
+
+def _response(body: bytes, served: Served) -> Asked:
+    job, begun = responses.parse(body, served.engine, served.model, served.formats)
+    return Generation(job, ResponseForm(job, begun, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _embeddings(body: bytes, served: Served) -> Asked:
-    return Vectors(embeddings.parse(body, served.engine, served.model))
+    return Vectors(embeddings.parse(body, served.engine, served.model), served)
 
 
 Prepare = Callable[[bytes, Served], Asked]
@@ -124,6 +165,7 @@ Prepare = Callable[[bytes, Served], Asked]
 ENDPOINTS: Mapping[str, Prepare] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
+    "/v1/responses": _response,
     "/v1/embeddings": _embeddings,
 }
 """URL -> what understands a body sent there. Slow: for threads. Errors: ApiError."""

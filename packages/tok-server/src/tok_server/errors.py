@@ -17,6 +17,7 @@ from tok_server.wire import BadJson, encode
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+NOT_SERVED = 501
 
 
 class ApiError(Exception):
@@ -58,6 +59,11 @@ class ApiError(Exception):
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400: the request says something that is not allowed."""
     return ApiError(400, message, param=param, code=code)
+
+
+def not_served(message: str, code: str) -> ApiError:
+    """501: this server has not what is asked for, however often; clients are told so, who try 5xx again otherwise."""
+    return ApiError(NOT_SERVED, message, code=code, headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str) -> ApiError:

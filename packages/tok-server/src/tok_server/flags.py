@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import get_args
 
 import msgspec
@@ -81,6 +82,20 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_formats(server)
     add_limits(parser.add_argument_group("limits"))
     _add_engine(parser.add_argument_group("engine"))
+
+
+def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] = ENGINE_FLAGS, **help: str) -> None:
+    """Adds the very flags that `tok serve` has for the engine: their names, types, defaults, and `help` but for these.
+
+    For commands that serve nothing: in their data directory are models only.
+    """
+    texts = {"data_dir": "where fetched models are kept (default: the hub library's own cache)", **help}
+    serve = argparse.ArgumentParser(add_help=False)
+    add_serve(serve)
+    for action in serve._actions:
+        if action.dest in names:
+            action.help = texts.get(action.dest, action.help)
+            group._add_action(action)
 
 
 def _add_engine(group: argparse._ActionsContainer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tok_server.flags import add_serve
+from tok_server.flags import add_engine_flags
 
 EXAMPLES = """examples:
   tok kernels --model ./my-model
@@ -28,25 +28,16 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     sizes("--head-dim", type=int, metavar="N", help="size of a head")
     sizes("--layers", type=int, metavar="N", help="layers, which share what is planned for a step")
     parser.add_argument("--measure", action="store_true", help="measure anew what is known from earlier")
-    _add_engine_flags(parser.add_argument_group("engine, as of tok serve"))
+    add_engine_flags(parser.add_argument_group("engine, as of tok serve"), SHARED)
 
 
 def add_bench_kernels(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tok bench kernels`."""
     _add_model(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    _add_engine_flags(parser.add_argument_group("engine, as of tok serve"))
+    add_engine_flags(parser.add_argument_group("engine, as of tok serve"), SHARED)
     parser.set_defaults(module="tok_server.commands.bench_kernels")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="a directory or a hub id (default: the demo model)")
-
-
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """The very flags that `tok serve` has for the engine: their names, types and defaults."""
-    serve = argparse.ArgumentParser(add_help=False)
-    add_serve(serve)
-    for action in serve._actions:
-        if action.dest in SHARED:
-            group._add_action(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tok_core import InvalidField
+from tok_core.sampling import MAX_N
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -18,8 +19,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body             bytes of a request's body
     max_bodies           bytes of all bodies that are held at once; requests beyond are turned away with 503
     max_file             bytes of an uploaded file
-    max_n                samples of one prompt
-    max_queued           requests that wait for the engine at once; more are turned away with 429
+    max_n                samples of one prompt, at most those that the engine takes
+    max_queued           prompts of clients that wait for the engine at once, lines of batches aside; while so many do,
+                         further requests are turned away with 429
     rate_limit_requests  requests a minute that one key may send, lines of batches aside; None: any
     rate_limit_tokens    tokens a minute, of prompts and answers, that one key may cause, batches aside; None: any
     header_timeout       seconds in which a request's line and headers must have arrived, once begun
@@ -35,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body: int = 64 * MIB
     max_bodies: int = 2 * GIB
     max_file: int = 8 * GIB
-    max_n: int = 65_536
+    max_n: int = MAX_N
     max_queued: int = 65_536
     rate_limit_requests: int | None = None
     rate_limit_tokens: int | None = None
@@ -51,6 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < LEAST.get(name, 1):
                 raise InvalidField(name, value, f"{unit}, at least {LEAST.get(name, 1)}")
+        if self.max_n > MAX_N:
+            raise InvalidField("max_n", self.max_n, f"samples, at most the {MAX_N} that the engine takes")
         for name in SECONDS:
             if not getattr(self, name) > 0:
                 raise InvalidField(name, getattr(self, name), "seconds above 0")

@@ -20,6 +20,7 @@ from tok_client.types import (
 from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
 
+DECODER = codecs.getincrementaldecoder("utf-8")
 LOWEST = -9999.0  # stands for −inf, which JSON cannot say
 
 
@@ -55,7 +56,7 @@ class Offsets:
     """Where in a sample's text each token begins, in characters; within a character, where that one does."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = DECODER("replace")
         self._length = 0
 
     def next(self, shown: bytes) -> int:

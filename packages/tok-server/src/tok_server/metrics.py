@@ -61,6 +61,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
+        self._by_answer: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._registry.register(_EngineCollector(stats))
         self.requests = Counter(
             "tok_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
@@ -86,6 +87,20 @@ class Metrics:
             registry=self._registry,
         )
         self.connections = Gauge("tok_connections", "Connections of clients.", registry=self._registry)
+
+    def add(self, more: Collector) -> None:
+        """Renders these, too."""
+        self._registry.register(more)
+
+    def ended(self, endpoint: str, status: int, seconds: float) -> None:
+        """Counts a request that was answered."""
+        found = self._by_answer.get((endpoint, status))
+        if found is None:  # looked up once: that takes longer than to count
+            found = self.requests.labels(endpoint, str(status)), self.seconds.labels(endpoint)
+            self._by_answer[endpoint, status] = found
+        count, histogram = found
+        count.inc()
+        histogram.observe(seconds)
 
     def refuse(self, limit: str | None) -> None:
         """Counts what a limit has refused; None: it was no limit."""

@@ -14,7 +14,7 @@ from tok_server.body import check_encoding
 from tok_server.connections import Connection
 from tok_server.context import CONTEXT, Context
 from tok_server.counts import COUNTS, Counts
-from tok_server.errors import of_exception, unavailable
+from tok_server.errors import NOT_SERVED, of_exception, unavailable
 from tok_server.ids import new_id
 from tok_server.log_format import FIELDS
 
@@ -41,6 +41,7 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response: web.StreamResponse | None = context.origins.preflight(request.method, request.headers)
         if response is None:
+            await context.turns.begin()
             _let_in(request, context, counts)
             response = await handler(request)
         status = request.get(FAILED, response.status)
@@ -53,7 +54,8 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
         context.metrics.refuse(failure.limit)
         if status >= 500:
             trace = error if status == 500 else None
-            log.error("%s: %s", request[REQUEST_ID], error or type(error).__name__, exc_info=trace)
+            level = logging.WARNING if status == NOT_SERVED else logging.ERROR
+            log.log(level, "%s: %s", request[REQUEST_ID], error or type(error).__name__, exc_info=trace)
         return failure.response()
     finally:
         if isinstance(connection, Connection):
@@ -96,8 +98,7 @@ def _record(context: Context, request: web.Request, counts: Counts, status: int)
     endpoint = resource.canonical if resource else "other"  # not the path: those have no bound
     now = time.monotonic()
     seconds = now - counts.started
-    context.metrics.requests.labels(endpoint, str(status)).inc()
-    context.metrics.seconds.labels(endpoint).observe(seconds)
+    context.metrics.ended(endpoint, status, seconds)
     if status < 400 and (took := counts.took(now)) is not None:
         context.latencies.observe(took)
     if context.telemetry is not None:

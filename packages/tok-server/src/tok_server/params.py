@@ -47,7 +47,11 @@ def sampling_params(
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The parameters; `names`: what this endpoint calls fields that the engine names otherwise. Errors: ApiError."""
-    fields: dict[str, object] = {name: value for name in SAME if (value := given(getattr(request, name))) is not None}
+    fields: dict[str, object] = {}
+    for name in SAME:
+        value = getattr(request, name)
+        if value is not UNSET and value is not None:
+            fields[name] = value
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
     fields["stop"] = _strings(given(request.stop))
     fields["stop_token_ids"] = tuple(given(request.stop_token_ids) or ())

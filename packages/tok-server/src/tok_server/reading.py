@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -28,8 +29,13 @@ def read(body: bytes, kind: type[R], unsupported: tuple[Refused, ...]) -> tuple[
         request = decode(body, kind)
     except BadJson as error:
         raise invalid(error.path, str(error)) from error
-    # What asks for nothing is carried out by doing nothing.
-    return request, unknown_fields(request, found, HARMLESS.union(*(table.fields for table in unsupported)))
+    return request, unknown_fields(request, found, _harmless(unsupported))
+
+
+@cache
+def _harmless(unsupported: tuple[Refused, ...]) -> frozenset[str]:
+    """Also fields that may be there as long as they ask for nothing: that is carried out by doing nothing."""
+    return HARMLESS.union(*(table.fields for table in unsupported))
 
 
 def check_model(asked: str | None, served: str) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from tok_client.types import JSONObject, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from tok_client.types import UNSET, JSONObject, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tok_core import InvalidField
 from tok_core.grammar import Grammar, Kind
 from tok_server.errors import invalid
@@ -22,6 +22,7 @@ GUIDED: Mapping[str, Kind] = {
     "json_object": "json_object",
 }
 """Names in `structured_outputs`, and behind `guided_`, and what they are to the engine."""
+GUIDED_FIELDS: Mapping[str, Kind] = {f"guided_{name}": kind for name, kind in GUIDED.items()}
 
 
 class Structure(NamedTuple):
@@ -58,8 +59,10 @@ def _asked(request: Request) -> Iterator[Structure]:
     if outputs is not None:
         for name, kind in GUIDED.items():
             yield from _guided(kind, given(getattr(outputs, name)), f"structured_outputs.{name}")
-    for name, kind in GUIDED.items():
-        yield from _guided(kind, given(getattr(request, f"guided_{name}")), f"guided_{name}")
+    for name, kind in GUIDED_FIELDS.items():
+        value = getattr(request, name)
+        if value is not UNSET:
+            yield from _guided(kind, value, name)
 
 
 def _of_format(asked: ResponseFormat) -> Iterator[Structure]:

@@ -17,6 +17,7 @@ from tok_core import AsyncEngine, EngineConfig, TokError
 from tok_server.app import make_app
 from tok_server.connections import allow_files, listening
 from tok_server.context import CONTEXT, Context
+from tok_server.pauses import keep_short
 from tok_server.settings import Settings
 from tok_server.tls import server_context
 
@@ -57,6 +58,7 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
 async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
     if not await _started(engine, stopping):
         return
+    keep_short()
     context.ready = True
     announce()
     await stopping.wait()

@@ -29,7 +29,7 @@ LIMITS = {
     "max_bodies": ("BYTES", "most bytes of all bodies held at once"),
     "max_file": ("BYTES", "most bytes of an uploaded file"),
     "max_n": ("N", "most samples of one prompt"),
-    "max_queued": ("N", "most requests that wait for the engine at once; more get 429"),
+    "max_queued": ("N", "most prompts that wait for the engine at once, batches aside; requests beyond get 429"),
     "rate_limit_requests": (
         "N",
         "most requests a minute of each API key; more get 429; what batches compute does not count",

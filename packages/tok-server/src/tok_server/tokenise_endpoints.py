@@ -16,7 +16,7 @@ from tok_core.text import Tokenizer
 from tok_server.body import read_body
 from tok_server.chat_prompt import chat_text
 from tok_server.context import CONTEXT
-from tok_server.errors import ApiError, invalid
+from tok_server.errors import invalid, not_served
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of
 from tok_server.params import given
@@ -92,7 +92,7 @@ def _text(body: bytes, engine: AsyncEngine, model: str) -> DetokenizeResponse:
 
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     if engine.tokenizer is None:
-        raise ApiError(501, "the model has no tokenizer: it is served in token ids only", code="no_tokenizer")
+        raise not_served("the model has no tokenizer: it is served in token ids only", "no_tokenizer")
     return engine.tokenizer
 
 

@@ -22,16 +22,17 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
     """
     known = known_fields(type(request))
     top = sorted(found.keys() - known - accepted)
-    deeper = chain.from_iterable(_of_member(request, name, found[name]) for name in sorted(found.keys() & known))
+    deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
+    if not top and not deep:
+        return ()
+    deeper = chain.from_iterable(_within(name, getattr(request, name), decode(found[name], object)) for name in deep)
     return tuple(islice(chain(top, deeper), MOST_LISTED))
 
 
-def _of_member(request: msgspec.Struct, name: str, raw: msgspec.Raw) -> Iterator[str]:
-    value = getattr(request, name)
-    # Decoded once more only where there is something to find: prompts of token ids are long.
+def _holds_structs(value: object) -> bool:
+    """Whether it is decoded once more: only where there is something to find, as prompts of token ids are long."""
     first = value[0] if isinstance(value, list) and value else value
-    if isinstance(first, msgspec.Struct):
-        yield from _within(name, value, decode(raw, object))
+    return isinstance(first, msgspec.Struct)
 
 
 def _within(path: str, value: object, given: object) -> Iterator[str]:

@@ -20,7 +20,7 @@ from tok_server.wire import BadJson, decode
 Neutral = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Refused:
     """Fields, each with the values that ask for nothing, and why all others are refused."""
 
@@ -103,8 +103,9 @@ RESPONSE = (
 def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
     """Raises ApiError (400) for the first field of `tables` whose value asks for something."""
     for table in tables:
-        for name in filter(given.__contains__, table.fields):
-            _check(name, given[name], table)
+        if not table.fields.keys().isdisjoint(given):
+            for name in filter(given.__contains__, table.fields):
+                _check(name, given[name], table)
 
 
 def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:

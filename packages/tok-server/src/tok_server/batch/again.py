@@ -48,5 +48,5 @@ def kept_of(output: Path, source: Source) -> Iterator[list[Answer]]:
 def _read(text: bytes, output: Path, number: int) -> _Line:
     try:
         return msgspec.json.decode(text, type=_Line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{output}: its line {number} is no answer: {error}") from error

@@ -8,10 +8,11 @@ from pathlib import Path
 from aiohttp import web
 
 from tok_core import AsyncEngine
+from tok_server.batch.metrics import BatchCollector
 from tok_server.batch.service import BatchService, Limits
 from tok_server.context import CONTEXT, Context
 from tok_server.endpoints import Served
-from tok_server.errors import ApiError
+from tok_server.errors import not_served
 from tok_server.settings import Settings
 
 BATCHES = web.AppKey("BATCHES", BatchService)
@@ -26,14 +27,16 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     if settings.data_dir is None:
         return
     context = app[CONTEXT]
+    served = Served(engine, settings.model_name, settings.formats, settings.max_n)
     service = app[BATCHES] = BatchService(
         Path(settings.data_dir).expanduser(),
-        Served(engine, settings.model_name, settings.formats, settings.max_n),
+        served,
         Limits(file=settings.max_file, line=settings.max_body),
         ready=lambda: context.ready,
         paused=lambda: context.draining,
     )
-    context.unhurried = lambda: service.under_way
+    context.unhurried = lambda: served.unhurried.requests
+    context.metrics.add(BatchCollector(service.figures))
     app.cleanup_ctx.append(_alive)
 
 
@@ -47,5 +50,5 @@ def batches_of(request: web.Request) -> tuple[BatchService, Context]:
     """The server's batches. Errors: ApiError 501, where it has none."""
     service = request.app.get(BATCHES)
     if service is None:
-        raise ApiError(501, NO_DIRECTORY, code="not_configured")
+        raise not_served(NO_DIRECTORY, "not_configured")
     return service, request.app[CONTEXT]

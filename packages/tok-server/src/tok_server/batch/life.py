@@ -62,6 +62,11 @@ class Life:
         return states.with_totals(self._job, self._run.totals).batch
 
     @property
+    def under_way(self) -> int:
+        """Lines that are computed now."""
+        return 0 if self._run is None else self._run.under_way
+
+    @property
     def overdue(self) -> bool:
         """Whether its time is over, and something is left to be cut short."""
         expires = self._job.batch.expires_at

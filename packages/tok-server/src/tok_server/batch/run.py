@@ -1,6 +1,7 @@
 """Run: the lines of one batch through the engine, each answer kept as soon as it is there.
 
-    reader thread: lines → bodies understood ─► event loop: engine ─► store thread: answers written, committed in groups
+    reader thread: lines → bodies understood ─► event loop: engine
+    store thread: answers committed, in groups ◄─ reader thread: answers written ◄─┘
 
 No more lines are under way than the budget allows, so that memory does not grow with the file.
 """
@@ -9,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tok_core import EngineClosed, EngineError
+from tok_core import EngineClosed, EngineDead, EngineError
 from tok_server.batch.answers import Answers, Totals
 from tok_server.batch.budget import Budget
 from tok_server.batch.gate import Gate
 from tok_server.batch.lines import parse_line, read_lines
+from tok_server.batch.suspects import Guilty, Suspects
+from tok_server.batch.to_its_end import to_its_end
 from tok_server.batch.written import Done, write
 from tok_server.endpoints import ENDPOINTS, Asked, Served
-from tok_server.errors import ApiError, internal, unavailable
+from tok_server.errors import SERVER, ApiError, internal, unavailable
 from tok_server.ids import new_id
 
 log = logging.getLogger("tok.server")
@@ -33,7 +37,7 @@ GROUP = 256  # answers of a commit, at most
 GROUP_SECONDS = 0.05  # that an answer waits for others
 CHUNK = 64  # lines read ahead at a time
 CHUNK_BYTES = 1 << 20
-ATTEMPTS = 4  # of a line that was open each time when the engine died
+ATTEMPTS = 4  # of a line whose computation was ended each time by something else than the engine's death
 AHEAD = 2  # samples under way, as a multiple of those that run at once
 PAUSE = 0.1
 
@@ -50,10 +54,11 @@ class Source:
 class Means:
     """What all batches of a process share.
 
-    store   the one thread of all writing connections
-    reader  threads that read files and understand bodies
-    clerk   threads for what takes long and nobody waits for: to validate, to write what came of it
-    paused  whether to begin no more lines for now
+    store     the one thread of all writing connections
+    reader    threads that read files, understand bodies and write down answers
+    clerk     threads for what takes long and nobody waits for: to validate, to write what came of it
+    paused    whether to begin no more lines for now
+    answered  how many lines have been, "completed" and "failed"
     """
 
     served: Served
@@ -63,6 +68,8 @@ class Means:
     reader: Executor
     clerk: Executor
     paused: Callable[[], bool] = lambda: False
+    suspects: Suspects = field(default_factory=Suspects)
+    answered: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,11 @@ class Run:
         self._taken = 0  # of the budget
         self._fed = False
         self.totals = Totals()
+
+    @property
+    def under_way(self) -> int:
+        """Lines begun and not yet kept."""
+        return self._open
 
     async def run(self) -> None:
         """Returns when every line has an answer. Cancelled, it keeps what is done.
@@ -167,13 +179,22 @@ class Run:
 
     async def _compute(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
         """What writes the answer, or why there is none. Errors: EngineClosed."""
+        try:
+            return await self._means.suspects.compute(lambda: self._attempt(ready, asked))
+        except Guilty as error:
+            log.error("batch line %r ends the engine: %s", ready.custom_id, error.__cause__)
+            message = "the engine died each time it computed this, the last time with no other line of a batch"
+            return ApiError(500, message, kind=SERVER, code="engine_died")
+
+    async def _attempt(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
+        """As `_compute`. Errors: EngineDead, where the engine died meanwhile, too."""
         for _ in range(ATTEMPTS):
             try:
                 await self._means.gate.passed()
-                return await asked.compute(self._means.served.engine)
+                return await asked.compute()
             except ApiError as error:
                 return error
-            except EngineClosed:
+            except (EngineClosed, EngineDead):
                 raise
             except asyncio.CancelledError:
                 if _told_to_end():
@@ -184,7 +205,7 @@ class Run:
                 log.warning("batch line %r is computed anew: %s", ready.custom_id, error)
             except Exception as error:
                 return _unexpected(error, ready.custom_id)
-        return unavailable(f"the engine failed {ATTEMPTS} times while it computed this", "engine_unavailable")
+        return unavailable(f"this was begun {ATTEMPTS} times and never ended", "engine_unavailable")
 
     def _end(self, done: Done, taken: int) -> None:
         self._done.append((done, taken))
@@ -204,11 +225,16 @@ class Run:
         group = self._done[:GROUP]
         del self._done[:GROUP]
         try:
-            new = await self._in_store(lambda: self._answers.add([write(done) for done, _ in group]))
-            self.totals = self.totals.plus(new)
+            await to_its_end(self._keep_these([done for done, _ in group]))
         finally:
             self._open -= len(group)
             self._give(sum(taken for _, taken in group))
+
+    async def _keep_these(self, group: Sequence[Done]) -> None:
+        answers = await self._in(self._means.reader, lambda: [write(done) for done in group])
+        new = await self._in_store(lambda: self._answers.add(answers))
+        self.totals = self.totals.plus(new)
+        self._means.answered.update("failed" if one.failed else "completed" for one in new)
 
     async def _keep_rest(self) -> None:
         """What is done when a run is given up is kept, too: it has been computed."""
@@ -216,8 +242,11 @@ class Run:
             await self._keep_some()
 
     async def _in_store(self, function: Callable[[], T]) -> T:
+        return await self._in(self._means.store, function)
+
+    async def _in(self, executor: Executor, function: Callable[[], T]) -> T:
         # Cancelled, it is carried out all the same: what has been computed is to be kept.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._means.store, function))
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))
 
 
 def _told_to_end() -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from tok_server.batch.budget import Budget
 from tok_server.batch.gate import Gate
 from tok_server.batch.life import Life
 from tok_server.batch.lock import FileLock
+from tok_server.batch.metrics import BatchFigures
 from tok_server.batch.place import Place
 from tok_server.batch.run import Means, samples_ahead
-from tok_server.batch.store import Job, Store
+from tok_server.batch.store import ENDED, Job, Store
 from tok_server.endpoints import Served
 
 log = logging.getLogger("tok.server")
@@ -32,6 +34,7 @@ T = TypeVar("T")
 MOST_OPEN = 1000  # batches that have not ended
 TURNS = 8  # batches that compute at once
 READERS = 2
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 TICK = 0.5  # seconds between two looks at the clock
 STARTING = 0.05  # seconds between two looks whether there is an engine
 RETRY_SECONDS = 10.0  # after an error that may pass, such as a full disk
@@ -74,6 +77,7 @@ class BatchService:
         self._ready = ready
         self._paused = paused
         self._lives: dict[str, Life] = {}
+        self._ended: Counter[str] = Counter()  # lives, by status
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(TURNS)
         self._threads = ThreadPoolExecutor(1, "tok-batch-store")
@@ -118,6 +122,21 @@ class BatchService:
     def under_way(self) -> int:
         """Samples that the engine has got, or is about to get."""
         return 0 if self._means is None else self._means.budget.used
+
+    def figures(self) -> BatchFigures:
+        """How many batches and lines there are in which state; none are open while the engine starts."""
+        batches = [life.batch for life in self._lives.values()]
+        statuses = Counter(batch.status for batch in batches)
+        counts = [batch.request_counts for batch in batches if batch.request_counts]
+        running = sum(life.under_way for life in self._lives.values())
+        left = sum(one.total - one.completed - one.failed for one in counts)
+        answered = Counter() if self._means is None else self._means.answered
+        return BatchFigures(
+            open={status: statuses[status] for status in OPEN},
+            ended={status: self._ended[status] for status in sorted(ENDED)},
+            lines={"waiting": max(0, left - running), "running": running},
+            answered={result: answered[result] for result in ("completed", "failed")},
+        )
 
     async def ask(self, function: Callable[[Store], T]) -> T:
         """What `function` returns of the store. Errors: its own."""
@@ -200,6 +219,7 @@ class BatchService:
             while True:
                 try:
                     await life.live()
+                    self._ended[life.batch.status] += 1
                     log.info("%s: %s", id, life.batch.status)
                     return
                 except EngineClosed:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import ExitStack
 from typing import IO, TypeVar
 
@@ -16,6 +16,7 @@ from aiohttp.http import HttpProcessingError
 
 from tok_client.types import ExpiresAfter, FileObject
 from tok_server.batch.service import BatchService
+from tok_server.batch.to_its_end import to_its_end
 from tok_server.connections import LEAST_TAKEN
 from tok_server.errors import SERVER, ApiError, invalid, limited
 from tok_server.ids import new_id
@@ -98,7 +99,8 @@ class Upload:
         with ExitStack() as opened:
             stream = opened.enter_context(self._service.place.blobs.writing(self._id))
             await self._copy(part, stream)
-            await _to_its_end(opened.pop_all().close)
+            # Cancelled, it waits all the same: what is deleted then must not come into being afterwards.
+            await to_its_end(asyncio.to_thread(opened.pop_all().close))
 
     async def _copy(self, part: BodyPartReader, stream: IO[bytes]) -> None:
         most = self._service.limits.file
@@ -170,16 +172,6 @@ def seconds_of(after: ExpiresAfter, name: str) -> int:
         allowed = f"integers from {SHORTEST} to {LONGEST_KEPT}"
         raise invalid(f"{name}.seconds", f"{name}.seconds is {after.seconds}; allowed: {allowed}")
     return after.seconds
-
-
-async def _to_its_end(function: Callable[[], None]) -> None:
-    """In a thread. Cancelled, it waits all the same: what is deleted then must not come into being afterwards."""
-    running = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.gather(running, return_exceptions=True)
-        raise
 
 
 def _named() -> str:

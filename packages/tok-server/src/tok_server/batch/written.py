@@ -53,10 +53,16 @@ class _Reasoning(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Of a completion, or of a response, which calls the same things otherwise."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Cached | None = None
     completion_tokens_details: _Reasoning | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _Cached | None = None
+    output_tokens_details: _Reasoning | None = None
 
 
 class _Used(msgspec.Struct):
@@ -74,13 +80,14 @@ def write(done: Done) -> Answer:
 def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
     """The answer whose line of the output is `text`, which has `body` in it."""
     used = msgspec.json.decode(body, type=_Used).usage or _Usage()
-    cached, reasoning = used.prompt_tokens_details or _Cached(), used.completion_tokens_details or _Reasoning()
+    cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
+    reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
     return Answer(
         line,
         status != 200,
-        used.prompt_tokens,
+        used.prompt_tokens or used.input_tokens,
         cached.cached_tokens or 0,
-        used.completion_tokens,
+        used.completion_tokens or used.output_tokens,
         reasoning.reasoning_tokens or 0,
         text,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
-from tok_server.flags import ENGINE_FLAGS, add_serve
+from tok_server.flags import add_engine_flags
 from tok_server.kernel_flags import BENCH_EXAMPLES, add_bench_kernels
 
 EXAMPLES = """examples:
@@ -35,6 +35,7 @@ MANAGER_EXAMPLES = """examples:
 SERVER_EXAMPLES = """examples:
   tok bench server
   tok bench server --scenario streamed --seconds 20 --json
+  tok bench server --scenario whole --rate 3000
 """
 
 SERVER_SCENARIOS = {
@@ -112,6 +113,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     told = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
     add = parser.add_argument
     add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"only this one (default: all). {told}")
+    add("--rate", type=float, metavar="R", help="requests a second, by the clock (default: all that are answered)")
     add("--clients", type=int, default=1, metavar="N", help="processes that ask (default: %(default)s)")
     add("--seconds", type=float, default=5.0, metavar="S", help="measured of each scenario (default: %(default)s)")
     add("--json", action="store_true", help="print a line of JSON for each scenario instead of a table")
@@ -131,20 +133,11 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     add = _add_output(parser)
     add("--trace", type=Path, metavar="FILE.json", help="trace steps in the middle of one more run, in Chrome's format")
     add("--trace-steps", type=int, metavar="N", help=f"how many (default: {TRACE_STEPS})")
-    _add_engine_flags(parser.add_argument_group("engine, as of tok serve"))
-
-
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """The very flags that `tok serve` has for the engine: their names, types and defaults."""
-    serve = argparse.ArgumentParser(add_help=False)
-    add_serve(serve)
-    for action in serve._actions:
-        if action.dest in ENGINE_FLAGS:
-            if action.dest == "max_model_len":
-                action.help = "most tokens of prompt and answer together (default: what the workload needs)"
-            if action.dest == "eos_probability":
-                action.help = "with --load-format dummy: how likely each token is an end id (default: as likely as any)"
-            group._add_action(action)
+    add_engine_flags(
+        parser.add_argument_group("engine, as of tok serve"),
+        max_model_len="most tokens of prompt and answer together (default: what the workload needs)",
+        eos_probability="with --load-format dummy: how likely each token is an end id (default: as likely as any)",
+    )
 
 
 def add_serve_bench(parser: argparse.ArgumentParser) -> None:

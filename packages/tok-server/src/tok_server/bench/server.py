@@ -19,10 +19,12 @@ from tok_server.bench.server_client import Tally
 from tok_server.connections import listening
 from tok_server.context import CONTEXT
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME
+from tok_server.pauses import keep_short
 from tok_server.serve import listen
 from tok_server.settings import Settings
 
 MAX_RUNNING = 8192
+STEP = 0.005  # seconds: no GPU takes less for as many samples as are asked for here
 WARM_UP = 1.0  # seconds
 LOOK = 0.002  # seconds between looks at how late the event loop is
 
@@ -43,7 +45,7 @@ class Scenario(NamedTuple):
 
 SCENARIOS = {
     "whole": Scenario(connections=256, tokens=8),
-    "streamed": Scenario(connections=256, tokens=128, stream=True),
+    "streamed": Scenario(connections=512, tokens=128, stream=True),
     "samples": Scenario(connections=8, tokens=16, n=1024),
 }
 
@@ -51,6 +53,7 @@ SCENARIOS = {
 class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one scenario has come to.
 
+    offered_per_s    requests sent by the clock; 0: each connection asked again once it was answered
     *_per_s          of requests answered to their end
     loop_p50, _p99   ms by which the server's event loop was late
     *_cpu            cores taken: by the server, by manager and worker, and by the clients
@@ -58,6 +61,7 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     scenario: str
+    offered_per_s: float
     requests_per_s: float
     tokens_per_s: float
     loop_p50: float
@@ -88,9 +92,12 @@ class _Watch:
         return (time.process_time() - self._server) / seconds, (self._engine.cpu_seconds() - self._engines) / seconds
 
 
-async def run_server(names: list[str], clients: int, seconds: float) -> list[ServerResult]:
-    """One scenario after the other, all with one server. Errors: TokError where it cannot start."""
-    engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING)
+async def run_server(names: list[str], clients: int, seconds: float, rate: float = 0.0) -> list[ServerResult]:
+    """One scenario after the other, all with one server. Errors: TokError where it cannot start.
+
+    rate  requests a second that are sent by the clock; 0: each connection asks again once it is answered
+    """
+    engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING, step_seconds=STEP)
     await engine.start()
     runner = web.AppRunner(make_app(engine, Settings(model_name=DEMO_NAME)), handler_cancellation=True)
     try:
@@ -98,15 +105,19 @@ async def run_server(names: list[str], clients: int, seconds: float) -> list[Ser
         listener = listen("127.0.0.1", 0)
         async with listening(runner, runner.app[CONTEXT], listener, None):
             port = int(listener.getsockname()[1])
-            return [await _measure(name, engine, port, clients, seconds) for name in names]
+            keep_short()
+            return [await _measure(name, engine, port, clients, seconds, rate) for name in names]
     finally:
         await runner.cleanup()
         await engine.close()
 
 
-async def _measure(name: str, engine: SimulatedEngine, port: int, clients: int, seconds: float) -> ServerResult:
+async def _measure(
+    name: str, engine: SimulatedEngine, port: int, clients: int, seconds: float, offered: float
+) -> ServerResult:
     scenario = SCENARIOS[name]
-    asking = [await _client(port, -(-scenario.connections // clients), seconds, scenario) for _ in range(clients)]
+    share = -(-scenario.connections // clients), offered / clients
+    asking = [await _client(port, *share, seconds, scenario) for _ in range(clients)]
     await asyncio.gather(*(_line(one) for one in asking))
     watch = _Watch(engine)
     looking = asyncio.create_task(watch.look())
@@ -119,6 +130,7 @@ async def _measure(name: str, engine: SimulatedEngine, port: int, clients: int, 
     return ServerResult(
         engine="tok",
         scenario=name,
+        offered_per_s=offered,
         requests_per_s=round(rate, 1),
         tokens_per_s=round(rate * scenario.n * scenario.tokens, 1),
         loop_p50=round(float(p50), 3),
@@ -130,8 +142,8 @@ async def _measure(name: str, engine: SimulatedEngine, port: int, clients: int, 
     )
 
 
-async def _client(port: int, connections: int, seconds: float, scenario: Scenario) -> Process:
-    words = (str(port), str(connections), str(WARM_UP), str(seconds), scenario.body)
+async def _client(port: int, connections: int, rate: float, seconds: float, scenario: Scenario) -> Process:
+    words = (str(port), str(connections), str(WARM_UP), str(seconds), str(rate), scenario.body)
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tok_server.bench.server_client", *words, stdout=PIPE
     )

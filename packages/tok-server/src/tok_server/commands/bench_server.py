@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 
 import msgspec
 
 from tok_core import InvalidField
+from tok_server.loop import run
 
 MOST_CLIENTS = 64
 
@@ -19,10 +19,14 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidField("clients", options.clients, f"integers from 1 to {MOST_CLIENTS}")
     if not math.isfinite(options.seconds) or options.seconds <= 0:
         raise InvalidField("seconds", options.seconds, "seconds above 0")
+    if options.rate is not None and not (math.isfinite(options.rate) and options.rate > 0):
+        raise InvalidField("rate", options.rate, "requests a second, above 0")
+    if options.rate is not None and options.scenario is None:
+        raise InvalidField("rate", options.rate, "together with --scenario: each has a rate of its own")
     from tok_server.bench.server import SCENARIOS, run_server, table
 
     names = list(SCENARIOS) if options.scenario is None else [options.scenario]
-    results = asyncio.run(run_server(names, options.clients, options.seconds))
+    results = run(run_server(names, options.clients, options.seconds, options.rate or 0.0))
     if options.json:
         for result in results:
             print(msgspec.json.encode(result).decode())

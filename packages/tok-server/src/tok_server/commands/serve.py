@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ipaddress
 import json
 import sys
@@ -11,6 +10,7 @@ import sys
 from tok_core import AsyncEngine
 from tok_server.flags import engine_config, server_settings
 from tok_server.log_format import log_to_stderr
+from tok_server.loop import run
 from tok_server.serve import ServeError, serve
 from tok_server.settings import Settings
 
@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
         print(ready_lines(engine, settings, port), flush=True)
 
     try:
-        asyncio.run(serve(config, settings, announce))
+        run(serve(config, settings, announce), tls=settings.tls_cert is not None)
     except ServeError as error:
         print(f"tok serve: error: {error}", file=sys.stderr)
         return 1

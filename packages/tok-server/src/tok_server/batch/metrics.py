@@ -1,0 +1,54 @@
+"""What Prometheus is told of batches: how many there are in which state, and how far their lines are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class BatchFigures(NamedTuple):
+    """Numbers by the state that they are of.
+
+    open      batches that have not ended, by status
+    ended     batches that have ended since the start, by status
+    lines     of open batches: "waiting" and "running"
+    answered  lines answered since the start: "completed" and "failed"
+    """
+
+    open: Mapping[str, int]
+    ended: Mapping[str, int]
+    lines: Mapping[str, int]
+    answered: Mapping[str, int]
+
+
+class BatchCollector(Collector):
+    """`figures` as metrics, whenever they are asked for."""
+
+    def __init__(self, figures: Callable[[], BatchFigures]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterable[Metric]:
+        """Four families."""
+        found = self._figures()
+        text = "Lines of batches answered since the start, by how."
+        yield _gauge("tok_batches", "Batches that have not ended, by their status.", "status", found.open)
+        yield _counter("tok_batches_ended", "Batches ended since the start, by how.", "status", found.ended)
+        yield _gauge("tok_batch_lines", "Lines of open batches without an answer, by state.", "state", found.lines)
+        yield _counter("tok_batch_lines_answered", text, "result", found.answered)
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=(label,))
+    for value, number in values.items():
+        family.add_metric((value,), number)
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=(label,))
+    for value, number in values.items():
+        family.add_metric((value,), number)
+    return family

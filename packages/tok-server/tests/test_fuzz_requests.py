@@ -1,0 +1,171 @@
+"""Requests made at random: each is answered, or refused in the shape of OpenAI's errors; none is a defect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from support.fuzzing import TEXTS, VALUES, changed, fuzzed, torn, written
+from support.serving import NAME, Answer, Server, serving
+
+WEATHER = {
+    "name": "weather",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"c": {"type": "string"}}},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+MESSAGES = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": [{"type": "text", "text": "one"}], "name": "n"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "rain"},
+]  # fmt: skip
+LIMITED = {"model": NAME, "max_tokens": 2}
+VALID: dict[str, list[dict[str, object]]] = {
+    "/v1/completions": [
+        {**LIMITED, "prompt": ["a", "b"], "n": 2, "best_of": 3, "echo": True, "logprobs": 1, "stop": ["x"], "seed": 1},
+        {**LIMITED, "prompt": [[1, 2], [3]], "stream": True, "stream_options": {"include_usage": True}, "top_p": 0.5},
+        {**LIMITED, "prompt": "a", "n": 3,
+         "stop_when": {"type": "majority", "margin": 1, "pattern": "(.)"}, "top_k": 1},
+        {**LIMITED, "prompt": "a", "guided_choice": ["x", "y"], "logit_bias": {"5": 1.5}, "top_k": 3},
+    ],
+    "/v1/chat/completions": [
+        {**LIMITED, "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER}], "tool_choice": "auto"},
+        {**LIMITED, "messages": MESSAGES[:2], "logprobs": True, "top_logprobs": 2, "stream": True, "n": 2},
+        {**LIMITED, "messages": MESSAGES[:1], "response_format": {
+            "type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}},
+        {**LIMITED, "messages": MESSAGES[:1], "structured_outputs": {"regex": "[ab]+"}, "frequency_penalty": 1,
+         "chat_template_kwargs": {"deep": 1}, "metadata": {"a": "b"}, "prompt_logprobs": 1},
+    ],
+    "/v1/responses": [
+        {"model": NAME, "input": "a", "max_output_tokens": 2, "instructions": "b", "temperature": 0.5, "stream": True},
+        {"model": NAME, "max_output_tokens": 2, "tools": [{"type": "function", **WEATHER}], "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "rain"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]},
+        ]},
+        {"model": NAME, "input": "a", "max_output_tokens": 2, "include": ["message.output_text.logprobs"],
+         "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}, "top_logprobs": 1},
+    ],
+    "/v1/embeddings": [
+        {"model": NAME, "input": ["a", "b"], "encoding_format": "base64", "dimensions": 4},
+        {"model": NAME, "input": [[1, 2], [3]], "pooling": "mean"},
+    ],
+    "/tokenize": [
+        {"model": NAME, "prompt": "a b", "add_special_tokens": False, "return_token_strs": True},
+        {"model": NAME, "messages": MESSAGES[:2], "add_generation_prompt": True},
+    ],
+    "/detokenize": [{"model": NAME, "tokens": [1, 2, 3]}],
+    "/v1/batches": [
+        {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"},
+         "output_expires_after": {"anchor": "created_at", "seconds": 7200}},
+    ],
+}  # fmt: skip
+REFUSED = (400, 404, 413)
+# Of few tokens; a model with such marks calls tools and thinks.
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}<tool_call></tool_call>{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}{{ deep }}{{ message.content }}<eot>{% endfor %}<think></think>"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # Short answers and few of them: what is generated asks for anything.
+    data = tmp_path_factory.mktemp("data")
+    model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("model") / "tiny")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    with serving(model, max_n=4, engine_options={"max_model_len": 128}, data_dir=str(data)) as running:
+        yield running
+
+
+def check(answer: Answer, sent: object) -> None:
+    """It is an answer, or a refusal that says of what."""
+    assert answer.status == 200 or answer.status in REFUSED, (answer.status, answer.body, sent)
+    if answer.status != 200:
+        error = answer.error()
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert isinstance(error["param"], str | None)
+        assert len(answer.body) < 10_000
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        check_events(answer, sent)
+    else:
+        answer.json()
+
+
+def check_events(answer: Answer, sent: object) -> None:
+    blocks = [block.rpartition("data: ")[2] for block in answer.body.decode().split("\n\n")]
+    assert blocks.pop() == ""
+    for block in blocks:
+        if block != "[DONE]":
+            found = json.loads(block)
+            error = found.get("error")
+            assert not error or error["type"] == "invalid_request_error", (error, sent)
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_the_bodies_that_are_changed_are_answered_as_they_are(server: Server, path: str) -> None:
+    for body in VALID[path]:
+        assert server.call("POST", path, body).status == (400 if path == "/v1/batches" else 200)
+
+
+@pytest.mark.parametrize("path", VALID)
+@fuzzed(12)
+@given(data=st.data())
+def test_a_body_with_something_changed_is_answered_or_refused(server: Server, path: str, data: st.DataObject) -> None:
+    body = data.draw(changed(VALID[path]))
+    check(server.call("POST", path, written(body)), body)
+
+
+@fuzzed(30)
+@given(path=st.sampled_from(list(VALID)), body=VALUES.map(written) | st.binary(max_size=64))
+def test_what_is_no_body_at_all_is_refused(server: Server, path: str, body: bytes) -> None:
+    check(server.call("POST", path, body), body)
+
+
+@fuzzed(40)
+@given(path=st.sampled_from(list(VALID)), data=st.data())
+def test_a_body_with_bytes_changed_is_answered_or_refused(server: Server, path: str, data: st.DataObject) -> None:
+    body = data.draw(torn([written(one) for one in VALID[path]]))
+    check(server.call("POST", path, body), body)
+
+
+STOPS = st.text(st.characters(), max_size=6) | TEXTS | st.sampled_from(["a", " ", "\n" * 4000])
+
+
+@fuzzed(20)
+@given(stop=STOPS | st.lists(STOPS, max_size=6), seed=st.integers(0, 1 << 40), stream=st.booleans())
+@example(stop="\ud800", seed=1, stream=False)
+@example(stop=["a" * 20_000, "b"], seed=1, stream=True)
+def test_no_text_goes_on_behind_its_stop_string(server: Server, stop: str | list[str], seed: int, stream: bool) -> None:
+    stops = [stop] if isinstance(stop, str) else stop
+    # It stands for bytes that are no character: stop strings are looked for in the bytes.
+    assume(not any("\ufffd" in one for one in stops))
+    fields = {"prompt": "one", "max_tokens": 12, "temperature": 2, "seed": seed, "ignore_eos": True}
+    answer = server.complete(**fields, stop=stop, stream=stream)
+    check(answer, stop)
+    if answer.status == 200:
+        text, reason = told(answer, stream)
+        free, _ = told(server.complete(**fields), False)
+        assert free.startswith(text)
+        assert not any(one in text for one in stops), (text, stop)
+        assert reason == ("stop" if any(one in free for one in stops) else "length")
+
+
+def told(answer: Answer, stream: bool) -> tuple[str, str]:
+    """The text of the one choice, and why it ends."""
+    chunks: list[Any] = list(answer.chunks()) if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]

@@ -1,0 +1,88 @@
+"""Events of streams that tell nothing but text: the same as if each had been written on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core import SamplingParams
+from tok_core.outputs import Delta
+from tok_server.chat_form import ChatForm
+from tok_server.completion_form import CompletionForm
+from tok_server.job import Job
+from tok_server.logprobs import TokenTexts
+
+Form = CompletionForm | ChatForm
+Chunk = dict[str, Any]  # JSON as it comes
+
+
+def _form(kind: type[Form], model: str = "tiny", *, ids: bool = False, usage: bool = False) -> Form:
+    params = SamplingParams(n=3)
+    job = Job(
+        id="answer-1",
+        created=1,
+        model=model,
+        prompts=[[1, 2]],
+        params=params,
+        stream=True,
+        include_usage=usage,
+        return_token_ids=ids,
+    )
+    return kind(job, TokenTexts(None))
+
+
+def _chunks(data: bytes) -> list[Chunk]:
+    *events, rest = data.split(b"\n\n")
+    assert rest == b""
+    return [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
+@given(texts=st.lists(st.text(), min_size=1, max_size=5), model=st.text(min_size=1))
+def test_every_event_is_what_a_form_would_write_that_tells_more(
+    kind: type[Form], usage: bool, texts: list[str], model: str
+) -> None:
+    model = model.replace("\0", "")
+    short, long = _form(kind, model, usage=usage), _form(kind, model, ids=True, usage=usage)
+    for number, text in enumerate(texts):
+        delta = Delta(number % 3, [7], text)
+        told = [chunk for chunk in _chunks(long.events(0, delta)) if _without_ids(chunk)]
+        # Tokens without a text are told only where their ids are.
+        assert _chunks(short.events(0, delta)) == [one for one in told if text or _role(one)]
+    end = Delta(0, [7], "end", None, "length")
+    assert _chunks(short.events(0, end)) == [one for one in _chunks(long.events(0, end)) if _without_ids(one)]
+
+
+def _without_ids(chunk: Chunk) -> bool:
+    """Takes the ids out of a chunk."""
+    (choice,) = chunk["choices"]
+    choice.pop("token_ids", None)
+    return True
+
+
+def _role(chunk: Chunk) -> bool:
+    (choice,) = chunk["choices"]
+    return "role" in choice.get("delta", {})
+
+
+@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
+def test_usage_that_runs_along_is_counted_anew_in_each_event(kind: type[Form]) -> None:
+    job = Job(
+        id="answer-1",
+        created=1,
+        model="tiny",
+        prompts=[[1, 2]],
+        params=SamplingParams(),
+        stream=True,
+        include_usage=True,
+        return_token_ids=False,
+        continuous_usage=True,
+    )
+    form = kind(job, TokenTexts(None))
+    chunks = [_chunks(form.events(0, Delta(0, [7], "a")))[-1] for _ in range(3)]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
