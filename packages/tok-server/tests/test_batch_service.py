@@ -5,21 +5,31 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from support.batching import NAME, Line, assert_each_once, completion_line, custom_ids, jsonl, read_jsonl
-from tok_client.types import Batch, FileObject
-from tok_core import AsyncEngine, EngineClosed, EngineConfig, EngineDead, RequestOutput
-from tok_core.grammar import Grammar
+from support.batch_services import (
+    LINES,
+    RUNNING,
+    SLOW,
+    Clock,
+    begin,
+    begin_with,
+    completed,
+    ended,
+    made_engine,
+    opened,
+    outputs,
+    until,
+)
+from support.batching import NAME, assert_each_once, completion_line, custom_ids, jsonl, read_jsonl
+from tok_client.types import FileObject
+from tok_core import AsyncEngine, EngineClosed
 from tok_core.sampling import SamplingParams
 from tok_server.batch import states
 from tok_server.batch.answers import Answer, Answers
@@ -29,23 +39,11 @@ from tok_server.batch.life import Life
 from tok_server.batch.run import AHEAD, Means, Run, Source, _Ready
 from tok_server.batch.service import BatchService, Limits
 from tok_server.batch.store import ENDED, Job, Missing
-from tok_server.batch.suspects import Guilty, Suspects
-from tok_server.batch.to_its_end import to_its_end
 from tok_server.batch.validation import Validated
-from tok_server.endpoints import BEHIND, GRAMMARS, Generation, Served, behind
+from tok_server.endpoints import BEHIND, Served, behind
 from tok_server.errors import ApiError
 from tok_server.ids import new_id
 from tok_server.tools.formats import Formats
-
-RUNNING = 16
-LINES = [completion_line(number, max_tokens=6, ignore_eos=True) for number in range(80)]
-SLOW = [completion_line(number, max_tokens=400, ignore_eos=True) for number in range(150)]
-
-
-def made_engine(model: Path, **options: int) -> AsyncEngine:
-    sizes = {"kv_cache_tokens": 16_384, "max_running": RUNNING, **options}
-    config = EngineConfig(model=str(model), device="cpu", **sizes)  # type: ignore[arg-type]
-    return AsyncEngine(config, in_process=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,78 +52,6 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
     asyncio.run(found.start())
     yield found
     asyncio.run(found.close())
-
-
-class Clock:
-    """Seconds since 1970, as a test says."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.5
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@asynccontextmanager
-async def opened(
-    directory: Path,
-    engine: AsyncEngine,
-    now: Callable[[], float] = time.time,
-    paused: Callable[[], bool] = lambda: False,
-    line: int = 1 << 12,
-) -> AsyncIterator[BatchService]:
-    served = Served(engine, NAME, Formats())
-    service = BatchService(directory, served, Limits(file=1 << 20, line=line), now=now, paused=paused)
-    await service.open()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def begin(service: BatchService, lines: Sequence[Line], hours: int = 24) -> Batch:
-    return await begin_with(service, jsonl(lines), hours)
-
-
-async def begin_with(service: BatchService, data: bytes, hours: int = 24) -> Batch:
-    now = int(service.now())
-    file = FileObject(id=new_id("file"), bytes=1, created_at=now, filename="f", purpose="batch")
-    with service.place.blobs.writing(file.id) as stream:
-        stream.write(data)
-    await service.ask(lambda store: store.add_file(file))
-    batch = Batch(
-        id=new_id("batch").replace("-", "_"),
-        endpoint="/v1/completions",
-        input_file_id=file.id,
-        completion_window=f"{hours}h",
-        status="validating",
-        created_at=now,
-        expires_at=now + hours * 3600,
-    )
-    return await service.create(Job(batch=batch))
-
-
-async def until(service: BatchService, id: str, true: Callable[[Batch], bool]) -> Batch:
-    deadline = time.monotonic() + 60
-    while not true(found := await service.batch(id)):
-        assert time.monotonic() < deadline, found
-        await asyncio.sleep(0.01)
-    return found
-
-
-async def ended(service: BatchService, id: str) -> Batch:
-    return await until(service, id, lambda batch: batch.status in ENDED)
-
-
-def outputs(service: BatchService, batch: Batch) -> tuple[bytes, bytes]:
-    ids = (batch.output_file_id, batch.error_file_id)
-    output, errors = (service.place.blobs.path(id).read_bytes() if isinstance(id, str) else b"" for id in ids)
-    return output, errors
-
-
-def completed(batch: Batch) -> int:
-    counts = batch.request_counts
-    return counts.completed if counts else 0
 
 
 async def test_a_batch_whose_time_is_over_keeps_what_is_answered(engine: AsyncEngine, tmp_path: Path) -> None:
@@ -428,144 +354,6 @@ async def test_a_batch_whose_input_is_gone_when_it_is_cancelled_fails(engine: As
         (tmp_path / "files" / batch.input_file_id).unlink()
         await service.cancel(batch.id)
         assert (await ended(service, batch.id)).status == "failed"
-
-
-async def test_what_a_thread_does_is_waited_for_though_it_is_no_longer_wanted() -> None:
-    begun, go_on, done = threading.Event(), threading.Event(), list[int]()
-
-    def work() -> None:
-        begun.set()
-        assert go_on.wait(60)
-        done.append(1)
-
-    task = asyncio.create_task(to_its_end(asyncio.to_thread(work)))
-    await asyncio.to_thread(begun.wait, 60)
-    task.cancel()
-    await asyncio.sleep(0)
-    task.cancel()
-    asyncio.get_running_loop().call_later(0.05, go_on.set)
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert done == [1]
-
-
-def end(engine: AsyncEngine) -> None:
-    """The replica dies, as where its worker does."""
-    life = engine._core._fleet.lives[0]
-    replica = life.replica
-    assert replica is not None
-    replica.close()
-    engine._core._fleet._die(life, replica, "its worker has ended")
-
-
-async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_fails(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = made_engine(tiny_model)
-    computed, guilty, deaths = Generation._outputs, [77, 77], list[int]()
-
-    async def killing(self: Generation) -> list[RequestOutput]:
-        if self._job.prompts[0] != guilty:
-            return await computed(self)
-        open_too = asyncio.create_task(computed(self))
-        await asyncio.sleep(0.01)  # others are submitted behind it
-        deaths.append(engine.open_requests)
-        await asyncio.to_thread(end, engine)
-        return await open_too
-
-    monkeypatch.setattr(Generation, "_outputs", killing)
-    await engine.start()
-    lines = [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(40)]
-    lines[20] = completion_line(20, prompt=guilty, max_tokens=60, ignore_eos=True)
-    async with opened(tmp_path, engine) as service:
-        batches = [await begin(service, lines), await begin(service, LINES)]
-        found = [await ended(service, batch.id) for batch in batches]
-        assert engine.health().ok
-        assert [completed(one) for one in found] == [39, 80]
-        errors = read_jsonl(outputs(service, found[0])[1])
-    await engine.close()
-    assert custom_ids(errors) == ["line 20"]
-    response = errors[0]["response"]
-    assert isinstance(response, dict)
-    assert (response["status_code"], response["body"]["error"]["code"]) == (500, "engine_died")
-    assert deaths[0] > deaths[1] > deaths[2] == 1
-    assert len(deaths) == 3
-
-
-async def test_suspects_are_computed_few_at_a_time_and_then_alone_before_any_other_line() -> None:
-    suspects, first, guilty = Suspects(), asyncio.Event(), {3, 50}
-    running, most, tries = set[int](), [0] * 4, [0] * 100
-
-    async def once(line: int) -> int:
-        tries[line] += 1
-        if tries[line] == 1:
-            await first.wait()
-            raise EngineDead("all of them were open")
-        running.add(line)
-        most[tries[line]] = max(most[tries[line]], len(running))
-        await asyncio.sleep(0)
-        beside = running & guilty
-        await asyncio.sleep(0)
-        running.discard(line)
-        if beside:
-            raise EngineDead("those beside it were open")
-        return line
-
-    async def other() -> int:
-        assert not running
-        return -1
-
-    tasks = [asyncio.create_task(suspects.compute(partial(once, line))) for line in range(100)]
-    await asyncio.sleep(0)
-    first.set()
-    await asyncio.sleep(0)
-    tasks.append(asyncio.create_task(suspects.compute(other)))
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert {line for line, one in enumerate(found) if isinstance(one, Guilty)} == guilty
-    assert [one for one in found if not isinstance(one, Guilty)] == [*sorted(set(range(100)) - guilty), -1]
-    assert most[2:] == [10, 1]
-    assert len([line for line in tries if line == 3]) <= 20
-
-
-async def test_grammars_of_a_batch_are_compiled_few_at_a_time(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check, now, most = AsyncEngine.check_grammar, 0, 0
-
-    async def counting(self: AsyncEngine, grammar: Grammar, **options: int | None) -> None:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        try:
-            await check(self, grammar)
-        finally:
-            now -= 1
-
-    monkeypatch.setattr(AsyncEngine, "check_grammar", counting)
-    async with opened(tmp_path, engine) as service:
-        lines = [completion_line(number, guided_regex=f"[ab]{{{number + 1}}}", max_tokens=20) for number in range(12)]
-        assert completed(await ended(service, (await begin(service, lines)).id)) == 12
-    assert most == GRAMMARS
-
-
-async def test_answers_are_written_down_on_another_thread_than_that_of_the_store(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed, threads = Generation.compute, set[str]()
-
-    async def telling(self: Generation) -> Callable[[], bytes]:
-        write = await computed(self)
-
-        def written() -> bytes:
-            threads.add(threading.current_thread().name.rpartition("_")[0])
-            return write()
-
-        return written
-
-    monkeypatch.setattr(Generation, "compute", telling)
-    async with opened(tmp_path, engine) as service:
-        await ended(service, (await begin(service, LINES)).id)
-    assert threads == {"tok-batch-reader"}
 
 
 async def test_what_nobody_waits_for_is_counted_in_prompts_as_the_engine_counts(
