@@ -76,14 +76,17 @@ class Model(RuleBasedStateMachine):
             self.ledger.drop(rid, dropped)
             samples.update((sample, []) for sample in dropped)
 
-    @rule(seed=SEEDS)
-    def closes(self, seed: int) -> None:
+    @rule(seed=SEEDS, together=st.booleans())
+    def closes(self, seed: int, together: bool) -> None:
         rng = np.random.default_rng(seed)
-        for rid in list(self.open):
-            if rng.random() < 0.4:
+        closed = [rid for rid in self.open if rng.random() < 0.4]
+        if together:
+            self.ledger.close_all([*closed, self.next_rid + 7])
+        else:
+            for rid in [*closed, self.next_rid + 7]:
                 self.ledger.close(rid)
-                del self.open[rid]
-        self.ledger.close(self.next_rid + 7)
+        for rid in closed:
+            del self.open[rid]
 
     @invariant()
     def holds_no_more_than_it_must(self) -> None:

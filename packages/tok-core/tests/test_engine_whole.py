@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from support.engines import assert_all_given_back, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
-from tok_core.assembly import Told
+from tok_core.assembly import OpenRequest, Told
 from tok_core.manager.returns import NOTHING
 from tok_core.messages import Finished, Progress, Stats, Submit, ToEngine, ToManager
 from tok_core.processes.replica import Death, Report, ThreadReplica
@@ -189,7 +189,7 @@ async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop
     async with asyncio.timeout(60):
         while not woken or woken[-1] < len(requests):
             await asyncio.sleep(0)
-            woken.append(sum(stream._news.is_set() for stream in mailbox.streams.values()))
+            woken.append(sum(not stream._queued for stream in mailbox.streams.values()))
     assert sorted({0, *woken}) == [0, WOKEN, 2 * WOKEN, len(requests)]
 
 
@@ -212,7 +212,24 @@ async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
     monkeypatch.undo()
     assert [len(output.outputs[0].token_ids) for output in outputs] == [40] * 24
     steps = engine.stats()["steps"] - before
-    assert 40 <= len(woken) <= steps < 24 * 40
+    assert 1 <= len(woken) <= steps < 24 * 40
+
+
+async def test_an_owner_that_has_not_looked_is_not_told_once_more_until_the_end(engine: AsyncEngine) -> None:
+    told: list[tuple[bool, int]] = []
+
+    def hear(requests: Sequence[OpenRequest]) -> None:
+        told.extend((request.ended(), request.output_tokens) for request in requests)
+
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    request = engine._core.submit(PROMPT, params, None, hear, stream=True)
+    async with asyncio.timeout(60):
+        while not told or not told[-1][0]:
+            await asyncio.sleep(0.01)
+    assert [ended for ended, _ in told] == [False, True]
+    assert told[0][1] < told[1][1] == 40
+    (delta,) = request.take()
+    assert (len(delta.token_ids), delta.finish_reason) == (40, "length")
 
 
 async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> None:

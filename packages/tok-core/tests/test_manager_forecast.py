@@ -43,12 +43,10 @@ def joined(running: Demand, waiting: Demand, count: int) -> Demand:
     return length, remaining, shared
 
 
-@given(st.data(), page_sizes, st.sampled_from([1, 8, 64, forecast.TABLE]))
-def test_the_peak_is_that_of_the_simulation(data: st.DataObject, page_size: int, table: int) -> None:
+@given(st.data(), page_sizes)
+def test_the_peak_is_that_of_the_simulation(data: st.DataObject, page_size: int) -> None:
     demand = data.draw(demands(page_size))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forecast, "TABLE", table)
-        assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
+    assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
 
 
 @given(st.data(), page_sizes, st.integers(0, 150))
@@ -84,6 +82,28 @@ def test_what_is_to_be_left_free_is_left_at_every_step_unless_all_fit_anyhow(
     else:
         most = max((count for count in range(len(waiting[0]) + 1) if bears(count)), default=0)
     assert admissible(*running, *waiting, capacity, page_size, lambda moments: slope * moments) == most
+
+
+@given(st.data(), page_sizes, st.integers(0, 150), st.integers(1, 4))
+def test_of_candidates_that_come_together_all_are_admitted_or_none(
+    data: st.DataObject, page_size: int, capacity: int, together: int
+) -> None:
+    running, some = data.draw(demands(page_size)), data.draw(demands(page_size, most=5))
+    waiting = np.tile(some[0], together), np.tile(some[1], together), np.tile(some[2], together)
+    each = admissible(*running, *waiting, capacity, page_size)
+    assert admissible(*running, *waiting, capacity, page_size, together=together) == each // together * together
+
+
+def test_finishes_in_the_far_future_are_forecast_like_those_near_by() -> None:
+    random = np.random.default_rng(0)
+    length, remaining = random.integers(1, 300, 40), random.integers(0, 900, 40)
+    columns = length, remaining, np.zeros(40, np.int64)
+    far = np.array([5]), np.array([3 * forecast.NEAR]), np.array([0])
+    needed = peak_pages(*joined(columns, far, 1), 16)
+    assert needed == 12_289  # the far one's at its end
+    for capacity in range(200, 700, 20):
+        alone = admissible(*columns, *columns, capacity, 16)
+        assert admissible(*columns, *joined(columns, far, 1), capacity, 16) == alone
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tok_core.manager import branches, grouping
 from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
 from tok_core.manager.grouping import Grouping, Groups, find_groups
-from tok_core.manager.prefix_tree import Node, PrefixTree
+from tok_core.manager.leaves import Node
+from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import Int32, Int64
 
 PAGE = 2

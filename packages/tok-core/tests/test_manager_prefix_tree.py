@@ -9,8 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from tok_core.manager.leaves import Node
 from tok_core.manager.pages import PageAllocator
-from tok_core.manager.prefix_tree import Insertion, Node, PrefixTree
+from tok_core.manager.prefix_tree import Insertion, PrefixTree
 from tok_core.messages import EMPTY, Int32
 
 PAGE = 2
@@ -19,6 +20,13 @@ Tokens = tuple[int, ...]
 
 # Few distinct pages, so that paths meet, part and end inside of each other.
 token_lists = st.lists(st.integers(0, 1), max_size=7 * PAGE).map(tuple)
+
+
+def paths(pages: int) -> st.SearchStrategy[Tokens]:
+    """As many pages, of which the first has a few more different ones."""
+    first = st.lists(st.integers(0, 3), min_size=PAGE, max_size=PAGE)
+    others = st.lists(st.integers(0, 1), min_size=(pages - 1) * PAGE, max_size=(pages - 1) * PAGE)
+    return st.tuples(first, others).map(lambda parts: (*parts[0], *parts[1]))
 
 
 @dataclass
@@ -44,6 +52,15 @@ class Model:
 
     def keeps(self, prefix: Tokens) -> bool:
         return any(tokens[: len(prefix)] == prefix for tokens in self.locked)
+
+    def add(self, start: Tokens, tokens: Tokens, pages: list[int]) -> list[int]:
+        """Takes pages over that it has not, and returns the others."""
+        own = prefixes(start + tokens)[len(start) // PAGE :]
+        duplicates = [
+            page for prefix, page in zip(own, pages, strict=True) if self.page.setdefault(prefix, page) != page
+        ]
+        self.touch(start + tokens)
+        return duplicates
 
     def evict(self, count: int) -> list[int]:
         """One page after the other: of those that nothing locks or follows, the one unused for longest."""
@@ -84,7 +101,13 @@ def contents(tree: PrefixTree) -> dict[Tokens, int]:
         whole = start + tuple(node.tokens.tolist())
         own = prefixes(whole)[len(start) // PAGE :]
         found |= dict(zip(own, node.pages.tolist(), strict=True))
-        stack += [(whole, child) for child in node.children.values()]
+        for key, child in node.children.items():
+            if isinstance(child, Node):
+                stack.append((whole, child))
+                continue
+            leaf = child.row(key)
+            own = prefixes(whole + tuple(leaf.tokens.tolist()))[len(whole) // PAGE :]
+            found |= dict(zip(own, leaf.pages.tolist(), strict=True))
     return found
 
 
@@ -128,6 +151,28 @@ class TreeMachine(RuleBasedStateMachine):
         """A sequence leaves its pages to the tree, and goes."""
         self.extended(holder, more)
         self.unlock(holder)
+
+    @rule(holder=holders, rows=st.integers(1, 4).flatmap(lambda k: st.lists(paths(k), min_size=2, max_size=6)))
+    def samples_end(self, holder: Holder, rows: list[Tokens]) -> None:
+        """So many samples of one prompt leave equally many pages to the tree, one after the other, and go."""
+        length = len(rows[0]) // PAGE
+        pages = self.fresh(len(rows) * length)
+        if pages is None:
+            return
+        for _ in rows:
+            self.lock(holder.node, holder.tokens)
+        pages = pages.reshape(len(rows), length)
+        seen = {*self.model.page}
+        first = [holder.tokens + row[:PAGE] for row in rows]
+        known = [row for row in range(len(rows)) if first[row] in seen or first[row] in first[:row]]
+        given = self.tree.extend_each(holder.node, np.array(rows, np.int32), pages)
+        expected: list[int] = []
+        for row in sorted(range(len(rows)), key=lambda row: row in known):  # what is new comes first
+            expected += self.model.add(holder.tokens, rows[row], pages[row].tolist())
+        assert given.tolist() == expected
+        self.allocator.release(given)
+        for _ in rows:
+            self.unlock(holder)
 
     @rule(target=holders, holder=consumes(holders))
     def leave(self, holder: Holder) -> object:
@@ -226,12 +271,7 @@ class TreeMachine(RuleBasedStateMachine):
     def added(self, added: Insertion, start: Tokens, tokens: Tokens, pages: Int32) -> Insertion:
         """What was inserted is the tree's unless it had it, and what it had already is given back."""
         whole = start + tokens
-        duplicates = []
-        for prefix, page in zip(prefixes(whole)[len(start) // PAGE :], pages.tolist(), strict=True):
-            if self.model.page.setdefault(prefix, page) != page:
-                duplicates.append(page)
-        self.model.touch(whole)
-        assert added.duplicates.tolist() == duplicates
+        assert added.duplicates.tolist() == self.model.add(start, tokens, pages.tolist())
         assert added.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(whole)[len(start) // PAGE :]]
         assert added.node.depth * PAGE == len(whole)
         assert self.tree.node(added.node.id) is added.node
@@ -282,6 +322,24 @@ def test_a_node_in_use_until_just_now_is_evicted_last() -> None:
     tree.insert(pages(1, 1), pages(1, 1))
     tree.unlock(first)
     assert tree.evict(5).tolist() == [1, 0]
+
+
+def test_samples_that_end_together_cost_one_entry_of_the_queue_until_they_are_asked_for() -> None:
+    tree = PrefixTree(2)
+    prompt = tree.insert(pages(0, 2), pages(100, 1)).node
+    tree.lock(prompt, 8)
+    assert not len(tree.extend_each(prompt, pages(0, 32).reshape(8, 4), pages(0, 16).reshape(8, 2)))
+    assert (len(tree._queue), tree.pages, tree.evictable) == (2, 17, 16)  # one is the prompt's
+    tree.unlock(prompt, 8)
+    match = tree.match(np.array([0, 1, 8, 9, 10, 11], np.int32))
+    assert match.pages.tolist() == [100, 4, 5]
+    assert len(tree._queue) == 3
+    tree.check()
+    assert tree.evict(3).tolist() == [1, 0, 3]  # a leaf, and a part of the next
+    tree.check()
+    assert tree.evict(100).tolist() == [2, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14, 5, 4, 100]
+    tree.check()
+    assert not tree._leaves
 
 
 def test_an_id_is_used_anew_when_its_node_is_gone() -> None:

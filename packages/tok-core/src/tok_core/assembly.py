@@ -41,6 +41,7 @@ class OpenRequest(ABC):
     lock        held while it changes
     error       set where the engine could not go on
     each_token  it is told of each token, not only of the ends of its samples
+    told        its owner has been told of news that it has not taken: of more it need not be told, unless it has ended
     pooling     how its prompt is embedded, if that is what is asked for
     """
 
@@ -58,6 +59,7 @@ class OpenRequest(ABC):
         self.output_tokens = 0  # that have been told
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
+        self.told = False
         self.lock = threading.RLock()
         self._left = params.n
         self._news: list[Delta] = []
@@ -71,6 +73,7 @@ class OpenRequest(ABC):
     def take(self) -> list[Delta]:
         """What is new since the last call, in order. After `ended` was seen, this is the last of it."""
         with self.lock:
+            self.told = False
             news, self._news = self._news, []
             return news
 

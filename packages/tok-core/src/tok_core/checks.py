@@ -10,6 +10,8 @@ from tok_core.errors import InvalidField
 from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling import SamplingParams
 
+FEW = 64  # numbers that Python compares sooner than NumPy
+
 
 def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
     """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
@@ -46,7 +48,10 @@ def _tokens(ids: list[int], vocab_size: int) -> Int32:
     with suppress(OverflowError):  # greater than 32 bits
         if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
             tokens = np.array(ids, np.int32)
-            if tokens.view(np.uint32).max() < vocab_size:  # what is negative is large
+            if len(ids) <= FEW:
+                if min(ids) >= 0 and max(ids) < vocab_size:
+                    return tokens
+            elif tokens.view(np.uint32).max() < vocab_size:  # what is negative is large
                 return tokens
     bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
     raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")

@@ -262,8 +262,7 @@ class EngineCore:
     def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:
             requests = self._open.all()
-            for request in requests:
-                self._placing.forget(request)
+            self._placing.forget(requests)
         for request in requests:
             with request.lock:
                 if not request.ended():

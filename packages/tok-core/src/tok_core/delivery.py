@@ -34,8 +34,7 @@ class Delivery(NamedTuple):
 
 def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int], tokenizer: Tokenizer | None) -> Delivery:
     """Enters the report in the ledger; `each_token`: requests that are told of each token."""
-    found, which = np.unique(progress.rid, return_inverse=True)
-    rids = found.tolist()
+    rids, which = _grouped(progress.rid)
     begun, first = [], 0
     for rows in progress.rounds or [len(which)]:
         part = slice(first, first := first + rows)
@@ -48,6 +47,17 @@ def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int], tokenizer
     if progress.finished:
         told = told._replace(whole=transcribe(progress.finished, ledger, tokenizer))
     return Delivery(counted, begun, told, ends)
+
+
+def _grouped(rid: Int64) -> tuple[list[int], Int64]:
+    """The different ones, in order, and which of them each is. As `np.unique`, in less time where there are few."""
+    order = rid.argsort(kind="stable")
+    ordered = rid[order]
+    differs = np.ones(len(rid), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=differs[1:])
+    which = np.empty(len(rid), np.int64)
+    which[order] = differs.cumsum() - 1
+    return ordered[differs].tolist(), which
 
 
 def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> Told:

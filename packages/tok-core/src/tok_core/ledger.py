@@ -7,7 +7,9 @@ one before it. Axes: R rows, K blocks, U requests and N tokens of a report.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 
@@ -22,6 +24,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._opened: deque[tuple[int, int]] = deque()  # requests that are not in `_rows` yet, and their samples
         self._rows: dict[int, range] = {}  # by rid
         self._next_row = 0
         self._count: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens so far
@@ -31,12 +34,8 @@ class Ledger:
         self._free: list[int] = []
 
     def open(self, rid: int, samples: int) -> None:
-        """From now on tokens of the request are kept."""
-        with self._lock:
-            if self._next_row + samples > len(self._count):
-                self._make_rows(samples)
-            self._rows[rid] = range(self._next_row, self._next_row + samples)
-            self._next_row += samples
+        """From now on tokens of the request are kept. Waits for nobody: it is entered by whoever needs that next."""
+        self._opened.append((rid, samples))
 
     def append(self, rids: list[int], which: Int64, sample: Int32, token: Int32) -> list[int]:
         """Adds token `[N]` of sample `[N]` of request `rids[which]`; no sample may occur twice.
@@ -44,6 +43,7 @@ class Ledger:
         Tokens of requests that are not open are dropped. Returns the rids of samples that begin here.
         """
         with self._lock:
+            self._enter()
             if not self._rows:
                 return []
             first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)[which]
@@ -56,11 +56,12 @@ class Ledger:
             self._add_blocks(row[within == 0])
             self._tokens[self._block[row], within] = token
             self._count[row] = at + 1
-            return [rids[i] for i in np.unique(which[at == 0]).tolist()]
+            return [rids[i] for i in sorted(set(which[at == 0].tolist()))]
 
     def take(self, rid: int, sample: int) -> Int32:
         """The tokens of a sample of an open request, in a copy; it has none after that."""
         with self._lock:
+            self._enter()
             row = self._rows[rid][sample]
             count = int(self._count[row])
             blocks = self._give_back(row)
@@ -71,6 +72,7 @@ class Ledger:
         and in a copy; how many each has.
         """
         with self._lock:
+            self._enter()
             first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)
             known = (first >= 0).nonzero()[0]
             row = first[known] + np.array(samples, np.int64)[known]
@@ -80,17 +82,38 @@ class Ledger:
     def drop(self, rid: int, samples: Iterable[int]) -> None:
         """Forgets the tokens of samples of an open request."""
         with self._lock:
+            self._enter()
             first = self._rows[rid].start
             self._give_back_all([first + sample for sample in samples])
 
     def close(self, rid: int) -> None:
         """Forgets the request, if it is open, and what it still has."""
         with self._lock:
+            self._enter()
             rows = self._rows.pop(rid, None)
             if rows is not None and len(rows) == 1:
                 self._give_back(rows.start)
             elif rows is not None:
                 self._give_back_all(slice(rows.start, rows.stop))
+
+    def close_all(self, rids: Iterable[int]) -> None:
+        """The same of many requests, without Python for each of their samples."""
+        with self._lock:
+            self._enter()
+            rows: list[int] = []
+            for rid in rids:
+                rows += self._rows.pop(rid, ())
+            if rows:
+                self._give_back_all(rows)
+
+    def _enter(self) -> None:
+        """Gives rows to requests that have been opened."""
+        while self._opened:
+            rid, samples = self._opened.popleft()
+            if self._next_row + samples > len(self._count):
+                self._make_rows(samples)
+            self._rows[rid] = range(self._next_row, self._next_row + samples)
+            self._next_row += samples
 
     @property
     def blocks_used(self) -> int:
@@ -153,7 +176,7 @@ class Ledger:
 
     def _make_rows(self, samples: int) -> None:
         """Room for `samples` more rows, and as many again; rows of requests that have been closed go."""
-        old = np.concatenate([np.arange(0), *(np.arange(rows.start, rows.stop) for rows in self._rows.values())])
+        old = np.fromiter(chain.from_iterable(self._rows.values()), np.int64)
         size = max(ROWS, 2 * (len(old) + samples))
         count, block = np.zeros(size, np.int64), np.full(size, -1, np.int64)
         count[: len(old)], block[: len(old)] = self._count[old], self._block[old]

@@ -37,15 +37,16 @@ class OpenRequests:
             if request.each_token:
                 self.each_token.add(request.rid)
 
-    def remove(self, request: OpenRequest) -> bool:
-        """Whether it was there."""
+    def remove(self, requests: Iterable[OpenRequest]) -> list[OpenRequest]:
+        """Those that were there."""
         with self._changed:
-            if self.by_rid.pop(request.rid, None) is None:
-                return False
-            del self._by_id[request.request_id]
-            self.each_token.discard(request.rid)
-            self._changed.notify_all()
-            return True
+            gone = [request for request in requests if self.by_rid.pop(request.rid, None) is not None]
+            for request in gone:
+                del self._by_id[request.request_id]
+                self.each_token.discard(request.rid)
+            if gone:
+                self._changed.notify_all()
+            return gone
 
     def named(self, request_id: str) -> OpenRequest | None:
         """The request with this id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 from tok_core import parts
 from tok_core.assembly import OpenRequest
@@ -38,10 +39,12 @@ class Placing:
 
     def require_ready(self) -> None:
         """Raises EngineClosed or EngineDead where no replica serves."""
+        if self._fleet.serves:  # most of the time: without the lock, which others may hold
+            return
         with self._lock:
-            if self._fleet.serves:
-                return
             state, detail = self._fleet.state, self._fleet.detail
+            if state == "ready":
+                return
             if state == "closed":
                 raise EngineClosed(detail)
             raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
@@ -90,17 +93,19 @@ class Placing:
                     request.fail(told_as(error))
             tell([request])
 
-    def forget(self, request: OpenRequest) -> None:
-        """It has ended."""
+    def forget(self, requests: Sequence[OpenRequest]) -> None:
+        """They have ended."""
         with self._lock:
-            if self._requests.remove(request):
-                for part in request.parts:
-                    self._router.remove(part.replica, request.rid)
+            gone = self._requests.remove(requests)
+            if self._router.several:
+                for request in gone:
+                    for part in request.parts:
+                        self._router.remove(part.replica, request.rid)
 
     def withdraw(self, request: OpenRequest) -> None:
         """Forgets the request, and so shall the replicas."""
         with self._lock:
-            self.forget(request)
+            self.forget([request])
             for index, part in enumerate(request.parts):
                 self._fleet.send(part.replica, Cancel(parts.number(request.rid, index)))
 

@@ -48,9 +48,7 @@ class Reporting:
         now = time.monotonic()
         for request in begun:
             request.begin(now)
-        for request in changed:
-            self._advance(request, brought, progress)
-        tell(changed)
+        tell(self._advance(changed, brought, progress))
         for rid, reason in progress.failed:
             self._fail(rid, EngineError(reason))
 
@@ -67,13 +65,25 @@ class Reporting:
             if rid in open_ones:
                 self._router.end(replica, rid, open_ones[rid].params, ends)
 
-    def _advance(self, request: OpenRequest, brought: Delivery, progress: Progress) -> None:
-        ends = brought.ends.get(request.rid, NO_ENDS)
-        with request.lock:  # an abort comes before or after
-            if not request.ended():
+    def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
+        """Those whose owners are to be told."""
+        heard, over = [], []
+        for request in requests:
+            ends = brought.ends.get(request.rid, NO_ENDS)
+            with request.lock:  # an abort comes before or after
+                if request.ended():
+                    continue
                 request.advance(brought.told, ends, progress)
                 if ends and request.ended():
-                    self._placing.forget(request)
+                    over.append(request)
+                elif request.told:
+                    continue  # and its owner has not looked since
+                request.told = True
+                heard.append(request)
+        if over:
+            self._placing.forget(over)
+            self._ledger.close_all([request.rid for request in over])
+        return heard
 
     def _fail(self, rid: int, error: TokError) -> None:
         for request in self._requests.some([rid]):

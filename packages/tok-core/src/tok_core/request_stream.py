@@ -24,7 +24,7 @@ class RequestStream:
     def __init__(self, core: EngineCore, request: OpenRequest) -> None:
         self._core = core
         self._request = request
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # who waits for news: an asyncio.Event costs more
         self._queued = False  # to be told that there is news
         self._unread: deque[Delta] = deque()
         self._left = request.params.n  # samples whose last delta has not been read
@@ -65,8 +65,9 @@ class RequestStream:
 
     async def output(self) -> RequestOutput:
         """Waits for the whole request."""
-        async for _ in self.batches():
-            pass
+        while self._left:
+            await self._wait()
+            self._read()
         return self._request.output()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -74,12 +75,15 @@ class RequestStream:
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
         """The deltas, those together that were reported together."""
-        while self._left:
-            await self._wait()
-            batch = list(self._unread)
-            self._unread.clear()
-            self._left -= sum(delta.finish_reason is not None for delta in batch)
+        while batch := await self.batch():
             yield batch
+
+    async def batch(self) -> list[Delta]:
+        """The next of `batches`; none after the last."""
+        if not self._left:
+            return []
+        await self._wait()
+        return self._read()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
         while self._left:
@@ -88,16 +92,29 @@ class RequestStream:
             self._left -= delta.finish_reason is not None
             yield delta
 
+    def _read(self) -> list[Delta]:
+        batch = list(self._unread)
+        self._unread.clear()
+        for delta in batch:
+            self._left -= delta.finish_reason is not None
+        return batch
+
     async def _wait(self) -> None:
         """Returns when something is unread. Raises the request's error when there is nothing before it."""
         while not self._unread:
-            self._news.clear()
             error = self._request.error  # before: what comes before it is then taken
             self._unread += self._request.take()
             if not self._unread:
                 if error is not None:
                     raise error
-                await self._news.wait()
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+
+    def wake(self) -> None:
+        """There is news for whoever waits."""
+        self._queued = False
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Mailbox:
@@ -110,6 +127,7 @@ class Mailbox:
         self.loop = loop
         self.streams: dict[int, RequestStream] = {}  # by rid, until their requests have ended
         self._core = core
+        self._sink = self.tell  # one object for all: they are told together
         self._sending = False
         self._queue: deque[RequestStream] = deque()  # those that have news and have not been woken
         self._waking = False
@@ -118,7 +136,7 @@ class Mailbox:
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None, *, stream: bool
     ) -> RequestStream:
         """A new request of the loop. Raises as `EngineCore.submit` does."""
-        request = self._core.submit(prompt, params, request_id, self.tell, stream=stream, later=True)
+        request = self._core.submit(prompt, params, request_id, self._sink, stream=stream, later=True)
         if not self._sending:
             self._sending = True
             self.loop.call_soon(self._send)
@@ -144,9 +162,7 @@ class Mailbox:
     def _wake(self) -> None:
         """A few at a time: whoever waits for one of them runs in the loop's next turn, and others wait for that."""
         for _ in range(min(WOKEN, len(self._queue))):
-            stream = self._queue.popleft()
-            stream._queued = False
-            stream._news.set()
+            self._queue.popleft().wake()
         self._waking = bool(self._queue)
         if self._waking:
             self.loop.call_soon(self._wake)

@@ -73,8 +73,7 @@ class StreamedRequest(OpenRequest):
     def take(self) -> list[Delta]:
         with self.lock:
             self._note_changes()
-            news, self._news = self._news, []
-            return news
+            return super().take()
 
     def runs(self, samples: range) -> bool:
         return any(self._samples[index].end is None for index in samples)

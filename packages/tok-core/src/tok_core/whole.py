@@ -14,7 +14,10 @@ from tok_core.text.tokenizer import Tokenizer
 
 
 class WholeRequest(OpenRequest):
-    """A request whose owner is told of each sample once, when it has ended. Until then its tokens are in the ledger."""
+    """A request whose owner is told of each sample once, when it has ended. Until then its tokens are in the ledger.
+
+    Whoever calls `advance` closes its account there when it has ended by that: many do at once.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,6 @@ class WholeRequest(OpenRequest):
             self._ledger.drop(self.rid, ends)
         for end, ids, text in zip(ends.values(), *told.whole[self.rid], strict=True):
             self._end(end.sample, ids, text, end.reason, end.stop)
-        self._note_ends()
 
     def runs(self, samples: range) -> bool:
         return any(self._done[index] is None for index in samples)
@@ -67,7 +69,7 @@ class WholeRequest(OpenRequest):
         for index, done in enumerate(self._done):
             if done is None:
                 self._end(index, *self._so_far(index), reason)
-        self._note_ends()
+        self._ledger.close(self.rid)
 
     def fail(self, error: TokError) -> None:
         super().fail(error)
@@ -86,10 +88,6 @@ class WholeRequest(OpenRequest):
         self.output_tokens += len(ids)
         self._news.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end()
-
-    def _note_ends(self) -> None:
-        if self._left == 0:
-            self._ledger.close(self.rid)
 
     def _completions(self) -> list[Completion]:
         return [done for done in self._done if done is not None]

@@ -100,7 +100,7 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
         _check_ended(output)
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
-        context.metrics.first_token.observe(min(first) - request[STARTED])
+        context.metrics.began(min(first) - request[STARTED])
     short = job.params.logprobs is None and len(outputs) * job.drawn <= FEW
     body = await context.work(lambda: form.whole(outputs), short=short)
     return web.Response(body=body, content_type="application/json", headers=headers)
@@ -157,7 +157,7 @@ async def _write(
         async for prompt, batch in batches:
             gained = _tokens_of(batch)
             if gained and not tokens:
-                context.metrics.first_token.observe(time.monotonic() - request[STARTED])
+                context.metrics.began(time.monotonic() - request[STARTED])
             tokens += gained
             if data := b"".join([form.events(prompt, delta) for delta in batch]):
                 await response.write(data)

@@ -14,14 +14,15 @@ from tok_server.wire import BadJson, decode
 
 Members = dict[str, msgspec.Raw]
 
+JSON = "application/json"
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
 async def read_body(request: web.Request, timeout: float) -> bytes:
     """The body's bytes. Errors: ApiError 400 (content type, cut short), 408 (slow), 413 (large), 503 (too many)."""
-    kind = request.content_type
-    if "Content-Type" in request.headers and kind != "application/json":
-        raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: application/json")
+    given = request.headers.get("Content-Type", JSON)
+    if given != JSON and (kind := request.content_type) != JSON:
+        raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: {JSON}")
     context = request.app[CONTEXT]
     try:
         if request.content.is_eof():  # it has come together with the head

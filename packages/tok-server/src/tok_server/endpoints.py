@@ -90,7 +90,7 @@ class Generation:
         if job.stream:
             raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
         check_drawn(job, served.max_n)
-        self._job = dataclasses.replace(job, params=behind(job.params))
+        self._job = msgspec.structs.replace(job, params=behind(job.params))
         self._form = form
         self._served = served
 

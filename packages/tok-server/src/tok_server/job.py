@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,8 +12,7 @@ from tok_server.judge import Rule
 from tok_server.markup import NO_MARKUP, Markup
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP request understood, ready for the engine.
 
     id                the answer's id; the engine's request ids begin with it
@@ -48,7 +46,7 @@ class Job:
     ignored: tuple[str, ...] = ()
     default_length: bool = False
     stop_when: Rule | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def drawn(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -136,10 +136,12 @@ async def judged(stream: RequestStream, judge: Judge) -> AsyncGenerator[tuple[in
         yield 0, batch
 
 
-async def output_of(stream: RequestStream, rule: Rule | None) -> RequestOutput:
+def output_of(stream: RequestStream, rule: Rule | None) -> Awaitable[RequestOutput]:
     """Waits for the whole request; with a rule for as much of it as that needs, which gives a JudgedOutput."""
-    if rule is None:
-        return await stream.output()
+    return stream.output() if rule is None else _judged_output(stream, rule)
+
+
+async def _judged_output(stream: RequestStream, rule: Rule) -> JudgedOutput:
     judge = Judge(rule)
     async for _ in judged(stream, judge):
         pass

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+from tok_server.times import Times
 
 # name of the engine's statistic -> what it is; names without "_total" there, Prometheus adds it to counters
 COUNTERS = {
@@ -61,25 +61,17 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
-        self._by_answer: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._by_answer: dict[tuple[str, int], Counter] = {}
         self._registry.register(_EngineCollector(stats))
         self.requests = Counter(
             "tok_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
         )
-        self.seconds = Histogram(
-            "tok_request_seconds",
-            "From a request's arrival to the end of its answer.",
-            ("endpoint",),
-            buckets=SECONDS,
-            registry=self._registry,
+        self._seconds = Times(
+            "tok_request_seconds", "From a request's arrival to the end of its answer.", label="endpoint"
         )
-        self.first_token = Histogram(
-            "tok_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-
+        self._first_token = Times("tok_time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.add(self._seconds)
+        self.add(self._first_token)
         self.refused = Counter(
             "tok_refused",
             "Requests and connections that were refused or cut off, by the limit that says so.",
@@ -96,11 +88,13 @@ class Metrics:
         """Counts a request that was answered."""
         found = self._by_answer.get((endpoint, status))
         if found is None:  # looked up once: that takes longer than to count
-            found = self.requests.labels(endpoint, str(status)), self.seconds.labels(endpoint)
-            self._by_answer[endpoint, status] = found
-        count, histogram = found
-        count.inc()
-        histogram.observe(seconds)
+            found = self._by_answer[endpoint, status] = self.requests.labels(endpoint, str(status))
+        found.inc()
+        self._seconds.observe(seconds, endpoint)
+
+    def began(self, seconds: float) -> None:
+        """Counts the first token of a request, so long after that came."""
+        self._first_token.observe(seconds)
 
     def refuse(self, limit: str | None) -> None:
         """Counts what a limit has refused; None: it was no limit."""

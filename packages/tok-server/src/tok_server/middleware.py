@@ -62,7 +62,8 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
             connection.end()
         context.open_requests -= 1
         context.held_bytes -= counts.held_bytes
-        context.rates.charge(counts.key, counts.tokens)
+        if context.rates:
+            context.rates.charge(counts.key, counts.tokens)
         _record(context, request, counts, status)
 
 
@@ -74,7 +75,7 @@ def _let_in(request: web.Request, context: Context, counts: Counts) -> None:
         if context.draining:
             raise unavailable("the server is stopping", "draining")
         check_encoding(request)
-        if request.path.startswith(API):
+        if context.rates and request.path.startswith(API):
             context.rates.admit(counts.key)
 
 
@@ -85,8 +86,9 @@ async def dress(request: web.Request, response: web.StreamResponse) -> None:
     headers["x-request-id"] = request[REQUEST_ID]
     headers["Server"] = "tok"  # and not what it is built of
     headers["X-Content-Type-Options"] = "nosniff"
-    headers.update(context.origins.headers(request.headers.get("Origin")))
-    if request.path.startswith(API):
+    if more := context.origins.headers(request.headers.get("Origin")):
+        headers.update(more)
+    if context.rates and request.path.startswith(API):
         headers.update(context.rates.headers(request[COUNTS].key))
     if context.draining:
         headers["Connection"] = "close"

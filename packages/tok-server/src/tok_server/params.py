@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
@@ -29,6 +30,7 @@ SAME = (
     "ignore_eos",
     "priority",
 )
+_SAME = attrgetter(*SAME)
 
 
 def given(value: Maybe[T]) -> T | None:
@@ -47,15 +49,15 @@ def sampling_params(
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The parameters; `names`: what this endpoint calls fields that the engine names otherwise. Errors: ApiError."""
-    fields: dict[str, object] = {}
-    for name in SAME:
-        value = getattr(request, name)
-        if value is not UNSET and value is not None:
-            fields[name] = value
+    every = zip(SAME, _SAME(request), strict=True)
+    fields: dict[str, object] = {name: value for name, value in every if value is not UNSET and value is not None}
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
-    fields["stop"] = _strings(given(request.stop))
-    fields["stop_token_ids"] = tuple(given(request.stop_token_ids) or ())
-    fields["logit_bias"] = _biases(given(request.logit_bias), vocab_size)
+    if request.stop is not UNSET:
+        fields["stop"] = _strings(request.stop)
+    if request.stop_token_ids is not UNSET:
+        fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    if request.logit_bias is not UNSET:
+        fields["logit_bias"] = _biases(request.logit_bias, vocab_size)
     if max_tokens == 0 and not _asks_of_prompt(request):
         name = names.get("max_tokens", "max_tokens")
         raise invalid(name, f"{name} is 0; allowed: integers from 1, or 0 with echo or prompt_logprobs")

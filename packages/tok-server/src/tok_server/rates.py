@@ -41,9 +41,14 @@ class Rates:
     """The buckets of every key. One for all clients, where no keys are needed."""
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = {"requests": requests, "tokens": tokens}
+        limits = {"requests": requests, "tokens": tokens}
+        self._limits = {name: limit for name, limit in limits.items() if limit is not None}
         self._clock = clock
         self._buckets: dict[tuple[str, int], Bucket] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is limited."""
+        return bool(self._limits)
 
     def admit(self, key: int) -> None:
         """Counts a request. Errors: ApiError 429."""
@@ -70,7 +75,7 @@ class Rates:
         return found
 
     def _bucket(self, name: str, key: int) -> Bucket | None:
-        limit = self._limits[name]
+        limit = self._limits.get(name)
         if limit is None:
             return None
         found = self._buckets.get((name, key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import msgspec
@@ -25,6 +26,9 @@ GUIDED: Mapping[str, Kind] = {
 GUIDED_FIELDS: Mapping[str, Kind] = {f"guided_{name}": kind for name, kind in GUIDED.items()}
 
 
+_FIELDS = attrgetter("response_format", "structured_outputs", *GUIDED_FIELDS)
+
+
 class Structure(NamedTuple):
     """A grammar, and the path of the field that asks for it."""
 
@@ -34,6 +38,8 @@ class Structure(NamedTuple):
 
 def structure_of(request: Request) -> Structure | None:
     """What the answer's text must be; None: anything. Errors: ApiError."""
+    if _FIELDS(request).count(UNSET) == len(GUIDED_FIELDS) + 2:  # as of most
+        return None
     found = list(_asked(request))
     if len(found) > 1:
         both = " and ".join(one.field for one in found[:2])

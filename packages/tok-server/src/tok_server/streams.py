@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
 from tok_server.counts import Counts
@@ -14,30 +15,47 @@ BATCH = 64  # prompts submitted before other requests get their turn
 MOST_CHECKS = 256  # grammars that may be compiled at once, or wait for that, where somebody waits for the answer
 
 
-@asynccontextmanager
-async def submitted(engine: AsyncEngine, job: Job, counts: Counts | None = None) -> AsyncIterator[list[RequestStream]]:
-    """A stream a prompt. Leaving by an exception or cancelled aborts them all. Errors: ApiError, EngineError.
+class submitted:
+    """`async with submitted(…) as streams:` gives a stream a prompt. Errors: ApiError, EngineError.
 
-    To be entered after `check_grammar`: a grammar that is refused later is, in the midst of the stream.
+    Leaving by an exception or cancelled aborts them all. To be entered after `check_grammar`: a grammar that is refused
+    later is, in the midst of the stream.
 
     counts  is told what they have cost
     """
-    streams: list[RequestStream] = []
-    try:
-        for index, prompt in enumerate(job.prompts):
-            streams.append(_submit(engine, job, index, prompt))
-            if index % BATCH == BATCH - 1:
-                await asyncio.sleep(0)
-        if counts is not None:
-            counts.submitted(streams, job.drawn)
-        yield streams
-    except BaseException:
-        for stream in streams:
-            stream.abort()
-        raise
-    finally:
-        if counts is not None:
-            counts.ended(streams)
+
+    __slots__ = ("_counts", "_engine", "_job", "_streams")
+
+    def __init__(self, engine: AsyncEngine, job: Job, counts: Counts | None = None) -> None:
+        self._engine = engine
+        self._job = job
+        self._counts = counts
+        self._streams: list[RequestStream] = []
+
+    async def __aenter__(self) -> list[RequestStream]:
+        try:
+            for index, prompt in enumerate(self._job.prompts):
+                self._streams.append(_submit(self._engine, self._job, index, prompt))
+                if index % BATCH == BATCH - 1:
+                    await asyncio.sleep(0)
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        if self._counts is not None:
+            self._counts.submitted(self._streams, self._job.drawn)
+        return self._streams
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(failed=kind is not None)
+
+    def _leave(self, *, failed: bool) -> None:
+        if failed:
+            for stream in self._streams:
+                stream.abort()
+        if self._counts is not None:
+            self._counts.ended(self._streams)
 
 
 async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None) -> None:
@@ -64,7 +82,7 @@ def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> Req
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
     if len(streams) == 1:
-        async for batch in streams[0].batches():
+        while batch := await streams[0].batch():
             yield 0, batch
         return
     async with aclosing(_interleaved(streams)) as batches:

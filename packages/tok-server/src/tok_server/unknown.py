@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain, islice
 
 import msgspec
+from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType
 
 from tok_client.types import known_fields
 from tok_server.body import Members
@@ -20,6 +22,8 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
     found     the members of the request's JSON
     accepted  names beside those of the type
     """
+    if found.keys() <= _harmless(type(request), accepted):
+        return ()
     known = known_fields(type(request))
     top = sorted(found.keys() - known - accepted)
     deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
@@ -27,6 +31,24 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
         return ()
     deeper = chain.from_iterable(_within(name, getattr(request, name), decode(found[name], object)) for name in deep)
     return tuple(islice(chain(top, deeper), MOST_LISTED))
+
+
+@cache
+def _harmless(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
+    """What needs no look at what it holds: fields that hold no structs, and accepted names beside the type's."""
+    told = msgspec.inspect.type_info(kind)
+    assert isinstance(told, StructType)
+    plain = (one.encode_name for one in told.fields if not _may_hold_structs(one.type))
+    return (accepted - known_fields(kind)).union(plain)
+
+
+def _may_hold_structs(kind: Type) -> bool:
+    match kind:
+        case UnionType(types=types):
+            return any(map(_may_hold_structs, types))
+        case ListType(item_type=item) | VarTupleType(item_type=item):
+            return _may_hold_structs(item)
+    return isinstance(kind, StructType)
 
 
 def _holds_structs(value: object) -> bool:

@@ -19,13 +19,15 @@ class Prompted(Protocol):
 
 def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
     """The usage of all prompts of one HTTP request."""
-    counts = [(len(one.prompt_token_ids), one.cached_tokens) for one in requests]
-    prompt_tokens = sum(prompt for prompt, _ in counts)
+    prompt_tokens = cached_tokens = 0
+    for one in requests:
+        prompt_tokens += len(one.prompt_token_ids)
+        cached_tokens += one.cached_tokens
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(cached for _, cached in counts)),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )
 
 

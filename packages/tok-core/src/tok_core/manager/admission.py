@@ -92,26 +92,35 @@ class Admission:
             return 0
         running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
         common = self.paging.depth_in_common(running)
-        count = len(running) + sum(reserved.values())
-        times = min(TIMES, max(1, MANY // (count + 1)))
-        demand = self._running(running, common, reserved, times)
-        used = int((-(-demand.length // self.paging.page_size) - demand.shared).sum()) // times
+        held = self._running(running, common, reserved)
+        used = int((-(-held.length // self.paging.page_size) - held.shared).sum())
         capacity = self._capacity(int((table.num_shared[running] - common).sum()))
         samples = self._candidates(waiting, slots, capacity - used, budget)
-        guessed = self._guesses(len(running))
-        candidates = self._predicted(samples, times, count * times)
-        stream = not guessed and self._stream(waiting, capacity, step)
-        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
-        room = int((GUESSED if guessed else 1) * capacity) * times
-        fitting = self._fitting(demand, candidates, room, reserve) // times
-        if guessed and fitting * times < len(candidates.length):
-            sure = self._fitting(demand.unending(), candidates.unending(), capacity * times, None) // times
-            fitting = max(fitting, sure)
-        self.pace.observe(used, capacity, waits=fitting * times < len(candidates.length))
+        fitting = len(samples.length)
+        if self._at_limit(held) + self._at_limit(samples) > capacity:
+            guessed = self._guesses(len(running))
+            stream = not guessed and self._stream(waiting, capacity, step)
+            fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
+        self.pace.observe(used, capacity, waits=fitting < len(samples.length))
         return fitting if len(running) else max(1, fitting)
 
-    def _fitting(self, demand: Demand, candidates: Demand, capacity: int, reserve: Reserve | None) -> int:
-        return admissible(*demand[:3], *candidates[:3], capacity, self.paging.page_size, reserve)
+    def _at_limit(self, samples: Samples) -> int:
+        """Pages that are enough even if nobody ends before its limit, and all do so at once."""
+        return int((-(-samples.limit // self.paging.page_size) - samples.shared).sum())
+
+    def _fitting(self, held: Samples, samples: Samples, capacity: int, *, guessed: bool, stream: bool) -> int:
+        """How many of the samples fit into `capacity` pages beside those `held`, by what is to be expected of all."""
+        count, size = len(held.length), self.paging.page_size
+        times = min(TIMES, max(1, MANY // (count + 1)))
+        demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
+        used = int((-(-held.length // size) - held.shared).sum())
+        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
+        room = int((GUESSED if guessed else 1) * capacity) * times
+        fitting = admissible(*demand[:3], *candidates[:3], room, size, reserve, together=times)
+        if guessed and fitting < len(candidates.length):
+            unending = *demand.unending()[:3], *candidates.unending()[:3]
+            fitting = max(fitting, admissible(*unending, capacity * times, size, together=times))
+        return fitting // times
 
     def _reserve(self, capacity: int, times: int, each: float, *, stream: bool) -> Reserve:
         """What those that start now are to leave free, all counted `times` times.
@@ -139,7 +148,8 @@ class Admission:
         own = self.table.num_pages[draining] - self.table.num_shared[draining]
         return self.paging.num_pages - (self.paging.locked + self.stems.tails + int(own.sum()) - freed)
 
-    def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int], times: int) -> Demand:
+    def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int]) -> Samples:
+        """Those that run, and the forks that they still have to come."""
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
         columns = table.prompt_len, table.limit, table.least
@@ -149,7 +159,7 @@ class Admission:
             each, shared = self._with_forks(slots, reserved, length, shared)
             length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
             least, family = np.repeat(least, each), np.repeat(family, each)
-        return self._predicted(Samples(length, prompt, limit, least, family, shared), times, 0)
+        return Samples(length, prompt, limit, least, family, shared)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """What the samples need, each `times` times, of which so many stand `before` them."""

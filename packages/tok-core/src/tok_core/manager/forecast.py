@@ -1,4 +1,4 @@
-"""Forecast: KV pages over future time, in closed form over sorted finish times.
+"""Forecast: KV pages over future time, in closed form over the moments at which sequences finish.
 
 A sequence of `length` tokens that runs `remaining` more of them, of whose pages `shared` are counted elsewhere,
 needs ceil((length + t) / page_size) − shared pages after t steps, for t = 0 … remaining, and none after that.
@@ -10,6 +10,7 @@ Legend: n sequences, M moments, P page_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,23 @@ It is asked of the moments alone at which sequences finish, so it holds at these
 wants between two of them, or before the first, goes unheard but for what it still wants at the later one.
 """
 
-TABLE = 1 << 15  # entries, at most, of the table of page crossings
+NEAR = 1 << 16  # steps from now up to which moments are found by a mark for each step
+
+
+class _Growth(NamedTuple):
+    """Sequences as they fill pages, int64 [n] each.
+
+    now      pages of their own with the next token in the cache, if that begins no page
+    lacking  tokens more after which the last of these is full: below P
+    until    of the moments asked about, the first so many are those at which they still run
+    """
+
+    now: Int64
+    lacking: Int64
+    until: Int64
+
+    def first(self, count: int) -> _Growth:
+        return _Growth(self.now[:count], self.lacking[:count], self.until[:count])
 
 
 def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
@@ -30,6 +47,12 @@ def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -
     if not len(length):
         return 0
     return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max())
+
+
+def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
+    """Pages needed at each of `moments`, int64 [M] ascending."""
+    until = np.searchsorted(moments, remaining, side="right")
+    return _usage(_growth(length, shared, until, page_size), moments, page_size)
 
 
 def admissible(
@@ -42,49 +65,83 @@ def admissible(
     capacity: int,
     page_size: int,
     reserve: Reserve | None = None,
+    together: int = 1,
 ) -> int:
     """How many candidates, in strict order, may start now with the peak of all that run staying within `capacity`.
 
     All of them may, whatever `reserve` wants to be left free for later ones, where they fit even if everybody has its
-    most pages at once.
+    most pages at once. Of candidates that come so many `together`, as which m has to be a multiple of it, all may start
+    or none.
 
     The largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never need
-    more than `capacity` pages; 0 where the running ones alone do. Found by bisection: a sequence never needs less
+    more than `capacity` pages; 0 where the running ones alone do. Found by search: a sequence never needs less
     than 0 pages (shared ≤ its pages), so one candidate more lowers the use at no time and hence not the peak.
     """
     most = _sum_of_peaks(length, remaining, shared, page_size)
     if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
         return len(cand_length)
-    moments = np.unique(np.concatenate((remaining, cand_remaining)))
-    running = usage(length, remaining, shared, page_size, moments)
+    moments, until = _moments(np.concatenate((remaining, cand_remaining)))
+    spare = capacity - _usage(_growth(length, shared, until[: len(length)], page_size), moments, page_size)
     if reserve is not None:
-        running += reserve(moments)
-    low, high = -1, len(cand_length) + 1  # `low` fit or are none at all, `high` do not or are too many
-    k = len(cand_length)
+        spare -= reserve(moments)
+    if (spare < 0).any():
+        return 0
+    candidates = _growth(cand_length, cand_shared, until[len(length) :], page_size)
+    return together * _search(candidates, moments, spare, page_size, together)
+
+
+def _search(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, together: int) -> int:
+    """How many times as many candidates as come `together` fit into `spare` pages at each of the moments.
+
+    Where some are too many, the share of them that would fit if all were alike is tried next, and where that does, one
+    more; half of what is left to be tried where that has not ended the search.
+    """
+    low, high = 0, len(candidates.now) // together + 1  # `low` fit, or none do; `high` do not, or are too many
+    k, streak = high - 1, 0  # the last so many that were tried had the same answer
     while high - low > 1:
         # Moments at which none of these finishes are looked at too: only a reserve makes these count.
-        added = usage(cand_length[:k], cand_remaining[:k], cand_shared[:k], page_size, moments)
-        over = running + added > capacity
+        added = _usage(candidates.first(k * together), moments, page_size)
+        over = added > spare
         if over.any():  # only where k are too many can fewer be
-            high, moments, running = k, moments[over], running[over]
+            streak, high = max(streak, 0) + 1, k
+            moments, spare = moments[over], spare[over]
+            candidates = candidates._replace(until=np.append(0, np.cumsum(over))[candidates.until])
+            guess = int(k * float((spare / added[over]).min()))
         else:
-            low = k
-        k = (low + high) // 2
-    return max(low, 0)
+            streak, low, guess = min(streak, 0) - 1, k, k + 1
+        k = (low + high) // 2 if abs(streak) > 1 else min(max(guess, low + 1), high - 1)
+    return low
 
 
-def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
-    """Pages needed at each of `moments`, int64 [M] ascending.
+def _moments(remaining: Int64) -> tuple[Int64, Int64]:
+    """The distinct ones of `remaining`, int64 [M] ascending, and for each how many of these are not above it, [n]."""
+    if remaining.max(initial=0) >= NEAR:
+        moments, place = np.unique(remaining, return_inverse=True)
+        return moments, place + 1
+    there = np.zeros(int(remaining.max(initial=0)) + 1, np.bool_)
+    there[remaining] = True
+    return there.nonzero()[0], np.cumsum(there, dtype=np.int64)[remaining]
 
-    With length − 1 = q · P + c and t = Q · P + s, a sequence has q + 1 + Q + [c ≥ P − s] pages after t steps: the
-    sums over all that still run are sums over a tail of the finish times, the last one a tail's count for each s.
+
+def _growth(length: Int64, shared: Int64, until: Int64, page_size: int) -> _Growth:
+    full, used = np.divmod(length - 1, page_size)
+    return _Growth(full + 1 - shared, page_size - 1 - used, until)
+
+
+def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
+    """Pages needed at each of `moments`, int64 [M].
+
+    With t = Q · P + s, a sequence has Q pages more than now after t steps, and one more if it lacks fewer than s
+    tokens: the sums over all that still run are sums over the tail of a table with a row for each moment.
     """
-    order = np.argsort(remaining)
-    first = np.searchsorted(remaining[order], moments)  # the sequences order[first:] still run
-    full, used = np.divmod(length[order] - 1, page_size)
     turns, steps = np.divmod(moments, page_size)
-    pages = _tail_sums(full + 1 - shared[order])[first]
-    pages += (len(order) - first) * turns + _crossed(used, first, steps, page_size)
+    rows = len(moments) + 1
+    cells = np.bincount(growth.until * page_size + growth.lacking, minlength=rows * page_size)
+    # Row i, column s: how many run at moment i and no longer than that lack at most s tokens.
+    lacking = _tail_sums(np.cumsum(cells.reshape(rows, page_size)[1:], axis=1))
+    crossed = np.where(steps > 0, lacking[np.arange(rows - 1), steps - 1], 0)
+    now = _tail_sums(np.bincount(growth.until, growth.now, rows)[1:])  # exact: far below 2 ** 53
+    pages: Int64 = now.astype(np.int64) + lacking[:, -1] * turns + crossed
     return pages
 
 
@@ -93,28 +150,6 @@ def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int
     return int((-(-(length + remaining) // page_size) - shared).sum())
 
 
-def _crossed(used: Int64, first: Int64, steps: Int64, page_size: int) -> Int64:
-    """For each moment, how many of used[first:] reach P after `steps` more.
-
-    Looked up in a table of the answers for every stride-th `first`; the sequences before that are compared singly.
-    """
-    stride = max(1, len(used) * page_size // TABLE)
-    rows = -(-len(used) // stride)
-    lacking = np.arange(len(used)) // stride * page_size + (page_size - 1 - used)
-    table = np.zeros((rows + 1, page_size), np.int64)
-    counts = np.bincount(lacking, minlength=rows * page_size).reshape(rows, page_size)
-    table[:-1, 1:] = np.cumsum(_tail_sums(counts)[:-1, :-1], axis=1)
-    row = -(-first // stride)
-    crossed: Int64 = table[row, steps]
-    until = np.minimum(row * stride, len(used))
-    for skipped in range(stride - 1):
-        at = np.flatnonzero(first + skipped < until)
-        crossed[at] += used[first[at] + skipped] + steps[at] >= page_size
-    return crossed
-
-
-def _tail_sums(values: np.ndarray) -> Int64:
-    """Row i is the sum of values[i:], for i = 0 … n."""
-    sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
-    np.cumsum(values[::-1], axis=0, out=sums[1:])
-    return sums[::-1]
+def _tail_sums(values: np.ndarray) -> np.ndarray:
+    """Row i is the sum of values[i:]."""
+    return np.cumsum(values[::-1], axis=0)[::-1]

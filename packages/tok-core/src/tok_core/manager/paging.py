@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from tok_core.manager.pages import PageAllocator
 from tok_core.manager.prefix_tree import Insertion, PrefixTree
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64
+
+MANY = 4  # slots of one node whose pages go to the tree faster at once than one by one
 
 
 class Paging:
@@ -135,17 +138,12 @@ class Paging:
         table, tree = self.table, self.tree
         shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]
         depth = np.maximum(np.minimum(table.length[slots], table.known[slots]) // self.page_size, shared)
-        back = []
-        columns = (slots, shared, depth, held)
-        for slot, first, end, last in zip(*(column.tolist() for column in columns), strict=True):
-            if end > first and len(duplicates := self._extend(slot, first, end).duplicates):
-                back.append(duplicates)
-            if last > end:
-                back.append(table.pages[slot, end:last])
-        for node_id, count in Counter(node.tolist()).items():
+        holders = Counter(node.tolist())
+        rest = _one_by_one(np.stack((slots, depth, held - depth), axis=1)[held > depth])
+        back = [table.pages[rest], *self._leave(slots[depth > shared], holders)]
+        for node_id, count in holders.items():
             tree.unlock(tree.node(node_id), count)
-        if back:
-            self.allocator.release(np.concatenate(back))
+        self.allocator.release(np.concatenate(back))
         table.num_pages[slots] = table.num_shared[slots] = 0
 
     def fork_cost(self, leader: int) -> int:
@@ -182,6 +180,24 @@ class Paging:
         table, size = self.table, self.page_size
         node = self.tree.node(int(table.node[slot]))
         return self.tree.extend(node, table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth])
+
+    def _leave(self, slots: Int64, holders: Mapping[int, int]) -> list[Int32]:
+        """Gives the slots' full pages to the tree, those of a node with many `holders` at once; returns duplicates."""
+        table, size, back = self.table, self.page_size, []
+        depth = np.minimum(table.length[slots], table.known[slots]) // size
+        together: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        columns = slots, table.node[slots], table.num_shared[slots], depth
+        for slot, node_id, first, end in zip(*(column.tolist() for column in columns), strict=True):
+            if holders[node_id] >= MANY:
+                together[node_id, first, end].append(slot)
+            elif len(duplicates := self._extend(slot, first, end).duplicates):
+                back.append(duplicates)
+        for (node_id, first, end), some in together.items():
+            rows = np.array(some)[:, None]
+            tokens = table.tokens[rows, np.arange(first * size, end * size)]
+            pages = table.pages[rows, np.arange(first, end)]
+            back.append(self.tree.extend_each(self.tree.node(node_id), tokens, pages))
+        return back
 
     def _hold(self, slot: int, node_id: int) -> None:
         old = int(self.table.node[slot])

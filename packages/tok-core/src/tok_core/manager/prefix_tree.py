@@ -12,35 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.leaves import Leaves, Node, head
 from tok_core.messages import EMPTY, Int32, Int64
-
-
-class Node:
-    """Some pages of one path, up to where the next path branches off or a holder's pages end.
-
-    id        small int, used anew when the node is gone
-    parent    None for the root alone
-    children  by the bytes of the first page's tokens
-    tokens    int32 [k · page_size]
-    pages     int32 [k]
-    depth     pages from the root, its own included
-    locks     locks on it and below
-    used      logical time of the last use of it or of anything below
-    queued    whether the eviction queue has an entry for it
-    """
-
-    __slots__ = ("children", "depth", "id", "locks", "pages", "parent", "queued", "tokens", "used")
-
-    def __init__(self, node_id: int, parent: Node | None, tokens: Int32, pages: Int32) -> None:
-        self.id = node_id
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.tokens = tokens
-        self.pages = pages
-        self.depth: int = len(pages) + (parent.depth if parent else 0)
-        self.locks = 0
-        self.used = 0
-        self.queued = False
 
 
 class Match(NamedTuple):
@@ -86,9 +59,11 @@ class PrefixTree:
         self._nodes: list[Node | None] = [self.root]
         self._free_ids: list[int] = []
         self._clock = 0
-        # Unlocked leaves by time of last use: one entry a node at most, whose time may lag behind the node's.
-        # Times only grow, so an entry is a lower bound, and is put right when it comes to the top.
+        # Unlocked leaves by time of last use: one entry a node at most, whose time may lag behind the node's, and one
+        # for many leaves at once, a number below 0. Times only grow, so an entry is a lower bound, and is put right
+        # when it comes to the top.
         self._queue: list[tuple[int, int]] = []
+        self._leaves: dict[int, Leaves] = {}  # by number
 
     def node(self, node_id: int) -> Node:
         """The node that has `node_id` now."""
@@ -107,7 +82,7 @@ class PrefixTree:
         data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
         whole = len(data) // width * width
         while at < whole:
-            child = node.children.get(data[at : at + width])
+            child = self._child(node, data[at : at + width])
             if child is None:
                 break
             common = self._common(child, data, at)
@@ -168,6 +143,23 @@ class PrefixTree:
         self.pages += len(pages)
         return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
 
+    def extend_each(self, node: Node, tokens: Int32, pages: Int32) -> Int32:
+        """Like `extend` for each row of `tokens`, int32 [n, k · page_size], and `pages`, int32 [n, k], on one node.
+
+        As many callers hold it, who are to leave it next: they get the duplicates of all, and no node.
+        """
+        assert tokens.shape[1] == pages.shape[1] * self.page_size, f"{tokens.shape[1]} tokens in {pages.shape[1]} pages"
+        keys: list[bytes] = np.ascontiguousarray(tokens[:, : self.page_size]).view(f"V{self._width}").ravel().tolist()
+        if len(set(keys)) == len(keys) and node.children.keys().isdisjoint(keys):  # most often so
+            self._add_leaves(node, keys, tokens, pages)
+            return EMPTY
+        first = dict(zip(reversed(keys), range(len(keys))[::-1], strict=True))  # row that a key comes with first
+        others = [row for row, key in enumerate(keys) if key in node.children or first[key] != row]
+        fresh = np.delete(np.arange(len(keys)), others)
+        if len(fresh):
+            self._add_leaves(node, [keys[row] for row in fresh], tokens[fresh], pages[fresh])
+        return np.concatenate([self._insert_below(node, tokens[row], pages[row]).duplicates for row in others])
+
     def evict(self, count: int) -> Int32:
         """Gives up to `count` pages back to the caller, int32, least recently used first.
 
@@ -177,6 +169,10 @@ class PrefixTree:
         freed, left = [EMPTY], count
         while left > 0 and self._queue:
             used, node_id = self._queue[0]
+            if node_id < 0:
+                freed.append(self._evict_leaves(self._leaves[node_id], left))
+                left -= len(freed[-1])
+                continue
             node = self.node(node_id)
             if node.locks or node.children:
                 heappop(self._queue)
@@ -196,7 +192,7 @@ class PrefixTree:
         data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
         whole = len(data) // width * width
         while at < whole:
-            child = node.children.get(data[at : at + width])
+            child = self._child(node, data[at : at + width])
             if child is None:
                 break
             common = self._common(child, data, at)
@@ -258,6 +254,48 @@ class PrefixTree:
         parent.children[key] = node
         return node
 
+    def _add_leaves(self, parent: Node, keys: list[bytes], tokens: Int32, pages: Int32) -> None:
+        """New leaves that nobody holds, used one after the other."""
+        leaves = Leaves(parent, keys, tokens, pages, self._clock + 1)
+        self._clock += len(keys) - 1
+        self._touch(parent)
+        self.pages += pages.size
+        self.evictable += pages.size
+        number = -leaves.used  # no other has the same
+        self._leaves[number] = leaves
+        heappush(self._queue, (leaves.used, number))
+
+    def _child(self, node: Node, key: bytes) -> Node | None:
+        """The child found by `key`. One of many leaves becomes a node of its own."""
+        child = node.children.get(key)
+        if not isinstance(child, Leaves):
+            return child
+        leaf = child.row(key)
+        found = self._add(node, leaf.tokens.copy(), leaf.pages.copy(), key)
+        found.used = leaf.used
+        self._queue_if_evictable(found)
+        return found
+
+    def _evict_leaves(self, leaves: Leaves, count: int) -> Int32:
+        """Up to `count` pages of these leaves, which are at the top of the queue; none where another's turn is now."""
+        freed, (used, number) = EMPTY, self._queue[0]
+        leaves.skip()
+        if used == leaves.used + leaves.gone:
+            if count >= leaves.pages.shape[1]:
+                freed = leaves.leave(count // leaves.pages.shape[1])
+                self.pages -= len(freed)
+                self.evictable -= len(freed)
+            else:
+                self._child(leaves.parent, leaves.keys[leaves.gone])  # a node can be trimmed
+            leaves.skip()
+        if leaves.gone == len(leaves.keys):
+            heappop(self._queue)
+            del self._leaves[number]
+            self._queue_if_evictable(leaves.parent)
+        else:
+            heapreplace(self._queue, (leaves.used + leaves.gone, number))
+        return freed
+
     def _split(self, lower: Node, count: int) -> Node:
         """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
         assert lower.parent is not None
@@ -280,8 +318,8 @@ class PrefixTree:
             heappop(self._queue)
             self._remove(node)
             return
-        node.pages = _head(node.pages, left)
-        node.tokens = _head(node.tokens, left * self.page_size)
+        node.pages = head(node.pages, left)
+        node.tokens = head(node.tokens, left * self.page_size)
         self._deepen(node, -count)
 
     def _deepen(self, node: Node, count: int) -> None:
@@ -317,19 +355,30 @@ class PrefixTree:
         while stack:
             nodes.append(stack.pop())
             self._check_node(nodes[-1])
-            stack += nodes[-1].children.values()
-        pages = np.concatenate([node.pages for node in nodes])
+            stack += [child for child in nodes[-1].children.values() if isinstance(child, Node)]
+        loose = [self._checked_leaf(node, *item) for node in nodes for item in node.children.items()]
+        pages = np.concatenate([*(node.pages for node in nodes), *loose])
         assert len(pages) == self.pages == len(np.unique(pages))
-        assert self.evictable == sum(len(node.pages) for node in nodes if not node.locks)
+        locked = sum(len(node.pages) for node in nodes if node.locks)
+        assert self.evictable == self.pages - locked
         assert len(nodes) + len(self._free_ids) == len(self._nodes)
-        queued = [node_id for _, node_id in self._queue]
-        assert sorted(queued) == sorted(node.id for node in nodes if node.queued)
-        assert all(used <= self.node(node_id).used for used, node_id in self._queue)
+        queued = [number for _, number in self._queue]
+        assert sorted(queued) == sorted([*self._leaves, *(node.id for node in nodes if node.queued)])
+        assert all(used <= self.node(number).used for used, number in self._queue if number > 0)
+
+    def _checked_leaf(self, node: Node, key: bytes, child: Node | Leaves) -> Int32:
+        """The pages of one of many leaves below `node`; none of a child that is a node."""
+        if isinstance(child, Node):
+            return EMPTY
+        child.check(node, key, self.page_size)
+        assert self._leaves[-child.used] is child
+        assert any(number == -child.used and used <= child.used + child.gone for used, number in self._queue)
+        return child.row(key).pages
 
     def _check_node(self, node: Node) -> None:
         assert self._nodes[node.id] is node
         assert len(node.tokens) == len(node.pages) * self.page_size
-        assert node.locks >= sum(child.locks for child in node.children.values())
+        assert node.locks >= sum(child.locks for child in node.children.values() if isinstance(child, Node))
         assert self.alone[node.id] == (node.locks == 1)
         assert self.parent[node.id] == (node.parent or node).id
         assert self.depth[node.id] == node.depth
@@ -342,9 +391,3 @@ class PrefixTree:
         assert node.used <= node.parent.used
         assert node.parent.children[self._key(node.tokens)] is node
         assert node.queued or node.locks or node.children
-
-
-def _head(array: Int32, count: int) -> Int32:
-    """The first `count` entries; what they are a view of is given up once it is more than twice as long."""
-    head = array[:count]
-    return head.copy() if head.base is not None and head.base.size > 2 * count else head

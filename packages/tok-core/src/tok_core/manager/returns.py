@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -113,11 +113,11 @@ class Returns:
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
         """Ends sequences whose grammar no token can follow on: they are cut, like those that may not be longer."""
-        columns = (self.table.rid, self.table.sample, self.table.known - self.table.prompt_len)
-        rows = [column[slots].tolist() for column in columns]
-        if len(slots):
+        table = self.table
+        found = _cut(table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots])
+        if found:
             self._end(slots)
-        return [Finished(rid, sample, "length", tokens) for rid, sample, tokens in zip(*rows, strict=True)]
+        return found
 
     def _end_silent(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
         """Ends the live ones that may have no token: what they have drawn only tells that their prompt is computed.
@@ -129,9 +129,9 @@ class Returns:
             return []
         live &= ~silent
         over = slots[silent].astype(np.int64)
-        rid, sample = self.table.rid[over].tolist(), self.table.sample[over].tolist()
+        found = _cut(self.table.rid[over], self.table.sample[over], np.zeros_like(over))
         self._close(over)
-        return [Finished(*one, "length", 0) for one in zip(rid, sample, strict=True)]
+        return found
 
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """Ends the sequences among `slots` that their new token ends."""
@@ -144,7 +144,14 @@ class Returns:
         rows = ((kind != 0) | full).nonzero()[0]
         of = slots[rows]
         tokens = known[rows] - table.prompt_len[of]
-        columns = of, table.rid[of], table.sample[of], tokens, token[rows], kind[rows], full[rows]
+        whose = table.rid[of], table.sample[of], tokens
+        if not kind.any():  # most often so
+            ended = _cut(*whose)
+            if ended:
+                self._learn(of, np.zeros(len(of), np.bool_))
+                self._end(of)
+            return ended
+        columns = of, *whose, token[rows], kind[rows], full[rows]
         finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
         over = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
@@ -197,11 +204,9 @@ class Returns:
 
     def _close(self, slots: Int64) -> None:
         """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
-        table = self.table
-        for slot in slots.tolist():
-            request = table.requests[slot]
+        for request, count in Counter(map(self.table.requests.__getitem__, slots.tolist())).items():
             assert request is not None
-            request.left -= 1
+            request.left -= count
             if request.left == 0:
                 assert request.stop_set is not None
                 self.stops.release(request.stop_set)
@@ -228,6 +233,12 @@ def together(rounds: list[Reported]) -> Reported:
     rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
     finished = [end for one in rounds for end in one.finished]
     return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
+
+
+def _cut(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
+    """Samples that have ended because they may not be longer."""
+    columns = rid.tolist(), sample.tolist(), tokens.tolist()
+    return [Finished(of, index, "length", count) for of, index, count in zip(*columns, strict=True)]
 
 
 def _nothing(top: int) -> Reported:

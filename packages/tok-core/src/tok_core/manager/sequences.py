@@ -251,7 +251,8 @@ class SequenceTable:
             request = self.requests[slot]
             assert request is not None
             del request.slots[sample]
-            self.followers.pop(slot, None)
+            if self.followers:
+                self.followers.pop(slot, None)
             self.requests_running -= not request.slots
             self.requests[slot] = None
         self.state[slots] = State.ENDED

@@ -148,4 +148,8 @@ class Starts:
 
 def _take(samples: deque[int], most: int) -> list[int]:
     """Removes the first samples, at most so many."""
+    if most >= len(samples):
+        taken = list(samples)
+        samples.clear()
+        return taken
     return [samples.popleft() for _ in range(min(most, len(samples)))]

@@ -19,7 +19,8 @@ SHARES = (0.5, 0.9, 0.99)
 
 LOW, HIGH = 1e-4, 1e4  # seconds
 RATIO = 1.15
-BUCKETS = 2 + math.ceil(math.log(HIGH / LOW) / math.log(RATIO))
+LOG_RATIO = math.log(RATIO)
+BUCKETS = 2 + math.ceil(math.log(HIGH / LOW) / LOG_RATIO)
 
 RECENT = 10  # seconds
 SLICES = 360  # of RECENT seconds: an hour
@@ -39,7 +40,7 @@ class Latencies:
     """What `observe` was told. `tick` is to be called once a second."""
 
     def __init__(self) -> None:
-        self._now = _empty()
+        self._now = _none()
         self._seconds: Ring[np.uint32] = Ring(RECENT, (len(KINDS), BUCKETS), np.uint32)
         self._slices: Ring[np.uint32] = Ring(SLICES, (len(KINDS), BUCKETS), np.uint32)
         self._ticks = 0
@@ -48,12 +49,12 @@ class Latencies:
         """One request has ended well."""
         for kind, seconds in enumerate(took):
             if seconds is not None:
-                self._now[kind, _bucket(seconds)] += 1
+                self._now[kind][_bucket(seconds)] += 1
 
     def tick(self) -> None:
         """A second is over."""
-        self._seconds.push(self._now)
-        self._now = _empty()
+        self._seconds.push(np.array(self._now, np.uint32))
+        self._now = _none()
         self._ticks += 1
         if self._ticks % RECENT == 0:
             self._slices.push(_sum(self._seconds.rows()))
@@ -75,8 +76,9 @@ class Latencies:
         return _sum(self._slices.rows()) + _sum(unsliced)
 
 
-def _empty() -> Counts:
-    return np.zeros((len(KINDS), BUCKETS), np.uint32)
+def _none() -> list[list[int]]:
+    """As lists: to add one to an array's element takes longer than all else that is done about it."""
+    return [[0] * BUCKETS for _ in KINDS]
 
 
 def _sum(slices: Counts) -> Counts:
@@ -88,7 +90,7 @@ def _bucket(seconds: float) -> int:
     """Bucket b holds seconds up to LOW · RATIO ** b; the first and the last hold all beyond."""
     if seconds <= LOW:
         return 0
-    return min(BUCKETS - 1, math.ceil(math.log(seconds / LOW) / math.log(RATIO)))
+    return min(BUCKETS - 1, math.ceil(math.log(seconds / LOW) / LOG_RATIO))
 
 
 def _percentiles(counts: Counts) -> list[float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 from aiohttp import web
 
 from tok_client.types import (
@@ -51,7 +50,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tup
     except ApiError as error:
         raise in_own_words(error) from error.__cause__
     names = {name: renamed(told) for name, told in job.names.items()}
-    job = dataclasses.replace(job, id=new_id("resp").replace("-", "_"), names=names)
+    job = msgspec.structs.replace(job, id=new_id("resp").replace("-", "_"), names=names)
     return job, _begun(request, job)
 
 
