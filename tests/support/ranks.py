@@ -6,7 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ from tok_core.parallel.place import Place
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE = 120.0  # seconds, for all of it
+PATIENCE = 240.0  # seconds, for all of it
 
 
 def run_ranks(
@@ -86,3 +86,7 @@ def _run(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
+    # What it has sent to others may not be with them yet, and would be lost with it: it stays until it is killed.
+    parent = parent_process()
+    assert parent is not None
+    parent.join()

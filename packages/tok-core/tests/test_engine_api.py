@@ -193,6 +193,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("presence_penalty", [1], {"presence_penalty": 3}),
     ("logprobs", [1], {"logprobs": 50}),
     ("stop", [1], {"stop": ("",)}),
+    ("stop", [1], {"stop": (np.str_("a subclass cannot be sent"),)}),
     ("stop_token_ids", [1], {"stop_token_ids": (9999,)}),
     ("logit_bias", [1], {"logit_bias": {9999: 1.0}}),
     ("logit_bias", [1], {"logit_bias": {5: float("inf")}}),

@@ -76,6 +76,8 @@ class Reporting:
                 request.advance(brought.told, ends, progress)
                 if ends and request.ended():
                     over.append(request)
+                    if request.each_token or request.params.n > 1:  # its owner may read the end at once: its id is free
+                        self._placing.forget([request])
                 elif request.told:
                     continue  # and its owner has not looked since
                 request.told = True

@@ -107,8 +107,9 @@ class RequestStream:
             if not self._unread:
                 if error is not None:
                     raise error
-                self._reader = asyncio.get_running_loop().create_future()
-                await self._reader
+                if self._reader is None or self._reader.done():
+                    self._reader = asyncio.get_running_loop().create_future()
+                await asyncio.shield(self._reader)  # another may wait for it, too
 
     def wake(self) -> None:
         """There is news for whoever waits."""

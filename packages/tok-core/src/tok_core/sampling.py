@@ -155,7 +155,8 @@ def _stops(field: str, value: object) -> None:
     if len(value) > MAX_STOP_STRINGS:
         raise InvalidField(field, f"{len(value)} strings", f"at most {MAX_STOP_STRINGS}")
     for text in value:
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+        # A subclass of str cannot be sent to the manager.
+        if type(text) is not str or not 1 <= len(text) <= MAX_STOP_LENGTH:
             raise InvalidField(field, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise InvalidField(field, text, "valid Unicode, without lone surrogates")

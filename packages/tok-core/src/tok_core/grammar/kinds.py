@@ -45,7 +45,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _text(field: str, value: object, most: int) -> None:
-    if not isinstance(value, str):
+    if type(value) is not str:  # a subclass cannot be sent to the manager
         raise InvalidField(field, value, "text")
     if len(value) > most:
         raise InvalidField(field, f"{len(value)} characters", f"at most {most}")

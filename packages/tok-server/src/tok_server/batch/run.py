@@ -118,6 +118,7 @@ class Run:
                 await self._keep_rest()
             finally:
                 self._give(self._taken)  # of lines that were ended
+                self._open = 0
 
     def _give(self, units: int) -> None:
         self._taken -= units
@@ -191,6 +192,8 @@ class Run:
         for _ in range(ATTEMPTS):
             try:
                 await self._means.gate.passed()
+                while self._means.paused():
+                    await asyncio.sleep(PAUSE)
                 return await asked.compute()
             except ApiError as error:
                 return error

@@ -127,8 +127,9 @@ class BatchService:
         """How many batches and lines there are in which state; none are open while the engine starts."""
         batches = [life.batch for life in self._lives.values()]
         statuses = Counter(batch.status for batch in batches)
-        counts = [batch.request_counts for batch in batches if batch.request_counts]
-        running = sum(life.under_way for life in self._lives.values())
+        computing = [life for life in self._lives.values() if life.batch.status == "in_progress"]
+        counts = [life.batch.request_counts for life in computing if life.batch.request_counts]
+        running = sum(life.under_way for life in computing)
         left = sum(one.total - one.completed - one.failed for one in counts)
         answered = Counter() if self._means is None else self._means.answered
         return BatchFigures(

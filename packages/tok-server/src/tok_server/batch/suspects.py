@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -34,9 +35,8 @@ class Suspects:
 
     def __init__(self) -> None:
         self._running = [0, 0, 0]  # lines, by how they are computed
-        self._waiting = [0, 0, 0]
+        self._waiting = tuple(deque[asyncio.Future[None]]() for _ in self._running)
         self._at_once = 1  # of the suspected
-        self._changed = asyncio.Event()
 
     async def compute(self, once: Callable[[], Awaitable[T]]) -> T:
         """What `once` returns, called again after a death. Errors: Guilty, its own but EngineDead."""
@@ -55,16 +55,20 @@ class Suspects:
 
     async def _begin(self, how: int) -> None:
         """Waits for its turn."""
-        self._waiting[how] += 1
+        turn, waiting = asyncio.get_running_loop().create_future(), self._waiting[how]
+        waiting.append(turn)
+        if how == SUSPECTED:
+            self._at_once = max(self._at_once, math.isqrt(len(waiting) + self._running[how]))
+        self._tell()
         try:
-            if how == SUSPECTED:
-                self._at_once = max(self._at_once, math.isqrt(self._waiting[how]))
-            while not self._may_begin(how):
-                await self._changed.wait()
-        finally:
-            self._waiting[how] -= 1
+            await turn
+        except asyncio.CancelledError:
+            if turn in waiting:
+                waiting.remove(turn)
+            elif not turn.cancelled():
+                self._running[how] -= 1  # it had been given its turn
             self._tell()
-        self._running[how] += 1
+            raise
 
     def _may_begin(self, how: int) -> bool:
         free, suspected, alone = self._running
@@ -75,9 +79,12 @@ class Suspects:
         return not (suspected or alone or self._waiting[SUSPECTED] or self._waiting[ALONE])
 
     def _tell(self) -> None:
-        """Whoever waits looks again."""
+        """Whoever may begin now does, first come, first served."""
         if not (self._running[SUSPECTED] or self._waiting[SUSPECTED]):
             self._at_once = 1
-        if any(self._waiting):
-            self._changed.set()
-            self._changed = asyncio.Event()
+        for how in (ALONE, SUSPECTED, FREE):
+            while self._waiting[how] and self._may_begin(how):
+                turn = self._waiting[how].popleft()
+                if not turn.done():  # else it was cancelled
+                    turn.set_result(None)
+                    self._running[how] += 1
