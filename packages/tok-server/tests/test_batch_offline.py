@@ -250,7 +250,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "tiny", layers=1)
     most = asyncio.run(memory_of(tmp_path, model, 5000, padding=5000))
     assert (tmp_path / "in.jsonl").stat().st_size > 24 * MIB
-    assert max(most) - most[1] < 8 * MIB, most
+    assert max(most[1:]) - most[1] < 8 * MIB, most  # in the first tenth there may be more from before
     pairs = list(same_lines(tmp_path))
     assert len(pairs) == 5000
     assert all(asked == answered for asked, answered in pairs)
