@@ -14,6 +14,7 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "none"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
 EOS_TEMPERATURE = 0.6
@@ -34,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend              who computes: auto is plain torch (reference) on a CPU, and on a GPU the fastest of Triton's
                          and FlashInfer's kernels for each phase of attention, measured once
     load_format          dummy: random weights, for measuring speed without a checkpoint
+    generation_config    auto: `EngineInfo.sampling_defaults` are what the model's generation_config.json sets; none:
+                         there are none
     kv_cache_dtype       of the cached keys and values; auto: as dtype; fp8, or fp8_e4m3: one byte a number, without
                          a scale, cut to ±448
     page_size            tokens a page of the KV cache holds, a power of two
@@ -68,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     backend: BackendName = "auto"
     load_format: LoadFormat = "auto"
+    generation_config: GenerationConfig = "auto"
     kv_cache_dtype: KVCacheDType = "auto"
     page_size: int = 16
     kv_cache_tokens: int | None = None
@@ -101,6 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
+        _choice("generation_config", self.generation_config, get_args(GenerationConfig))
         _at_least("page_size", self.page_size, 1)
         if self.page_size & (self.page_size - 1) or self.page_size > 1024:
             raise InvalidField("page_size", self.page_size, "powers of two from 1 to 1024")

@@ -183,7 +183,11 @@ class StepOutput(msgspec.Struct, tag=True):
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
-    """What a worker found out at its start: the model's and the cache's sizes and every `auto` resolved."""
+    """What a worker found out at its start: the model's and the cache's sizes and every `auto` resolved.
+
+    `sampling_defaults`: fields of SamplingParams that the model's makers set, for requests that leave them out. An
+    engine is told whole SamplingParams and applies none by itself; the server does.
+    """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -197,6 +201,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     backend: str
     model_id: str = ""
     hidden_size: int = 0
+    sampling_defaults: dict[str, float] = {}
 
     @property
     def kv_cache_tokens(self) -> int:

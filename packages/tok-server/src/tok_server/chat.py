@@ -68,7 +68,7 @@ def job_of(
         request,
         max_tokens=_max_tokens(request),
         logprobs=_top_logprobs(request),
-        vocab_size=engine.info.vocab_size,
+        info=engine.info,
         names=names,
         prompt_logprobs=check_prompt_logprobs(request),
         grammar=None if structure is None else structure.grammar,

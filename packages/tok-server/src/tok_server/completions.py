@@ -58,7 +58,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
         request,
         max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
         logprobs=given(request.logprobs),
-        vocab_size=engine.info.vocab_size,
+        info=engine.info,
         names=names,
         prompt_logprobs=_prompt_logprobs(request),
         grammar=None if structure is None else structure.grammar,

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from tok_core import EngineConfig
-from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
+from tok_core.config import BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
 from tok_server.default_model import model_and_name
 from tok_server.server_flags import add_formats, add_limits, add_server, settings_of
 from tok_server.settings import Settings
@@ -43,6 +43,7 @@ ENGINE_FLAGS = (
     "dtype",
     "backend",
     "load_format",
+    "generation_config",
     "kv_cache_dtype",
     "page_size",
     "kv_cache_tokens",
@@ -64,6 +65,8 @@ ENGINE_FLAGS = (
     "restart_window",
     "eos_probability",
 )
+
+CHAT_TEMPERATURE = 0.7
 
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 """What the engine does without the flag."""
@@ -102,6 +105,8 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
     _add_device(group)
     _choice(group, "backend", BackendName, "who computes; auto: the fastest on a GPU, plain torch (reference) on a CPU")
     _choice(group, "load_format", LoadFormat, "dummy: random weights, to measure speed without a checkpoint")
+    text = "whence come sampling parameters that a request leaves out; auto: the model's generation_config.json"
+    _choice(group, "generation_config", GenerationConfig, text)
     _choice(group, "kv_cache_dtype", KVCacheDType, "of the KV cache; auto: as --dtype, fp8: half as large, less exact")
     _number(group, "page_size", "tokens in a page of the KV cache, a power of two")
     _number(group, "kv_cache_tokens", "tokens the KV cache holds", unset="what the memory allows")
@@ -141,9 +146,8 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="talk to the server at this base URL instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key, with --url")
     parser.add_argument("--system", metavar="TEXT", help="instructions ahead of the conversation")
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest (%(default)s)"
-    )
+    text = f"0: always the likeliest (default: the model's own, else the server's, or {CHAT_TEMPERATURE} here)"
+    parser.add_argument("--temperature", type=float, metavar="T", help=text)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     _add_device(parser.add_argument_group("engine, without --url"))
 

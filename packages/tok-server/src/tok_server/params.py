@@ -9,6 +9,7 @@ from typing import TypeVar
 from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
 from tok_core import InvalidField, SamplingParams
 from tok_core.grammar import Grammar
+from tok_core.messages import EngineInfo
 from tok_server.errors import invalid
 from tok_server.job import renamed
 
@@ -43,21 +44,25 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    vocab_size: int,
+    info: EngineInfo,
     names: Mapping[str, str],
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """The parameters; `names`: what this endpoint calls fields that the engine names otherwise. Errors: ApiError."""
+    """The parameters; what the request leaves out is as the model's makers set it. Errors: ApiError.
+
+    names  what this endpoint calls fields that the engine names otherwise
+    """
     every = zip(SAME, _SAME(request), strict=True)
-    fields: dict[str, object] = {name: value for name, value in every if value is not UNSET and value is not None}
+    fields: dict[str, object] = dict(info.sampling_defaults)
+    fields |= {name: value for name, value in every if value is not UNSET and value is not None}
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
     if request.stop is not UNSET:
         fields["stop"] = _strings(request.stop)
     if request.stop_token_ids is not UNSET:
         fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
     if request.logit_bias is not UNSET:
-        fields["logit_bias"] = _biases(request.logit_bias, vocab_size)
+        fields["logit_bias"] = _biases(request.logit_bias, info.vocab_size)
     if max_tokens == 0 and not _asks_of_prompt(request):
         name = names.get("max_tokens", "max_tokens")
         raise invalid(name, f"{name} is 0; allowed: integers from 1, or 0 with echo or prompt_logprobs")

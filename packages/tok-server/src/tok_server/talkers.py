@@ -10,8 +10,9 @@ from collections.abc import Coroutine, Generator
 from typing import TypeVar
 
 import tok_client
+from tok_client.types import UNSET
 from tok_core import AsyncEngine, InvalidField, ModelError, RequestStream, SamplingParams
-from tok_server.flags import engine_config
+from tok_server.flags import CHAT_TEMPERATURE, engine_config
 
 T = TypeVar("T")
 Message = dict[str, str]
@@ -22,13 +23,16 @@ class LocalTalker:
 
     def __init__(self, options: argparse.Namespace) -> None:
         config = engine_config(options)
-        self._params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+        given = {} if options.temperature is None else {"temperature": options.temperature}
+        SamplingParams(**given, max_tokens=options.max_tokens)  # names what is not allowed, before the model is loaded
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
         self._engine = AsyncEngine(config)
         try:
             self._run(self._engine.start())
+            sampling = {"temperature": CHAT_TEMPERATURE, **self._engine.info.sampling_defaults, **given}
+            self._params = SamplingParams(**sampling, max_tokens=options.max_tokens)
             if self._engine.chat_template is None or self._engine.tokenizer is None:
                 raise ModelError(f"model {config.model!r}: has no chat template; it cannot be talked to")
         except BaseException:
@@ -85,7 +89,7 @@ class RemoteTalker:
             self._client = tok_client.Client(options.url, api_key=options.api_key)
         except ValueError as error:
             raise InvalidField("url", options.url, f"a base URL such as http://host:port/v1 ({error})") from error
-        self._temperature = options.temperature
+        self._temperature = UNSET if options.temperature is None else options.temperature
         self._max_tokens = options.max_tokens
         try:
             self._model = options.model or self._client.models.list().data[0].id

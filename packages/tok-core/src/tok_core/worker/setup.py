@@ -14,6 +14,7 @@ from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
 from tok_core.model.noise import dummy
 from tok_core.model.registry import build
+from tok_core.model.sampling_defaults import sampling_defaults
 from tok_core.model.weights import load
 from tok_core.parallel.meeting import Meeting
 from tok_core.parallel.peers import Peers, join
@@ -58,6 +59,7 @@ def set_up(
     """
     path, place = Path(config.model), place or next(places(config.pp, config.tp))
     model_config = read_config(path)
+    defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = Share.of(model_config, place).local(model_config)
     device = choose_device(config, replica, place, gpu)
     peers = join(place, rendezvous, device)
@@ -103,6 +105,7 @@ def set_up(
         dtype=str(dtype).removeprefix("torch."),
         backend=backend.name,
         hidden_size=model_config.hidden_size,
+        sampling_defaults=defaults,
     )
     return runner, info
 

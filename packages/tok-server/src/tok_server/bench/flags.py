@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
-from tok_server.flags import add_engine_flags
+from tok_server.flags import ENGINE_FLAGS, add_engine_flags
 from tok_server.kernel_flags import BENCH_EXAMPLES, add_bench_kernels
 
 EXAMPLES = """examples:
@@ -135,6 +135,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     add("--trace-steps", type=int, metavar="N", help=f"how many (default: {TRACE_STEPS})")
     add_engine_flags(
         parser.add_argument_group("engine, as of tok serve"),
+        tuple(name for name in ENGINE_FLAGS if name != "generation_config"),  # a workload says all
         max_model_len="most tokens of prompt and answer together (default: what the workload needs)",
         eos_probability="with --load-format dummy: how likely each token is an end id (default: as likely as any)",
     )

@@ -1,0 +1,48 @@
+"""What generation_config.json says of sampling is read, checked and told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.engines import cpu_engine
+from support.tiny_models import make_model
+from tok_core import InvalidField, ModelError
+from tok_core.config import EngineConfig
+from tok_core.model.sampling_defaults import sampling_defaults
+
+
+def write(path: Path, **values: object) -> Path:
+    (path / "generation_config.json").write_text(json.dumps(values))
+    return path
+
+
+def test_what_differs_from_the_usual_is_found(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    assert sampling_defaults(write(tmp_path, **given, do_sample=False, eos_token_id=1, max_length=7)) == given
+    assert sampling_defaults(write(tmp_path, temperature=1, top_p=None, top_k=0, repetition_penalty=1.0)) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_p": 0}, r"generation_config\.json: top_p is 0; allowed: "),
+        ({"temperature": "hot"}, r"generation_config\.json: temperature is 'hot'; allowed: "),
+    ],
+)
+def test_what_cannot_be_is_named(values: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        sampling_defaults(write(tmp_path, **values))
+
+
+def test_an_engine_tells_them_unless_it_is_not_to(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "model")
+    write(path, **json.loads((path / "generation_config.json").read_text()), top_k=3)
+    for generation_config, told in (("auto", {"top_k": 3}), ("none", {})):
+        with cpu_engine(path, generation_config=generation_config) as engine:
+            assert engine.info.sampling_defaults == told
+    with pytest.raises(InvalidField, match="generation_config is 'vllm'; allowed: auto, none"):
+        EngineConfig(model="m", generation_config="vllm")  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""A request that leaves sampling parameters out gets those that the model's makers set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.serving import Server, serving
+from support.tiny_models import make_model
+
+PROMPT = {"prompt": "the quick brown", "n": 4, "max_tokens": 12, "seed": 1}
+USER = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path: Path = make_model("llama", tmp_path_factory.mktemp("defaults") / "model")
+    file = path / "generation_config.json"
+    # So hot that every sample is another one, unless only the likeliest token is left.
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 50.0, "top_k": 1}))
+    with serving(path) as one:
+        yield one
+
+
+def texts(server: Server, **fields: object) -> set[str]:
+    answer = server.complete(**{**PROMPT, **fields})
+    assert answer.status == 200, answer.body
+    found: Any = answer.json()
+    return {choice["text"] for choice in found["choices"]}
+
+
+def test_completions_take_the_models_values_for_what_is_left_out_or_null(server: Server) -> None:
+    likeliest = texts(server, temperature=0)
+    assert len(likeliest) == 1
+    assert texts(server) == texts(server, top_k=None) == texts(server, temperature=1.0) == likeliest
+    assert len(texts(server, top_k=0)) == 4
+
+
+def test_chats_and_responses_do_so_too(server: Server) -> None:
+    def content(**fields: object) -> str:
+        answer: Any = server.chat(**USER, **fields).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    assert content() == content(temperature=0) != content(top_k=0)
+    response = server.call("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+    assert (response["temperature"], response["top_p"]) == (50.0, 1.0)
