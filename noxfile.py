@@ -100,3 +100,44 @@ def gpu(session: nox.Session) -> None:
     if not torch.cuda.is_available():
         session.error("the gpu session needs a CUDA device, and torch finds none on this machine")
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+# Small runs of each kernel: files, or tests in them; and words in the names of those that are left out. Under
+# compute-sanitizer no CUDA graph is captured, kernels of several streams wait for each other, and all take long.
+SANITIZED = (
+    "exchange.py",
+    "fp8.py",
+    "linear.py",
+    "shards.py",
+    "slots.py",
+    "triton_layers.py",
+    "triton_attention.py::test_a_step_with_prefix_groups_equals_the_same_step_without",
+    "triton_attention.py::test_any_mixed_step_equals_the_loop_in_float64",
+    "triton_attention.py::test_every_head_size_and_type_holds_its_tolerance",
+    "triton_attention.py::test_one_long_sequence_is_split_among_many_programs",
+    "triton_attention.py::test_pages_of_every_power_of_two",
+    "triton_attention.py::test_splitting_the_keys_of_a_row_among_programs_changes_nothing",
+    "triton_sampling.py::test_edited_rows_are_drawn_as_in_the_reference",
+    "triton_sampling.py::test_forbidden_tokens_are_never_drawn",
+    "triton_sampling.py::test_many_rows_over_several_blocks",
+    "triton_sampling.py::test_rows_may_be_a_view",
+    "triton_sampling.py::test_tokens_are_those_of_the_reference",
+    "triton_sampling.py::test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals",
+)
+UNFIT = ("at_once", "every_way", "full_batches", "graph", "real_vocabulary")
+
+
+@nox.session
+def sanitizer(session: nox.Session) -> None:
+    """Small runs of all kernels under compute-sanitizer's memcheck; what follows `--` goes to pytest."""
+    import torch
+
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None or not torch.cuda.is_available():
+        session.skip("the sanitizer session needs compute-sanitizer and a CUDA device, and one of them is not here")
+    tests = [f"packages/tok-kernels/tests/test_kernels_{test}" for test in SANITIZED]
+    fit = " and ".join(f"not {word}" for word in UNFIT)
+    # Tensors that come from one piece of memory would hide that one is read beyond its end.
+    environment = {**TEST_ENVIRONMENT, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    checked = (tool, "--tool", "memcheck", "--error-exitcode", "1", sys.executable, "-m", "pytest", "-m", "gpu")
+    session.run(*checked, "-k", fit, *tests, *session.posargs, env=environment, external=True)

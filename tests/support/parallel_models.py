@@ -34,9 +34,11 @@ def tokens_of(count: int, seed: int = 1) -> list[int]:
     return tokens
 
 
-def model_of(path: Path, place: Place = Place(), tensor: TensorParallel | None = None) -> CausalLM:
+def model_of(
+    path: Path, place: Place = Place(), tensor: TensorParallel | None = None, dtype: torch.dtype = torch.float32
+) -> CausalLM:
     """The share of the model in the directory of one worker."""
-    model = build(read_config(path), choose(CPU), CPU, torch.float32, place, tensor)
+    model = build(read_config(path), choose(CPU), CPU, dtype, place, tensor)
     load(model, path)
     return model
 
@@ -146,3 +148,18 @@ def compute(
         draws = draws_of(model) if model.config.vocab_size % place.ranks else []
         found.append((logits, chained, greedy(model, tokens_of(PROMPT), count), draws))
     return found
+
+
+def held_by_ranks(peers: Peers, path: Path) -> tuple[list[str], NDArray[np.float32], NDArray[np.float32]]:
+    """Of a bfloat16 model the dtype that each layer's queries, keys and values are made in, and the logits of a prompt
+    whose rows are cut between the ranks, and of one that all have."""
+    assert peers.tensor is not None
+    tensor = TensorParallel(peers.tensor, CPU)
+    model = model_of(path, peers.place, tensor, torch.bfloat16)
+    names = [name for name, _ in model.named_parameters() if name.endswith("qkv_proj.weight")]
+    dtypes = [str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names]
+    found = []
+    for tensor.few_tokens in (0, 1000):
+        logits = Sequences(model, 1, 64).feed([(0, tokens_of(40))])
+        found.append(whole(model, logits).float().numpy())
+    return dtypes, found[0], found[1]

@@ -289,6 +289,20 @@ async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, promp
         assert [s.token_ids for s in (await early.output()).outputs] == [s.token_ids for s in whole.outputs]
 
 
+async def test_several_may_wait_for_one_stream_and_leave_without_the_others(
+    serving: AsyncEngine, prompt: list[int]
+) -> None:
+    async with asyncio.timeout(60):
+        stream = serving.generate(prompt, params(n=2))
+        waiting = [asyncio.create_task(stream.output()) for _ in range(3)]
+        await asyncio.sleep(0)  # all of them wait now
+        waiting[1].cancel()
+        first, _, last = await asyncio.gather(*waiting, return_exceptions=True)
+        assert waiting[1].cancelled()
+        assert first == last == await stream.output()
+        assert not await stream.batch()
+
+
 async def test_a_request_id_may_be_used_again_and_its_old_handle_harms_nobody(
     serving: AsyncEngine, prompt: list[int]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.schedules import drive, engine_info, make_manager, submit
 from support.simulated_worker import SimulatedPorts
 from tok_core import EngineConfig, InvalidField, SamplingParams
-from tok_core.manager.loop import Manager
+from tok_core.manager.loop import PATIENCE, Manager
 from tok_core.manager.run_ahead import FEWEST, MOST, RunAhead
 
 
@@ -115,3 +115,39 @@ def test_times_add_up_and_are_no_reason_to_report() -> None:
     assert stats.device_seconds == 5 * 0.5
     assert stats.schedule_seconds > 0
     assert stats.output_seconds > 0
+
+
+class Over(Exception):
+    """Nothing is left to do."""
+
+
+@pytest.mark.parametrize("pause", [0.0, 2 * PATIENCE, -2 * PATIENCE])
+def test_figures_go_with_tokens_unless_these_are_long_in_coming(pause: float) -> None:
+    manager, ports = make_manager(engine_info(), run_ahead=2)
+    ports.delay = 2  # the queue is full before anything comes back
+    now, waits = 100.0, list[float]()
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        if not ports.queued:
+            raise Over
+        now += pause
+        waits.append(seconds)
+        ports.idle = len(waits) % 2 == 0  # every other time nothing has come
+
+    manager._clock, ports.wait = lambda: now, wait  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+    ports.inbox = [submit(0, [1, 2, 3], params)]
+    with pytest.raises(Over):
+        manager.run()
+    alone = [not len(report.rid) for report in ports.reports]
+    assert alone.count(False) == 9
+    assert alone[0]  # that the request runs
+    assert alone[-1]  # that it does no more
+    assert ports.reports[-1].stats == manager.stats()
+    if pause:
+        assert alone.count(True) > 4
+        assert set(waits) == {PATIENCE, 1.0}
+    else:
+        assert alone.count(True) == 2
+        assert waits[1:] == [PATIENCE] * len(waits[1:])

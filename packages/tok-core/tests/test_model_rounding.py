@@ -1,42 +1,72 @@
-"""In bfloat16 queries, keys and values are products in float16 that are rounded once, behind the rotation.
+"""In bfloat16 queries, keys and values are products in float16, where that has the range, rounded behind the rotation.
 
 Scores magnify what rounding adds to either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from support.parallel_models import CPU, held_by_ranks, tokens_of
+from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import make_model
-from tok_core.model import build, load, read_config
+from tok_core.model import CausalLM, build, load, read_config
 from tok_core.model.decoder import DecoderLayer
+from tok_core.model.float16 import LIMIT
+from tok_core.model.targets import targets
+from tok_core.parallel.place import places
 from tok_kernels import choose, reference
 
-CPU = torch.device("cpu")
+LAYER = "model.layers.1."
+Q = LAYER + "self_attn.q_proj."
+GAIN = LAYER + "input_layernorm.weight"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_cached_keys_and_values_are_products_in_float16_turned_and_then_rounded(kind: str, tmp_path: Path) -> None:
-    path = make_model(kind, tmp_path / kind, layers=1)
-    model = build(read_config(path), choose(CPU), CPU, torch.bfloat16)
+def loaded(path: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+    model = build(read_config(path), choose(CPU), CPU, dtype)
     load(model, path)
-    tokens = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def layer_of(model: CausalLM, number: int) -> DecoderLayer:
+    layer = model.model.layers[str(number)]
+    assert isinstance(layer, DecoderLayer)
+    return layer
+
+
+def edited(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """The model with its checkpoint's tensors changed, in whichever files they are."""
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_cached_keys_and_values_are_products_in_float16_turned_and_then_rounded(kind: str, tmp_path: Path) -> None:
+    model = loaded(make_model(kind, tmp_path / kind, layers=1))
+    tokens = torch.tensor(tokens_of(40))
     sequences = Sequences(model, 1, 64)
     sequences.feed([(0, tokens.tolist())])
-    layer = model.model.layers["0"]
-    assert isinstance(layer, DecoderLayer)
-    attention, norm = layer.self_attn, layer.input_layernorm
+    attention, norm = layer_of(model, 0).self_attn, layer_of(model, 0).input_layernorm
     assert model.model.embed_tokens is not None
     x_TN = norm(model.model.embed_tokens(tokens), torch.float16).float()
-    assert (attention.qkv_proj.weight.dtype, layer.mlp.down_proj.weight.dtype) == (torch.float16, torch.bfloat16)
-    qkv = torch.nn.functional.linear(x_TN, attention.qkv_proj.weight.float())
-    if attention.qkv_proj.bias is not None:
-        qkv += attention.qkv_proj.bias.float()
+    weight, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+    assert (weight.dtype, layer_of(model, 0).mlp.down_proj.weight.dtype) == (torch.float16, torch.bfloat16)
+    qkv = torch.nn.functional.linear(x_TN, weight.float(), None if bias is None else bias.float()).half()
     q, k, v = (part.view(len(tokens), -1, attention.head_dim) for part in torch.split(qkv, attention.sizes, dim=-1))
+    k = k.float()
+    if attention.k_norm is not None:
+        k = reference.rms_norm(k, attention.k_norm.weight, attention.k_norm.eps)
     _, turned = reference.rope(q, k, torch.arange(40), model.cos_sin_LD)
     page = int(sequences.page_table_SP[0, 0])
     (cache,) = sequences.caches
@@ -45,3 +75,84 @@ def test_cached_keys_and_values_are_products_in_float16_turned_and_then_rounded(
     # Rounded ahead of the rotation as well, keys would be others.
     _, twice = reference.rope(q, k.bfloat16(), torch.arange(40), model.cos_sin_LD)
     assert not torch.equal(cache.k[page, :40], twice)
+
+
+def one_entry(tensors: dict[str, Tensor]) -> None:
+    tensors[Q + "weight"][3, 5] = 1e5
+
+
+def a_row(tensors: dict[str, Tensor]) -> None:
+    tensors[Q + "weight"][63] = 1000.0  # of 64: as long as 8 000, and x up to 8
+
+
+def a_bias(tensors: dict[str, Tensor]) -> None:
+    tensors[Q + "bias"][7] = -59_990.0
+
+
+def a_gain(tensors: dict[str, Tensor]) -> None:
+    tensors[GAIN][2] = 7600.0
+    for name in "qkv":
+        tensors[f"{LAYER}self_attn.{name}_proj.weight"][:, 2] = 0.0
+
+
+def no_number(tensors: dict[str, Tensor]) -> None:
+    tensors[Q + "bias"][7] = torch.nan
+
+
+@pytest.mark.parametrize("change", [one_entry, a_row, a_bias, a_gain, no_number])
+def test_a_layer_that_float16_may_not_have_the_range_for_is_as_bfloat16_as_the_rest(
+    change: Callable[[dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    path = edited(make_model("qwen2", tmp_path, layers=3), change)
+    model = loaded(path)
+    dtypes = [layer_of(model, number).self_attn.qkv_proj.weight.dtype for number in range(3)]
+    assert dtypes == [torch.float16, torch.bfloat16, torch.float16]
+    filled = targets(model)
+    for name, tensor in load_file(path / "model.safetensors").items():
+        view = filled[name].view
+        assert (view.dtype == torch.float16) == ("self_attn" in name and "o_proj" not in name and LAYER not in name)
+        torch.testing.assert_close(view, tensor.to(view.dtype), rtol=0, atol=0, equal_nan=True)
+    assert {parameter.requires_grad for parameter in model.parameters()} == {False}
+    if change is not no_number:
+        assert Sequences(model, 1, 64).feed([(0, tokens_of(40))]).isfinite().all()
+
+
+def test_a_layer_of_several_files_is_found_again(tmp_path: Path) -> None:
+    one = edited(make_model("llama", tmp_path / "one"), lambda tensors: tensors[Q + "weight"].mul_(1e4))
+    many = make_model("llama", tmp_path / "many", shards=5)
+    edited(many, lambda tensors: tensors[Q + "weight"].mul_(1e4) if Q + "weight" in tensors else None)
+    parameters = dict(loaded(many).named_parameters())
+    assert parameters[LAYER + "self_attn.qkv_proj.weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(parameters, dict(loaded(one).named_parameters()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("most", [LIMIT - 50, LIMIT + 50])
+def test_within_the_limit_no_input_leaves_the_range_and_beyond_it_another_dtype_does(
+    most: float, tmp_path: Path
+) -> None:
+    source = torch.Generator().manual_seed(1)
+    direction = torch.randn(64, generator=source, dtype=torch.float64)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[GAIN] = (torch.rand(64, generator=source) + 0.5).bfloat16().float()
+        gained = direction * tensors[GAIN]
+        tensors[Q + "weight"][9] = direction * (most - 1000) / (gained.norm() * 8)
+        tensors[Q + "bias"][9] = 1000.0
+
+    model = loaded(edited(make_model("qwen2", tmp_path), change))
+    layer = layer_of(model, 1)
+    linear, norm = layer.self_attn.qkv_proj, layer.input_layernorm
+    assert (linear.weight.dtype == torch.float16) == (most < LIMIT)
+    worst = (direction * norm.weight).bfloat16()[None].repeat(2, 1)  # along a row, with the gains in it
+    found = linear(worst, norm=norm)
+    assert found[:, 9].tolist() == pytest.approx([most, most], rel=0.01)
+
+
+def test_ranks_agree_on_the_dtype_although_one_of_them_alone_has_the_large_row(tmp_path: Path) -> None:
+    path = edited(make_model("llama", tmp_path, layers=3), lambda tensors: tensors[Q + "weight"][63].fill_(1000.0))
+    alone = loaded(path)
+    expected = Sequences(alone, 1, 64).feed([(0, tokens_of(40))]).float().numpy()
+    for dtypes, *logits in run_ranks(places(1, 2), held_by_ranks, path):
+        assert dtypes == ["float16", "bfloat16", "float16"]
+        for found in logits:
+            assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

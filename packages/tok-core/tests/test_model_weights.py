@@ -39,7 +39,7 @@ def assert_equal_parameters(a: CausalLM, b: CausalLM) -> None:
 
 def held(name: str, asked: torch.dtype) -> torch.dtype:
     """In which dtype a model of the dtype asked for holds a tensor: what makes queries, keys and values is finer."""
-    finer = asked is torch.bfloat16 and re.search(r"\.(q|k|v|qkv)_proj\.weight$", name)
+    finer = asked is torch.bfloat16 and re.search(r"\.(q|k|v|qkv)_proj\.", name)
     return torch.float16 if finer else asked
 
 
@@ -153,10 +153,13 @@ def test_a_tensor_of_integers_is_named(tmp_path: Path) -> None:
         loaded(path)
 
 
-def test_a_number_too_large_for_the_dtype_of_queries_is_told(tmp_path: Path) -> None:
+def test_a_number_too_large_for_the_dtype_asked_for_is_told(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     edit(path, lambda tensors: tensors.update({Q_PROJ: torch.full((64, 64), 1e5)}))
     with pytest.raises(ModelError, match=rf"tensor {Q_PROJ} holds numbers beyond 65504, which float16 cannot hold"):
+        loaded(path, torch.float16)
+    edit(path, lambda tensors: tensors.update({Q_PROJ: torch.full((64, 64), 3.4e38)}))
+    with pytest.raises(ModelError, match=rf"tensor {Q_PROJ} holds numbers beyond 33\d+, which bfloat16 cannot hold"):
         loaded(path, torch.bfloat16)
     assert loaded(path).config.num_layers
 

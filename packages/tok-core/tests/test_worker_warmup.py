@@ -101,7 +101,7 @@ def test_penalties_count_a_context_in_portions_as_they_do_at_once(
     assert answers[0] == answers[1]
 
 
-def test_masks_alone_are_drawn_at_once_and_filters_in_portions(
+def test_masks_and_filters_are_drawn_at_once_and_penalties_in_portions(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), draw._draw
@@ -113,8 +113,8 @@ def test_masks_alone_are_drawn_at_once_and_filters_in_portions(
     monkeypatch.setattr(draw, "_draw", noted)
     monkeypatch.setattr(draw, "CHUNK", 8)
     words = -(-runner.model.config.vocab_size // 32)
-    masked, filtered = trial_step(decode=20, masked=20, words=words), trial_step(decode=20, filtered=20)
-    for step, count in ((masked, 1), (filtered, 3)):
+    masked = trial_step(decode=20, masked=20, words=words, filtered=20)
+    for step, count in ((masked, 1), (trial_step(decode=20, filtered=20, penalised=1), 3)):
         portions.clear()
         assert len(try_out(runner, step).token) == 20
         assert len(portions) == count

@@ -103,7 +103,8 @@ def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
         assert case.moved > 0
     assert [case.kernel for case in found] == [
         "attention: prefill", "attention: prefill", "attention: decode", "attention: cascade",
-        "sample: greedy", "sample: temperature 0.8", "rms_norm",
+        "sample: greedy", "sample: temperature 0.8", "sample: top-p 0.95", "sample: top-p 0.95, top-k 20",
+        "sample: masks", "rms_norm",
         "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "rope_and_write_kv",
         "silu_and_mul", "copy of pages",
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What ranks exchange from within kernels: every word reaches its place, and all ranks make the same of it.
 
-On one GPU the ranks are streams. The interpreter knows no PTX: under it a kernel's words are plainly loaded and stored,
-without waiting, and the ranks, one after the other, run the same turn again until the last of them has what it needs.
+On one GPU the ranks are streams; or they run one by one, each when what it waits for has arrived, as they must where
+kernels cannot run at once. The interpreter knows no PTX: under it a kernel's words are plainly loaded and stored.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 
@@ -104,7 +104,10 @@ def _get(at, here):
 
 @triton.jit
 def _take(at, here, patience):
-    return _get(at, here)
+    words = _get(at, here)
+    empty = words[0] * 0 + 0xFFFFFFFF
+    _put(at, (empty, empty, empty, empty), here)
+    return words
 
 
 @triton.jit
@@ -112,22 +115,32 @@ def _end_turn(turns, program, turn):
     tl.store(turns + program, turn + 1)
 
 
-def together(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
-    """What each rank computes in one turn; `rounds` things depend on each other."""
-    return _interpreted(lanes, compute, rounds) if INTERPRETING else _at_once(lanes, compute)
+# What each rank computes in one turn. So many things, the second number, depend on each other.
+Meet = Callable[[list[Lane], Callable[[int], Tensor], int], list[Tensor]]
 
 
-def _interpreted(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+def one_by_one(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+    """The same turn again and again, with the words that were sent the time before."""
     begun = [lane.turns.clone() for lane in lanes]
-    found = []
-    for _ in range(rounds + 1):
-        for lane, turns in zip(lanes, begun, strict=True):
-            lane.turns.copy_(turns)
-        found = [compute(rank) for rank in range(len(lanes))]
+    arrived = [torch.zeros_like(lane.buffers[rank]) for rank, lane in enumerate(lanes)]
+    found = list[Tensor]()
+    for again in range(rounds + 1):
+        found, sent = [], [torch.zeros_like(words) for words in arrived]
+        for rank, lane in enumerate(lanes):
+            lane.turns.copy_(begun[rank])
+            for buffer in lane.buffers:
+                buffer[:, rank] = 0
+            lane.buffers[rank].copy_(arrived[rank])
+            found.append(compute(rank))
+            for to, buffer in enumerate(lane.buffers):
+                sent[to][:, rank] = buffer[:, rank]
+            if again == rounds:  # before, some sent what nobody waits for
+                assert bool((lane.buffers[rank][arrived[rank] != 0] == -1).all())
+        arrived = sent
     return found
 
 
-def _at_once(lanes: list[Lane], compute: Callable[[int], Tensor]) -> list[Tensor]:
+def at_once(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
     begun = [lane.turns.clone() for lane in lanes]
     streams = [torch.cuda.Stream() for _ in lanes]  # type: ignore[no-untyped-call]
     found = list[Tensor]()
@@ -148,8 +161,14 @@ def _at_once(lanes: list[Lane], compute: Callable[[int], Tensor]) -> list[Tensor
     return found
 
 
+@pytest.fixture(params=[one_by_one] if INTERPRETING else [at_once, one_by_one])
+def meet(request: pytest.FixtureRequest) -> Meet:
+    chosen: Meet = request.param
+    return chosen
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, device: torch.device) -> None:
+def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, meet: Meet, device: torch.device) -> None:
     source, ranks = torch.Generator().manual_seed(1), 3
     everyone = exchanges(ranks, device)
     for shape in ((1, 8), (3, 560), (2, 512)):  # programs that are full, and one that is not
@@ -164,17 +183,17 @@ def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, device:
                 kept = None if before is None else before.clone()
                 return exchange.exchange_sum(parts[rank].clone(), everyone[rank].sums, kept)
 
-            for found in together([one.sums for one in everyone], compute, rounds=1):
+            for found in meet([one.sums for one in everyone], compute, 1):
                 torch.testing.assert_close(found, expected, rtol=CUT.get(dtype, 0), atol=0, equal_nan=True)
     turns = everyone[0].sums.turns
     assert (int(turns[0]), int(turns[-1])) == (6, 0)
 
 
-def test_a_misaligned_part_is_summed_like_any_other(device: torch.device) -> None:
+def test_a_misaligned_part_is_summed_like_any_other(meet: Meet, device: torch.device) -> None:
     everyone = exchanges(2, device)
     whole = torch.arange(36, dtype=torch.float32, device=device)
     lanes = [one.sums for one in everyone]
-    found = together(lanes, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], lanes[rank]), 1)
+    found = meet(lanes, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], lanes[rank]), 1)
     assert all(torch.equal(one, whole[1:33] + whole[2:34]) for one in found)
 
 
@@ -190,7 +209,7 @@ class _Shards:
 
 
 @pytest.mark.parametrize("cuts", [[1000, 1700, 2100], [1024], [40]])
-def test_ranks_draw_as_from_the_whole(cuts: list[int], device: torch.device) -> None:
+def test_ranks_draw_as_from_the_whole(cuts: list[int], meet: Meet, device: torch.device) -> None:
     rows, bounds = 5, [0, *cuts, 2500]
     logits = torch.randn((rows, 2500), generator=torch.Generator().manual_seed(len(cuts))).to(device) * 3
     logits[::5, 900:2000] = -torch.inf
@@ -208,7 +227,7 @@ def test_ranks_draw_as_from_the_whole(cuts: list[int], device: torch.device) -> 
             drawn = sample(part, replace(each, shards=shards))
             return torch.stack((drawn.token.double(), drawn.logprob.double()))
 
-        found = together([one.draws for one in everyone], compute, rounds=2)
+        found = meet([one.draws for one in everyone], compute, 2)
         assert all(torch.equal(one, found[0]) for one in found)
         assert torch.equal(found[0][0].long(), whole.token)
         torch.testing.assert_close(found[0][1].float(), whole.logprob, rtol=1e-6, atol=1e-5)

@@ -118,42 +118,21 @@ def test_every_way_to_launch_gives_the_same_product(launch: Launch, device: torc
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("parts", ["", "bias norm"])
-def test_a_wide_product_is_not_rounded_to_the_dtype_of_its_operands(
+@pytest.mark.parametrize("parts", ["norm", "bias norm"])
+def test_a_norm_is_given_in_the_dtype_of_the_weight_and_multiplied_in_it(
     parts: str, tokens: int, device: torch.device
 ) -> None:
-    dtype = torch.float16
-    x, weight = noise(tokens, 96, dtype=dtype, device=device), matrix(18, 96, dtype, device)
-    bias = noise(18, dtype=dtype, device=device) if "bias" in parts else None
-    norm = (noise(96, dtype=dtype, device=device), 1e-5) if "norm" in parts else None
-    # Above few tokens, and in plain torch, what is multiplied is the norm's result, rounded.
-    normed = x if norm is None else reference.rms_norm(x, *norm)
-    expected = exact(normed, weight, bias, None)
-    found = linear(x, weight, bias, norm=norm, wide=True)
-    tolerance = 1e-5 if norm is None or tokens > MOST_TOKENS else 2e-3
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-    plain = plain_linear(x, weight, bias, norm=norm, wide=True)
-    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(plain, plain.to(dtype).float())
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_a_wide_product_multiplies_in_the_dtype_of_its_weight(tokens: int, device: torch.device) -> None:
     x, weight = noise(tokens, 96, dtype=torch.bfloat16, device=device), matrix(18, 96, torch.float16, device)
+    bias = noise(18, dtype=torch.float16, device=device) if "bias" in parts else None
     norm = (noise(96, dtype=torch.bfloat16, device=device), 1e-5)
-    expected = exact(x, weight, None, norm)
+    expected = exact(x, weight, bias, norm)
     for product in (linear, plain_linear):
-        found = product(x, weight, norm=norm, wide=True)
-        assert found.dtype == torch.float32
+        found = product(x, weight, bias, norm=norm)
+        assert found.dtype == torch.float16
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)  # float16's rounding, not bfloat16's
-
-
-def test_a_wide_product_takes_no_residual(device: torch.device) -> None:
-    x, weight = noise(2, 64, dtype=torch.float16, device=device), matrix(64, 64, torch.float16, device)
-    for product in (linear, plain_linear):
-        with pytest.raises(ValueError, match="a residual is given; allowed: none where wide"):
-            product(x, weight, residual_TN=x.clone(), wide=True)
+    gated = exact_gated(x, weight, bias, norm)
+    for gated_product in (gated_linear, plain_gated_linear):
+        torch.testing.assert_close(gated_product(x, weight, bias, norm=norm).double(), gated, rtol=0.01, atol=2e-3)
 
 
 def test_linear_takes_views_of_wider_rows_and_columns(device: torch.device) -> None:
@@ -182,7 +161,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
     assert gated_linear(x, weight).shape == (0, 6)
 
 
-def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+def test_shapes_and_dtypes_that_do_not_fit_are_refused(device: torch.device) -> None:
     x, weight = noise(2, 64, dtype=torch.float16, device=device), matrix(11, 64, torch.float16, device)
     with pytest.raises(ValueError, match=r"weight has shape \(11, 32\); allowed for x \(2, 64\)"):
         linear(x, weight[:, :32])
@@ -192,6 +171,8 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         linear(x, weight, norm=(weight[:, 0], 1e-5))
     with pytest.raises(ValueError, match=r"residual has shape \(2, 64\); allowed: \(2, 11\)"):
         linear(x, weight, residual_TN=x)
+    with pytest.raises(ValueError, match=r"x is torch\.float16; allowed without a norm: torch\.float32, as the weight"):
+        linear(x, weight.float())
     with pytest.raises(ValueError, match="gate_up has 11 rows; allowed: even numbers"):
         gated_linear(x, weight)
 

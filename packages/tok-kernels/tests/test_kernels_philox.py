@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 
 from tok_kernels.reference import philox4x32, uniform
+from tok_kernels.reference.philox import uniforms
 
 # The known-answer vectors that Random123 publishes for philox4x32-10: counter, key, result.
 VECTORS = [
@@ -28,13 +29,15 @@ def test_the_published_vectors_come_out_all_at_once(device: torch.device) -> Non
     assert [word.tolist() for word in result] == [word.tolist() for word in words(2, device)]
 
 
-def test_a_uniform_number_is_made_of_53_bits_of_the_first_two_words(device: torch.device) -> None:
+def test_a_uniform_number_is_made_of_53_bits_of_two_words_and_the_second_of_the_other_two(device: torch.device) -> None:
     # The seed is -1: all 64 bits set; sample and position as in 32 bits.
     seed, sample, position = (torch.tensor([x], device=device) for x in (-1, 5, 9))
     zero, ones = torch.zeros_like(seed), torch.full_like(seed, 0xFFFFFFFF)
-    first, second, _, _ = philox4x32((sample, position, zero, zero), (ones, ones))
+    first, second, third, fourth = philox4x32((sample, position, zero, zero), (ones, ones))
     exact = ((int(first) >> 5) * 2**26 + (int(second) >> 6)) / 2**53
     assert uniform(seed, sample, position).tolist() == [exact]
+    other = ((int(third) >> 5) * 2**26 + (int(fourth) >> 6)) / 2**53
+    assert [x.tolist() for x in uniforms(seed, sample, position)] == [[exact], [other]]
 
 
 @pytest.mark.parametrize("varied", ["seed", "high seed", "sample", "position"])
@@ -56,6 +59,13 @@ def test_numbers_are_uniform_and_unrelated_along_each_part_of_the_key(varied: st
     assert len(set(u.tolist())) == len(u)
     assert stats.kstest(u, "uniform").pvalue > 1e-4
     assert stats.pearsonr(u[:-1], u[1:]).pvalue > 1e-4
+
+
+def test_the_two_numbers_of_a_row_are_unrelated(device: torch.device) -> None:
+    count = torch.arange(20_000, device=device)
+    first, second = (x.cpu().numpy() for x in uniforms(count * 0 + 42, count * 0, count))
+    assert stats.kstest(second, "uniform").pvalue > 1e-4
+    assert stats.pearsonr(first, second).pvalue > 1e-4
 
 
 def test_each_part_of_the_key_has_its_own_stream(device: torch.device) -> None:

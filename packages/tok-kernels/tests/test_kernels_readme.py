@@ -44,6 +44,7 @@ def test_the_public_names_are_these() -> None:
         "LayerCache",
         "Llama3Scaling",
         "LogitBias",
+        "Masks",
         "Penalties",
         "QKNorm",
         "RopeScaling",

@@ -179,6 +179,26 @@ def test_from_float32_queries_keys_and_values_are_rounded_once(norm: bool, devic
     assert memory[0].isnan().all()
 
 
+def test_queries_are_turned_in_place_into_a_dtype_that_has_room_for_more(device: torch.device) -> None:
+    product, q, k, v = fused(3, 6, 2, 32, torch.float16, device)
+    product.mul_(30_000.0).clamp_(-60_000.0, 60_000.0)
+    memory, cache = poisoned_cache(2, 4, 2, 32, like=q.bfloat16())
+    _, expected = poisoned_cache(2, 4, 2, 32, like=q.bfloat16())
+    table, position = rope_table(32, 10, 10000.0).to(device), torch.tensor([7, 0, 4], device=device)
+    rest, index = product[:, 6 * 32 :].clone(), torch.tensor([5, 0, 2], device=device)
+    arguments = (q, k, v, position, table)
+    turned = reference.ReferenceBackend().rope_and_write_kv(*arguments, expected, index, dtype=torch.bfloat16)
+    exact, _ = reference.rope(q.float(), k.float(), position, table)
+    assert torch.equal(turned, exact.bfloat16())
+    assert turned.abs().max() > torch.finfo(torch.float16).max > product.abs().max()
+    found = rope_and_write_kv(*arguments, cache, index, dtype=torch.bfloat16)
+    assert (found.data_ptr(), found.dtype) == (q.data_ptr(), torch.bfloat16)
+    assert torch.equal(product[:, 6 * 32 :], rest)
+    for ours, theirs in ((found, turned), (cache.k, expected.k), (cache.v, expected.v)):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6, equal_nan=True)  # it may be cut, not rounded
+    assert memory[0].isnan().all()
+
+
 def test_queries_that_cannot_be_turned_in_place_are_refused(device: torch.device) -> None:
     _, _, k, v = fused(3, 2, 2, 32, torch.float32, device)
     _, cache = poisoned_cache(1, 4, 2, 32, like=k)

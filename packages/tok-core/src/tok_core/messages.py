@@ -216,7 +216,7 @@ class Failed(msgspec.Struct, tag=True):
     arguments: tuple[str | int | float, ...]
 
 
-class Finished(msgspec.Struct, array_like=True):
+class Finished(msgspec.Struct, array_like=True, gc=False):  # no part of a cycle
     """A sample has ended after the tokens reported so far.
 
     `tokens`: how many tokens it has. `cut`: with a stop string, the bytes of its pieces before the string begins.
@@ -311,6 +311,11 @@ class Progress(msgspec.Struct, tag=True):
     stats: Stats
     failed: list[tuple[int, str]] = []
     rounds: list[int] = []
+
+    @property
+    def figures_only(self) -> bool:
+        """Whether `stats` are all that it tells."""
+        return not (len(self.rid) or self.finished or self.scores or self.embedded or self.cached or self.failed)
 
     def news(self) -> list[Scores | Embedded]:
         """What it tells of prompts."""

@@ -33,6 +33,8 @@ class Reporting:
 
     def deliver(self, replica: int, progress: Progress) -> None:
         """Hands out what one report brought: one call a sink."""
+        if progress.figures_only:
+            return
         if self._router.several:
             progress = parts.of_requests(progress)
         brought = sort_out(progress, self._ledger, self._requests.each_token, self.tokenizer)

@@ -24,8 +24,9 @@ class RequestStream:
     def __init__(self, core: EngineCore, request: OpenRequest) -> None:
         self._core = core
         self._request = request
-        self._reader: asyncio.Future[None] | None = None  # who waits for news: an asyncio.Event costs more
+        self._readers: list[asyncio.Future[None]] = []  # who waits for news: an asyncio.Event costs more
         self._queued = False  # to be told that there is news
+        self._news = False  # it has been told, and nothing taken since
         self._unread: deque[Delta] = deque()
         self._left = request.params.n  # samples whose last delta has not been read
 
@@ -88,9 +89,10 @@ class RequestStream:
     async def _deltas(self) -> AsyncIterator[Delta]:
         while self._left:
             await self._wait()
-            delta = self._unread.popleft()
-            self._left -= delta.finish_reason is not None
-            yield delta
+            if self._unread:
+                delta = self._unread.popleft()
+                self._left -= delta.finish_reason is not None
+                yield delta
 
     def _read(self) -> list[Delta]:
         batch = list(self._unread)
@@ -100,22 +102,27 @@ class RequestStream:
         return batch
 
     async def _wait(self) -> None:
-        """Returns when something is unread. Raises the request's error when there is nothing before it."""
-        while not self._unread:
+        """Returns when something is unread, or another has read the last of it. Raises the request's error when there
+        is nothing before it."""
+        while self._left and not self._unread:
+            if not self._news:
+                reader = asyncio.get_running_loop().create_future()
+                self._readers.append(reader)
+                await reader
+                continue  # another may have waited for it, too
             error = self._request.error  # before: what comes before it is then taken
+            self._news = error is not None  # that stays
             self._unread += self._request.take()
-            if not self._unread:
-                if error is not None:
-                    raise error
-                if self._reader is None or self._reader.done():
-                    self._reader = asyncio.get_running_loop().create_future()
-                await asyncio.shield(self._reader)  # another may wait for it, too
+            if error is not None and not self._unread:
+                raise error
 
     def wake(self) -> None:
         """There is news for whoever waits."""
-        self._queued = False
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._queued, self._news = False, True
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            if not reader.done():  # else it was cancelled
+                reader.set_result(None)
 
 
 class Mailbox:

@@ -57,8 +57,8 @@ class StreamedRequest(OpenRequest):
 
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
         first, end = told.bounds.get(self.rid, NOTHING)
-        if first < end and self.timings.first_token is None:
-            self.timings.first_token = time.monotonic()
+        if first < end and not self.output_tokens:
+            self.begin(time.monotonic())
         self.output_tokens += end - first
         for i in range(first, end):
             index, token = told.samples[i], told.tokens[i]

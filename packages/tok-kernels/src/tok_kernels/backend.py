@@ -49,11 +49,9 @@ class Backend(Protocol):
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
-        wide: bool = False,
     ) -> Tensor:
-        """`x Wᵀ + bias`, of x's dtype; with `norm`, a weight `[K]` and eps, of `rms_norm(x)`. A `residual`, of x's
-        dtype too, gains it in place and is returned. `wide`, without a residual: float32, the sums not
-        rounded; the weight may then have another 16-bit dtype than x, in which the norm's result is multiplied."""
+        """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the
+        dtype of W, whatever x's own. A `residual` gains the product in place and is returned."""
         ...
 
     def gated_linear(
@@ -86,8 +84,8 @@ class Backend(Protocol):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """`rope`, after `rms_norm` of each head where there is a `norm`, then `write_kv` of the turned keys and
-        of the values; returns the turned queries, of `dtype` (None: their own), which may be `q_THD` itself, turned
-        in place."""
+        of the values; returns the turned queries, of `dtype` (None: their own), which may lie where `q_THD` did.
+        Computed in float32, and rounded once, to what is written."""
         ...
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:

@@ -173,6 +173,20 @@ class Filters:
     min_p: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Rows that may draw some tokens only: `rows` int64 `[r]`; of their masks `words`, int32 `[u, ⌈V/32⌉]`, holds
+    the distinct ones, and `which`, int64 `[r]`, says whose is which.
+
+    Token t is allowed where bit t mod 32 of word t div 32 is set. The logits of the others become −inf in place:
+    there is nothing of them in log-probabilities, either.
+    """
+
+    rows: Tensor
+    which: Tensor
+    words: Tensor
+
+
 class Shards(Protocol):
     """Logits cut by vocabulary between several ranks: this one's are the entries from `first` on, those of the rank
     after it follow. Every rank draws the same tokens, at the same time.
@@ -198,11 +212,11 @@ class SamplingBatch:
     seed          int64   [R]  with `sample` and `position` the whole key of the row's randomness
     sample        int64   [R]  index of the sample among the n of its request
     position      int64   [R]  position that the drawn token will take in its sequence
-    penalties, bias, filters   only for the rows that ask; None: no row does
+    penalties, bias, filters, masks   only for the rows that ask; None: no row does
     top_logprobs               how many largest log-probabilities to return, for every row; 0: none
     all_greedy                 the host knows that every temperature is 0, and nothing need be drawn
     shards                     of which part of the vocabulary the logits are; None: all of it. Rows of a part ask
-                               for no penalties, bias, filters or top_logprobs: these need whole rows
+                               for no penalties, bias, filters, masks or top_logprobs: these need whole rows
     """
 
     temperature: Tensor
@@ -215,11 +229,12 @@ class SamplingBatch:
     top_logprobs: int = 0
     all_greedy: bool = False
     shards: Shards | None = None
+    masks: Masks | None = None
 
     def __post_init__(self) -> None:
         if self.shards is None:
             return
-        for name in ("penalties", "bias", "filters", "top_logprobs"):
+        for name in ("penalties", "bias", "filters", "masks", "top_logprobs"):
             if getattr(self, name):
                 raise ValueError(f"{name} is given; allowed: nothing where the vocabulary is cut (shards)")
 
@@ -227,8 +242,9 @@ class SamplingBatch:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What `sample` returns: `token` int64 `[R]` and `logprob` float32 `[R]`, the drawn token's
-    log-probability under the model's own distribution (before temperature, penalties, bias and filters);
-    `top_token` int64 and `top_logprob` float32, `[R, top_logprobs]`, largest first, of the same distribution.
+    log-probability under the model's own distribution (before temperature, penalties, bias and filters, but after
+    masks); `top_token` int64 and `top_logprob` float32, `[R, top_logprobs]`, largest first, of the same
+    distribution.
     """
 
     token: Tensor

@@ -37,7 +37,7 @@ SPARE_FILES = 512  # descriptors for everything but clients
 class Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_begun", "_body", "_busy", "_listener", "_socket", "_taken", "_taken_at", "_writer")
+    __slots__ = ("_begun", "_body", "_busy", "_held", "_listener", "_socket", "_taken", "_taken_at", "_writer")
 
     def __init__(self, listener: Listener, server: web.Server) -> None:
         limits = listener.context.settings
@@ -53,7 +53,7 @@ class Connection(web.RequestHandler):
         )
         self._listener = listener
         self._socket: asyncio.Transport | None = None
-        self._busy = False
+        self._busy = self._held = False
         self._begun: float | None = None  # when the head came, of which not all has come
         self._writer: AbstractStreamWriter | None = None  # of the latest request
         self._body: StreamReader | None = None  # of it, too
@@ -79,6 +79,16 @@ class Connection(web.RequestHandler):
         if data and self._begun is None and not self._busy and not rest:  # aiohttp itself sends b"", to go on
             self._begun = self._listener.now()
         super().data_received(data)
+
+    def pause_reading(self) -> None:
+        self._held = True
+        super().pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # Called for each part of a body that is read, but only where reading was paused is there anything to resume.
+        if self._held:
+            self._held = not resume_parser  # else it holds back what it has got
+            super().resume_reading(resume_parser)
 
     def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
         """A request is handled now; its head has come."""

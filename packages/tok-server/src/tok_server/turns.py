@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MOST = 32  # requests; each takes some 0.2 ms. Fewer would reach the engine in pieces, and cost it more
+MOST = 16  # requests; each takes some 0.2 ms. Fewer would reach the engine in pieces, and cost it more
 
 
 class Turns:

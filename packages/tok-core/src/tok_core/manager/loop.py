@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, assert_never
@@ -72,6 +73,7 @@ class Manager:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._watch = Watch(config.step_timeout, clock)
+        self._clock = clock
         self.config = config
         self.info = info
         self.ports = ports
@@ -91,13 +93,16 @@ class Manager:
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._stats = Stats()  # as reported last
+        self._told = -math.inf  # when that was
 
     def run(self) -> None:
         """Works until the process ends or a port raises."""
         while True:
             if not self.turn():
-                self._report_if_changed()
-                self.ports.wait(LOOK if self.guides.waiting else 1.0)
+                soon = self._reports_soon()
+                if not soon:
+                    self._report_if_changed()
+                self.ports.wait(LOOK if self.guides.waiting else PATIENCE if soon else 1.0)
 
     def close(self) -> None:
         """Ends what it has beside its loop, when that is over."""
@@ -202,7 +207,12 @@ class Manager:
         starts = self.scheduler.starts
         cached, starts.newly_cached = starts.newly_cached, []
         failed, self.guides.failed = self.guides.failed, []
+        self._told = self._clock()
         self.ports.report(Progress(*reported, cached, self._stats, failed, rounds))
+
+    def _reports_soon(self) -> bool:
+        """Whether figures can wait for the tokens that steps under way bring: to send a report costs more than it."""
+        return bool(self.returns.in_flight) and 0 <= self._clock() - self._told < PATIENCE
 
     def _report_failed(self) -> None:
         for rid, _ in self.guides.failed:
@@ -248,5 +258,7 @@ class Manager:
             **self._seconds,
         )
 
+
+PATIENCE = 0.02  # seconds for which figures wait for tokens to go with
 
 SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")

@@ -68,9 +68,9 @@ class Linear(nn.Module):
     """`x Wᵀ + b`; where `parts` names several matrices they are stacked by rows: one multiplication for all.
 
     `parts` maps the name of each matrix in a checkpoint to the rows of it that are here; `inputs` says which of its
-    columns are. A `gated` one makes `silu(gate) · up` of its two matrices' results. A `wide` one makes float32, for
-    what is rounded later on, rather than twice; in place of bfloat16 it multiplies in float16, which is eight times as
-    fine. What comes from an RMSNorm fits: no entry exceeds its gain times the root of the hidden size.
+    columns are. A `gated` one makes `silu(gate) · up` of its two matrices' results. A `finer` one is float16 in place
+    of bfloat16, and so is what it multiplies and makes: eight times as fine, for what is rounded to bfloat16 later on.
+    Whether float16 has the range is seen when weights are loaded: `tok_core.model.float16`.
     """
 
     def __init__(
@@ -81,29 +81,32 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         gated: bool = False,
-        wide: bool = False,
+        finer: bool = False,
     ) -> None:
         super().__init__()
-        self.inputs, self.parts, self.gated, self.wide = inputs, dict(parts), gated, wide
+        self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = place.backend
         rows = sum(part.count for part in parts.values())
-        finer = torch.float16 if wide and place.dtype == torch.bfloat16 else None
-        self.weight = place.parameter(rows, inputs.count, dtype=finer)
-        self.bias = place.parameter(rows) if bias else None
+        dtype = torch.float16 if finer and place.dtype == torch.bfloat16 else place.dtype
+        self.weight = place.parameter(rows, inputs.count, dtype=dtype)
+        self.bias = place.parameter(rows, dtype=dtype) if bias else None
 
     def forward(self, x_TN: Tensor, *, norm: RMSNorm | None = None, residual_TN: Tensor | None = None) -> Tensor:
         """Of `norm(x)` where one is given; added, in place, to the residual stream where that is given."""
         if self.gated:
             return self.backend.gated_linear(x_TN, self.weight, self.bias, norm=_weight(norm))
-        return self.backend.linear(
-            x_TN, self.weight, self.bias, norm=_weight(norm), residual_TN=residual_TN, wide=self.wide
-        )
+        return self.backend.linear(x_TN, self.weight, self.bias, norm=_weight(norm), residual_TN=residual_TN)
 
     def finish(self, out_TF: Tensor) -> Tensor:
         """What `forward` makes of its product, which is changed in place, once that was computed elsewhere."""
         if self.bias is not None:
             out_TF += self.bias
         return self.backend.silu_and_mul(out_TF) if self.gated else out_TF
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """Gives it parameters of `dtype`, yet to be filled."""
+        for name, parameter in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
 
 
 def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
@@ -143,8 +146,8 @@ class Attention(nn.Module):
         q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
         hidden = Part.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        # Scores magnify what queries and keys are rounded by: they are once, behind their rotation.
-        self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, wide=True)
+        # Scores magnify what queries and keys are rounded by.
+        self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, finer=True)
         self.o_proj = Linear(q, {"o_proj": hidden}, place, bias=o_bias)
         self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from tok_core.errors import ModelError
 from tok_core.model.decoder import CausalLM
+from tok_core.model.float16 import keep_coarse
 from tok_core.model.targets import StoredTensor, Target, targets
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,14 +25,19 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def load(model: CausalLM, path: Path) -> None:
     """Copies the checkpoint in directory `path` into `model`, cast to its dtype; reads nothing that is not its own.
 
+    All ranks of a stage are to call it together. What float16 has not the range for is read a second time.
     Raises ModelError for missing, unexpected, misshapen or non-float tensors and for unreadable files.
     """
-    wanted = targets(model)
+    wanted, files = targets(model), checkpoint_files(path)
+    elsewhere = _Elsewhere(model, wanted)
     missing = set(wanted)
-    for file in checkpoint_files(path):
-        missing -= _load_file(file, wanted, model)
+    for file in files:
+        missing -= _load_file(file, wanted, elsewhere, model.dtype)
     if missing:
         raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
+    if again := keep_coarse(model):
+        for file in files:
+            _load_file(file, again, elsewhere, model.dtype)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -51,10 +57,9 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _load_file(file: Path, wanted: Mapping[str, Target], model: CausalLM) -> set[str]:
+def _load_file(file: Path, wanted: Mapping[str, Target], elsewhere: _Elsewhere, dtype: torch.dtype) -> set[str]:
     """Copies the tensors of one file; returns their names."""
     loaded = set()
-    elsewhere = _Elsewhere(model, wanted)
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 – no mapping
@@ -62,19 +67,21 @@ def _load_file(file: Path, wanted: Mapping[str, Target], model: CausalLM) -> set
                     continue
                 stored = tensors.get_slice(name)
                 target = _checked(file, name, stored, wanted)
-                _fill(file, name, target, tensors.get_tensor(name) if target.is_whole else target.part_of(stored))
+                own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
+                # What is held in a finer dtype than asked for is seen to later.
+                if not target.fill(own) and target.view.dtype == dtype:
+                    raise _no_room(file, name, dtype)
                 loaded.add(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
     return loaded
 
 
-def _fill(file: Path, name: str, target: Target, own: Tensor) -> None:
-    try:
-        target.fill(own)
-    except ValueError as error:
-        dtype = str(target.view.dtype).removeprefix("torch.")
-        raise ModelError(f"{file}: tensor {name} {error}, which {dtype} cannot hold; --dtype float32 can") from error
+def _no_room(file: Path, name: str, dtype: torch.dtype) -> ModelError:
+    most, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    return ModelError(
+        f"{file}: tensor {name} holds numbers beyond {most:.0f}, which {short} cannot hold; --dtype float32 can"
+    )
 
 
 class _Elsewhere:

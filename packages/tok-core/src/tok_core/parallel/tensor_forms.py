@@ -121,8 +121,7 @@ class Sharded(Form):
 
 class Overlapped(Sharded):
     """Sharded, with every product cut by rows so that one part is computed while another is on its way (Wang et al.
-    2023, "Overlap communication with dependent computation via decomposition"). The product of a wide linear is of its
-    operands' dtype here, where other forms keep float32."""
+    2023, "Overlap communication with dependent computation via decomposition")."""
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         _, (out_PF,) = torch.ops.symm_mem.fused_all_gather_matmul(

@@ -6,6 +6,7 @@ from itertools import chain
 
 import zmq
 
+from tok_core.collector import settle
 from tok_core.errors import ModelError
 from tok_core.manager.loop import Manager
 from tok_core.messages import (
@@ -90,5 +91,6 @@ def run_manager(
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer)
+    settle()
     ports.announce(info)
     manager.run()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from tok_core.collector import settle
 from tok_core.messages import Launch, StepInput
 from tok_core.parallel.place import Place
 from tok_core.processes.child import report_failure
@@ -26,6 +27,7 @@ def run_worker(
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
     runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.on_host)
+    settle()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if place.returns else None
     if outputs is not None:

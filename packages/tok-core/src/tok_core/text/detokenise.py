@@ -15,8 +15,6 @@ from functools import lru_cache
 
 from tok_core.text.tokenizer import Tokenizer
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
 
 class Detokeniser:
     """Text of one sample, incrementally.
@@ -30,7 +28,7 @@ class Detokeniser:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = _UTF8("replace")
+        self._utf8 = _Characters()
         self._watches = [_Watch(stop.encode()) for stop in stops]
         self._tail: deque[tuple[bytes, bytes]] = deque()  # piece, and what is visible of it: all or nothing
         self._released = 0
@@ -38,7 +36,9 @@ class Detokeniser:
 
     def push(self, ids: Sequence[int]) -> str:
         """What can be shown now that `ids` follow; cost does not depend on what was pushed before."""
-        if self._watches or len(ids) == 1:
+        if len(ids) == 1:
+            return self.push_one(ids[0])
+        if self._watches:
             return "".join([self.push_one(token) for token in ids])
         return self._utf8.decode(b"".join(self._tokenizer.pieces_of(ids, skip_special_tokens=True)))
 
@@ -83,6 +83,23 @@ class Detokeniser:
                 self._tail.appendleft((piece[count:], shown[count:]))
             self._released += count
         return b"".join(parts)
+
+
+class _Characters:
+    """UTF-8 as text, an unfinished character held back. As `codecs` has it, but quick: it is asked for each token."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        """What is whole now; what is no UTF-8 becomes U+FFFD."""
+        if self._begun:
+            data = self._begun + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._begun = data[used:]
+        return text
 
 
 class _Watch:

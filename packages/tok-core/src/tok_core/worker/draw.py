@@ -12,12 +12,10 @@ from torch import Tensor
 from tok_core.messages import StepInput
 from tok_core.parallel.tensor import VocabularyShards
 from tok_core.worker.state import WorkerState
-from tok_kernels import Backend, Filters, LogitBias, Penalties, Sampled, SamplingBatch
+from tok_kernels import Backend, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
 CHUNK = 256  # rows drawn at once where any asks for what takes whole rows of scratch memory
 COUNTED = 4096  # positions counted at once for penalties: contexts may be long, scratch memory is not
-
-MASKED = 64  # rows that are masked at once: a mask is a bit an entry, and unpacked a byte
 
 _ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row")
 
@@ -42,9 +40,9 @@ def draw(
     of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
     them, on every rank. The logits of rows with masks are changed."""
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
-    wide = len(step.filter_row) or len(step.penalty_row)
-    if shards is not None:  # then these need whole rows, too, put together from all parts
-        wide = wide or len(step.mask_row) or len(step.bias_row) or step.top_logprobs
+    wide = len(step.penalty_row)  # each is counted for the whole vocabulary
+    if shards is not None:  # then all who ask need whole rows, put together from all parts
+        wide = step.top_logprobs or any(len(getattr(step, name)) for name in _ASKING)
     size = CHUNK if wide else max(rows, 1)
     parts = [
         _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
@@ -76,9 +74,6 @@ def _draw(
     agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
     if agreed is not None:
         logits, shards = agreed.whole(logits), None
-    if asking.get("mask_row") is not None:
-        first = int(np.searchsorted(step.mask_row, chunk.start))
-        _forbid(logits, asking["mask_row"], put["mask_of"][first:].long(), put["mask"])
     batch = SamplingBatch(
         temperature=state.temperature[slots],
         seed=state.seed[slots],
@@ -90,6 +85,7 @@ def _draw(
         top_logprobs=step.top_logprobs,
         all_greedy=step.all_greedy,
         shards=shards,
+        masks=_masks(step, put, asking.get("mask_row"), chunk),
     )
     sampled = backend.sample(logits, batch)
     if agreed is None:
@@ -98,18 +94,11 @@ def _draw(
     return replace(sampled, token=agreed.gather(sampled.token)[0])
 
 
-def _forbid(logits_RV: Tensor, row_m: Tensor | None, which_m: Tensor, mask_uW: Tensor) -> None:
-    """Sets the logits that the masks of the rows, packed, do not have to −inf, in place: nothing is left of them.
-
-    `which_m`: of the u masks, those of the rows, in order; more of them, of later rows, are ignored.
-    """
-    assert row_m is not None
-    bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
-    for start in range(0, len(row_m), MASKED):
-        rows = row_m[start : start + MASKED]
-        octets = mask_uW[which_m[start : start + len(rows)]].view(torch.uint8)
-        allowed = (octets.unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits_RV.shape[1]]
-        logits_RV[rows] = logits_RV[rows].masked_fill_(allowed == 0, -torch.inf)
+def _masks(step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, chunk: slice) -> Masks | None:
+    if rows is None:
+        return None
+    first = int(np.searchsorted(step.mask_row, chunk.start))
+    return Masks(rows, put["mask_of"][first : first + len(rows)].long(), put["mask"])
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tok_kernels.backend import Backend
-from tok_kernels.batch import LayerCache, SamplingBatch
+from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
 from tok_kernels.measure.machine import Machine, measure_machine
 from tok_kernels.measure.model import ModelShape
 from tok_kernels.measure.steps import Problem, Step, new_problem
@@ -78,6 +78,9 @@ def cases(
         yield _attention(backend, model.attention, step, device)
     for temperature in (0.0, 0.8):
         yield _sampling(backend, model, device, tokens, temperature)
+    for top_k, top_p in ((0, 0.95), (20, 0.95)):
+        yield _filtered(backend, model, device, tokens, top_k, top_p)
+    yield _masked(backend, model, device, tokens)
     yield _norm(backend, model, device, tokens)
     for few in (1, tokens):
         yield from _linears(backend, model, device, few)
@@ -109,16 +112,39 @@ def attention_floor(problem: Problem, shape: AttentionShape) -> tuple[int, int]:
 
 def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: int, temperature: float) -> Case:
     logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
-    index = torch.arange(rows, device=device)
-    batch = SamplingBatch(
-        temperature=torch.full((rows,), temperature, device=device),
-        seed=index,
-        sample=index * 0,
-        position=index,
-        all_greedy=temperature == 0,
-    )
+    batch = _draws(rows, temperature, device)
     kind = "greedy" if temperature == 0 else f"temperature {temperature}"
     return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
+
+
+def _draws(rows: int, temperature: float, device: torch.device) -> SamplingBatch:
+    index = torch.arange(rows, device=device)
+    heat = torch.full((rows,), temperature, device=device)
+    return SamplingBatch(heat, seed=index, sample=index * 0, position=index, all_greedy=temperature == 0)
+
+
+def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: int, top_k: int, top_p: float) -> Case:
+    """Logits as of a trained model, whose likely tokens are few. The floor is that of a draw without filters: what
+    ranks above a likely token lies in few blocks."""
+    size = (rows, model.vocab_size)
+    logits = torch.empty(size, dtype=model.attention.dtype, device=device)
+    for part in torch.split(logits, 512):
+        rank = torch.rand(part.shape, device=device) * model.vocab_size + 0.5
+        part.copy_(16 - 1.2 * rank.log() + 0.5 * torch.randn(part.shape, device=device))
+    batch, every = _draws(rows, 0.8, device), torch.arange(rows, device=device)
+    columns = (torch.full((rows,), value, device=device) for value in (top_p, 0.0))
+    batch = replace(batch, filters=Filters(every, torch.full_like(every, top_k, dtype=torch.int32), *columns))
+    kind = f"top-p {top_p}" + (f", top-k {top_k}" if top_k else "")
+    return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
+
+
+def _masked(backend: Backend, model: ModelShape, device: torch.device, rows: int) -> Case:
+    """Every other token is forbidden: the logits are written once, and once read."""
+    logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
+    every = torch.arange(rows, device=device)
+    words = torch.full((1, -(-model.vocab_size // 32)), 0x55555555, dtype=torch.int32, device=device)
+    batch = replace(_draws(rows, 0.8, device), masks=Masks(every, every * 0, words))
+    return Case("sample: masks", _size(logits), lambda: backend.sample(logits, batch), 2 * logits.nbytes)
 
 
 def _norm(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
@@ -153,7 +179,8 @@ def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: 
 
 def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:
     heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
-    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), device=device)  # float32, as the wide product that it is
+    made = torch.float16 if shape.dtype == torch.bfloat16 else shape.dtype  # as a decoder makes them
+    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=made, device=device)
     q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
     cache = _empty_cache(shape, -(-tokens // shape.page_size), device)
     table = rope_table(size, tokens, 10000.0).to(device)

@@ -54,9 +54,8 @@ class ReferenceBackend:
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
-        wide: bool = False,
     ) -> Tensor:
-        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN, wide=wide)
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
 
     def gated_linear(
         self,
@@ -83,11 +82,13 @@ class ReferenceBackend:
         norm: QKNorm | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        dtype = dtype or q_THD.dtype
+        q_THD, k_TKD = q_THD.float(), k_TKD.float()
         if norm is not None:
             q_THD, k_TKD = rms_norm(q_THD, norm.q_D, norm.eps), rms_norm(k_TKD, norm.k_D, norm.eps)
         q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
         write_kv(k_TKD, v_TKD, cache, index_T)
-        return q_THD if dtype is None else q_THD.to(dtype)
+        return q_THD.to(dtype)
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         return silu_and_mul(gate_up_TF)

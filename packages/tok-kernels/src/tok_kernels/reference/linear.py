@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,16 +17,11 @@ def linear(
     *,
     norm: tuple[Tensor, float] | None = None,
     residual_TN: Tensor | None = None,
-    wide: bool = False,
 ) -> Tensor:
     """See `Backend.linear`."""
-    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype if wide else None)
-    if wide:
-        if residual_TN is not None:
-            raise ValueError("a residual is given; allowed: none where wide")
-        return functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
     if residual_TN is None:
-        return functional.linear(x_TK, weight_NK, bias_N)
+        return _product(x_TK, weight_NK, bias_N)
     if bias_N is not None:
         residual_TN += bias_N
     return residual_TN.addmm_(x_TK, weight_NK.t())
@@ -36,3 +32,11 @@ def gated_linear(
 ) -> Tensor:
     """See `Backend.gated_linear`."""
     return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
+
+
+def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    if x_TK.dtype == weight_NK.dtype == torch.float16 and x_TK.device.type == "cpu":
+        # CPUs multiply float32 several times as fast.
+        wide_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
+        return wide_TN.half()
+    return functional.linear(x_TK, weight_NK, bias_N)

@@ -29,15 +29,24 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def uniform(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> Tensor:
-    """One number in [0, 1) a row, float64 with 53 random bits, from int64 seed (all 64 bits), sample and
-    position.
+    """The first of `uniforms`, by which a token is drawn."""
+    return uniforms(seed_R, sample_R, position_R)[0]
+
+
+def uniforms(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers in [0, 1) a row, float64 with 53 random bits, from int64 seed (all 64 bits), sample and
+    position. The second is for rows whose filters remove what the first drew.
 
     The seed is the key, (sample, position, 0, 0) the counter; sample and position count modulo 2³².
     """
     zero = torch.zeros_like(seed_R)
     counter = (sample_R & _MASK, position_R & _MASK, zero, zero)
-    first, second, _, _ = philox4x32(counter, (seed_R & _MASK, (seed_R >> 32) & _MASK))
-    return (((first >> 5) << 26) + (second >> 6)).to(torch.float64) * 2.0**-53
+    words = philox4x32(counter, (seed_R & _MASK, (seed_R >> 32) & _MASK))
+    return _unit(words[0], words[1]), _unit(words[2], words[3])
+
+
+def _unit(high: Tensor, low: Tensor) -> Tensor:
+    return (((high >> 5) << 26) + (low >> 6)).to(torch.float64) * 2.0**-53
 
 
 def _wide_product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 One number a row, rather than Gumbel noise for every vocabulary entry: the logits are read once and no random
 number is made per entry; vocabulary shards combine by their sums alone; and the outcome depends on nothing
-but the row and its key (seed, sample, position).
+but the row and its key (seed, sample, position). Where filters remove the token, a second number draws another.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top
-from tok_kernels.reference.edits import apply_bias, apply_filters, apply_penalties
+from tok_kernels.reference.edits import apply_bias, apply_penalties
+from tok_kernels.reference.filters import redraw_filtered
 from tok_kernels.reference.inversion import heat, invert_cdf
-from tok_kernels.reference.philox import uniform
+from tok_kernels.reference.masks import forbid
+from tok_kernels.reference.philox import uniforms
 from tok_kernels.reference.shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Draws one token a row; `logits_RV` (float32 or bfloat16, −inf allowed) stays unchanged.
+    """Draws one token a row; `logits_RV` (float32 or bfloat16, −inf allowed) is changed by masks alone.
 
-    Penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
+    Masks, then penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
     possible takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
     if batch.shards is not None:
         return sample_shards(logits_RV, batch, batch.shards)
+    if batch.masks is not None:
+        forbid(logits_RV, batch.masks)
     raw = logits_RV.float()
     edited = _edit(raw, batch)
     peak, token = edited.max(dim=-1)  # the first of equals
@@ -47,11 +51,14 @@ def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
+    warm = heat(batch.temperature)
     # The peak goes first, so that a tiny temperature divides 0 and negative numbers only.
-    score = (logits_RV - peak_R.unsqueeze(-1)).div_(heat(batch.temperature).unsqueeze(-1))
-    if batch.filters is not None:
-        apply_filters(score, batch.filters)
-    return invert_cdf(score.exp_(), uniform(batch.seed, batch.sample, batch.position))
+    weight = (logits_RV - peak_R.unsqueeze(-1)).div_(warm.unsqueeze(-1)).exp_()
+    first, second = uniforms(batch.seed, batch.sample, batch.position)
+    token = invert_cdf(weight, first)
+    if batch.filters is None:
+        return token
+    return redraw_filtered(token, logits_RV, weight, warm, second, batch.filters)
 
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int) -> Sampled:

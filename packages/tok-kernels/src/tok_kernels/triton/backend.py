@@ -36,9 +36,8 @@ class TritonBackend:
         *,
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
-        wide: bool = False,
     ) -> Tensor:
-        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN, wide=wide)
+        return linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN)
 
     def gated_linear(
         self,

@@ -3,7 +3,7 @@
 The second kernel reads one block of each row again and nothing else of the logits. What a row gets depends on
 the row alone, not on how many there are: blocks and the order of their sums never change.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 @dataclass(frozen=True, slots=True)
 class Draw:
     """What a row gets: `token` int64, its `logprob` and the natural `log_sum` of the row's exponentials, both
-    float32 and both at temperature 1; all `[R]`.
+    float32 and both at temperature 1; all `[R]`. `sums`: what `sum_blocks` found.
 
     The `log_sum` of a row that is −inf everywhere is 0.
     """
@@ -41,6 +41,7 @@ class Draw:
     token: Tensor
     logprob: Tensor
     log_sum: Tensor
+    sums: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def draw(logits_RV: Tensor, keys: Keys, *, greedy: bool = False) -> Draw:
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=PICK_WARPS,
         )
-    return Draw(token, logprob, log_sum)
+    return Draw(token, logprob, log_sum, sums)
 
 
 def sum_blocks(logits_RV: Tensor, keys: Keys, *, greedy: bool) -> Tensor:
@@ -233,8 +234,25 @@ def _first_passed(
 
 @triton.jit
 def _uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """`tok_kernels.reference.uniform`: float64 in [0, 1) with 53 random bits."""
+    """The first of `tok_kernels.reference.philox.uniforms`: float64 in [0, 1) with 53 random bits."""
+    first, second, _, _ = _words(seed, sample, position)
+    return _unit(first, second)
+
+
+@triton.jit
+def _second_uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """The second of them."""
+    _, _, third, fourth = _words(seed, sample, position)
+    return _unit(third, fourth)
+
+
+@triton.jit
+def _words(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, ...]:
     number, place = tl.load(sample).to(tl.uint32), tl.load(position).to(tl.uint32)
     zero = number & 0
-    first, second, _, _ = tl.philox(tl.load(seed), number, place, zero, zero)
-    return (((first >> 5).to(tl.int64) << 26) + (second >> 6).to(tl.int64)).to(tl.float64) * 1.1102230246251565e-16
+    return tl.philox(tl.load(seed), number, place, zero, zero)
+
+
+@triton.jit
+def _unit(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    return (((high >> 5).to(tl.int64) << 26) + (low >> 6).to(tl.int64)).to(tl.float64) * 1.1102230246251565e-16

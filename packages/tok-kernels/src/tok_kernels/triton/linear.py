@@ -21,31 +21,25 @@ def linear(
     *,
     norm: tuple[Tensor, float] | None = None,
     residual_TN: Tensor | None = None,
-    wide: bool = False,
 ) -> Tensor:
-    """`x Wᵀ + bias`, of x's dtype; with `norm`, a weight `[K]` and eps, of `rms_norm(x)`. A `residual`, of x's dtype
-    too, gains it in place and is returned. `wide`, without a residual: float32, the sums not rounded; the weight may
-    then have another 16-bit dtype than x, in which the norm's result is multiplied.
+    """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the dtype
+    of W, whatever x's own. A `residual` gains the product in place and is returned.
 
-    Raises ValueError for shapes that do not fit, and for a residual of a wide product.
+    Raises ValueError for shapes that do not fit, and for x of another dtype than W where there is no norm.
     """
     _check(x_TK, weight_NK, bias_N, norm)
     outputs = weight_NK.shape[0]
-    if wide and residual_TN is not None:
-        raise ValueError("a residual is given; allowed: none where wide")
     if residual_TN is not None and residual_TN.shape != (len(x_TK), outputs):
         raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {(len(x_TK), outputs)}")
-    if _streams(x_TK, weight_NK, mixed=wide) and (residual_TN is None or residual_TN.stride(1) == 1):
+    if _streams(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
         launch = linear_launch(outputs, x_TK.shape[1], gated=False)
-        return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False, wide=wide)
-    if wide:
-        x_TK = x_TK.to(weight_NK.dtype) if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
-        return _wide(x_TK, weight_NK, bias_N)
+        return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
     if residual_TN is None:
-        return functional.linear(_normed(x_TK, norm), weight_NK, bias_N)
+        return functional.linear(x_TK, weight_NK, bias_N)
     if bias_N is not None:
         residual_TN += bias_N
-    return residual_TN.addmm_(_normed(x_TK, norm), weight_NK.t())
+    return residual_TN.addmm_(x_TK, weight_NK.t())
 
 
 def gated_linear(
@@ -57,7 +51,7 @@ def gated_linear(
 ) -> Tensor:
     """`silu_and_mul(linear(x, gate_up, bias, norm=norm))`: `[T, K] -> [T, F / 2]` (Shazeer 2020).
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for what `linear` does, and for an odd number of rows.
     """
     _check(x_TK, gate_up_FK, bias_F, norm)
     if gate_up_FK.shape[0] % 2:
@@ -65,7 +59,7 @@ def gated_linear(
     if _streams(x_TK, gate_up_FK):
         launch = linear_launch(gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
         return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
-    return silu_and_mul(functional.linear(_normed(x_TK, norm), gate_up_FK, bias_F))
+    return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
 
 
 def launch_stream(
@@ -77,7 +71,6 @@ def launch_stream(
     residual_TN: Tensor | None,
     *,
     gated: bool,
-    wide: bool = False,
 ) -> Tensor:
     """The kernel for few tokens, launched as told; arguments as of `linear` and `gated_linear`, and checked."""
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
@@ -85,7 +78,7 @@ def launch_stream(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out_TN = residual_TN
     if out_TN is None:
-        out_TN = torch.empty((tokens, outputs), dtype=torch.float32 if wide else x_TK.dtype, device=x_TK.device)
+        out_TN = torch.empty((tokens, outputs), dtype=weight.dtype, device=x_TK.device)
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
     stream[(triton.cdiv(outputs, launch.rows),)](
         *(x_TK, x_TK.stride(0), gain, eps, weight, weight if bias is None else bias.contiguous()),
@@ -104,24 +97,9 @@ def launch_stream(
     return out_TN
 
 
-def _wide(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """The product in float32 of operands that are read as they are."""
-    if x_TK.dtype == torch.float32:
-        return functional.linear(x_TK, weight_NK, bias_N)
-    if x_TK.device.type != "cuda":  # where kernels are interpreted: only CUDA's products have a dtype of their own
-        out_TN = functional.linear(x_TK.float(), weight_NK.float())
-    else:
-        out_TN = torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32)
-    return out_TN if bias_N is None else out_TN.add_(bias_N)
-
-
-def _streams(x_TK: Tensor, weight: Tensor, *, mixed: bool = False) -> bool:
-    short = {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16} and (mixed or x_TK.dtype == weight.dtype)
+def _streams(x_TK: Tensor, weight: Tensor) -> bool:
+    short = {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16}
     return short and weight.is_contiguous() and streams(*x_TK.shape)
-
-
-def _normed(x_TK: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-    return x_TK if norm is None else rms_norm(x_TK, *norm)
 
 
 def _check(x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
@@ -131,3 +109,5 @@ def _check(x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor
         raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: {tuple(weight.shape[:1])}, weight's rows")
     if norm is not None and norm[0].shape != x_TK.shape[1:]:
         raise ValueError(f"norm has a weight of shape {tuple(norm[0].shape)}; allowed: {tuple(x_TK.shape[1:])}")
+    if norm is None and x_TK.dtype != weight.dtype:
+        raise ValueError(f"x is {x_TK.dtype}; allowed without a norm: {weight.dtype}, as the weight")

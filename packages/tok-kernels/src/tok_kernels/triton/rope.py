@@ -44,18 +44,21 @@ def rope_and_write_kv(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`rms_norm` of each head where there is a `norm`, `rope`, then `write_kv` of the turned keys and of the
-    values, in one launch. Returns the turned queries: `q_THD` itself, turned in place, unless another `dtype` is
-    wanted of them.
+    values, in one launch. Returns the turned queries, of `dtype` or their own: in the place of `q_THD`, unless a
+    number takes another number of bytes then.
 
     `q_THD`, `k_TKD` and `v_TKD` may be views of one fused product; keys and values stay as they are there.
-    Each of the steps rounds to the dtype of `q_THD`, as it does alone: from float32 there is one rounding in all.
+    Computed in float32 and rounded once, so that what `q_THD` has room for may be turned into what it has not.
     Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
     """
     if q_THD.stride(-1) != 1:
         raise ValueError(f"q has a stride of {q_THD.stride(-1)} along its last axis; allowed: 1")
     q_weight, k_weight = _weights(q_THD, norm)
-    same = dtype is None or dtype == q_THD.dtype
-    turned = q_THD if same else torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
+    dtype = dtype or q_THD.dtype
+    if dtype.itemsize == q_THD.dtype.itemsize:
+        turned = q_THD.view(dtype)
+    else:
+        turned = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
     if not q_THD.shape[0]:
         return turned
     k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
@@ -202,11 +205,6 @@ def _turn(
         scale = (1.0 / tl.sqrt_rn(squares / (2 * half) + eps))[:, None]
         first = first * scale * tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
-        first = first.to(source.dtype.element_ty).to(tl.float32)
-        second = second.to(source.dtype.element_ty).to(tl.float32)
-    # Rounded to the source's dtype first, as a turned copy would be that is then written to the cache.
-    low = (first * cos - second * sin).to(source.dtype.element_ty)
-    high = (second * cos + first * sin).to(source.dtype.element_ty)
     to = target + head * target_head + pair
-    tl.store(to, narrow(low, target), mask=inside)
-    tl.store(to + half, narrow(high, target), mask=inside)
+    tl.store(to, narrow(first * cos - second * sin, target), mask=inside)
+    tl.store(to + half, narrow(second * cos + first * sin, target), mask=inside)

@@ -8,13 +8,15 @@ from tok_kernels.batch import Sampled, SamplingBatch, empty_top
 from tok_kernels.triton.draw import Keys, draw
 from tok_kernels.triton.draw_shards import draw_shards
 from tok_kernels.triton.edited import redraw
+from tok_kernels.triton.filters import redraw_filtered
+from tok_kernels.triton.masks import forbid
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Draws one token a row; `logits_RV` (float32, bfloat16 or float16, −inf allowed) stays unchanged.
+    """Draws one token a row; `logits_RV` (float32, bfloat16 or float16, −inf allowed) is changed by masks alone.
 
-    Penalties, then bias, then temperature, then filters. The same seed gives the reference's token but where
-    rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    Masks, then penalties, then bias, then temperature, then filters. The same seed gives the reference's token but
+    where rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
     rows, vocabulary = logits_RV.shape
     if not 0 <= batch.top_logprobs <= vocabulary:
@@ -23,10 +25,16 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     if batch.shards is not None:
         drawn_shards = draw_shards(logits, Keys.of(batch), batch.shards, greedy=batch.all_greedy)
         return Sampled(*drawn_shards, *empty_top(rows, logits.device))
-    drawn = draw(logits, Keys.of(batch), greedy=batch.all_greedy)
+    if batch.masks is not None:
+        forbid(logits, batch.masks)
+    keys = Keys.of(batch)
+    drawn = draw(logits, keys, greedy=batch.all_greedy)
     token, logprob = drawn.token, drawn.logprob
-    if rows and any(x is not None for x in (batch.penalties, batch.bias, batch.filters)):
-        token = redraw(token, logits, batch)
+    if batch.filters is not None and not batch.all_greedy:
+        token = redraw_filtered(logits, drawn, keys, batch.filters)
+    if rows and not (batch.penalties is None and batch.bias is None):
+        token = redraw(token, logits, keys, batch)
+    if token is not drawn.token:
         logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
     if not batch.top_logprobs:
         return Sampled(token, logprob, *empty_top(rows, logits.device))

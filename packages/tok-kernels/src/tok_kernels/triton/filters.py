@@ -1,0 +1,62 @@
+"""Top-k, top-p and min-p without a sort: most tokens drawn from whole rows are kept; the others' rows are narrowed."""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tok_kernels.batch import Filters
+from tok_kernels.triton.draw import BLOCK, Draw, Keys
+from tok_kernels.triton.judge import judge
+from tok_kernels.triton.narrow import narrow
+from tok_kernels.triton.ordered import shift_of
+
+# Blocks are read in order by one warp where few matter, and GROUP side by side where a row is read several times.
+JUDGE_WARPS, NARROW_WARPS, GROUP = 1, 8, 2
+FEW = 2048  # entries of a row that are put aside rather than looked for in it again and again
+
+
+def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: Keys, filters: Filters) -> Tensor:
+    """The tokens of `draw(logits_RV, keys)`, those that the filters of their rows remove drawn anew: int64 `[R]`.
+
+    What is kept, and which token comes instead, is defined by `tok_kernels.reference.filters`.
+    """
+    token, count = drawn.token.clone(), len(filters.rows)
+    if not count:
+        return token
+    verdict, before = verdicts_of(logits_RV, drawn, keys, filters)
+    blocks = triton.cdiv(logits_RV.shape[1], BLOCK)
+    scratch = torch.empty((count, FEW + 3 * blocks), dtype=torch.float32, device=token.device)
+    narrow[(count,)](
+        *(logits_RV, logits_RV.stride(0), *_asked(filters)),
+        *(keys.temperature, keys.seed, keys.sample, keys.position, drawn.sums[0], drawn.sums[2]),
+        *(token, verdict, before, scratch, logits_RV.shape[1], blocks),
+        SHIFT=shift_of(logits_RV.dtype),
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=GROUP,
+        FEW=FEW,
+        num_warps=NARROW_WARPS,
+    )
+    return token
+
+
+def verdicts_of(logits_RV: Tensor, drawn: Draw, keys: Keys, filters: Filters) -> tuple[Tensor, Tensor]:
+    """What `judge` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
+    count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
+    verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)
+    before = torch.empty(count, dtype=torch.float64, device=logits_RV.device)
+    judge[(count,)](
+        *(logits_RV, logits_RV.stride(0), *_asked(filters), keys.temperature, drawn.sums[0], drawn.sums[2]),
+        *(drawn.token, verdict, before, logits_RV.shape[1], blocks),
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=JUDGE_WARPS,
+    )
+    return verdict, before
+
+
+def _asked(filters: Filters) -> list[Tensor]:
+    return [x.contiguous() for x in (filters.rows, filters.top_k, filters.top_p, filters.min_p)]

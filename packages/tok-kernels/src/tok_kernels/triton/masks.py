@@ -1,0 +1,48 @@
+"""Masks of a bit an entry, applied in place: what they do not allow becomes −inf, and nothing else is written.
+
+A block that is allowed as a whole is left alone, and one that is forbidden as a whole is not read.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.batch import Masks
+
+WORDS, MASK_WARPS = 128, 4  # of 32 entries a program
+
+
+def forbid(logits_RV: Tensor, masks: Masks) -> None:
+    """Sets the logits that the masks of the rows do not allow to −inf; `logits_RV` has a dense last axis."""
+    vocabulary = logits_RV.shape[1]
+    words, count = masks.words.contiguous(), len(masks.rows)
+    if count:
+        _forbid[(count, triton.cdiv(vocabulary, WORDS * 32))](
+            *(logits_RV, logits_RV.stride(0), masks.rows.contiguous(), masks.which.contiguous()),
+            *(words, words.shape[1], vocabulary),
+            WORDS=WORDS,
+            num_warps=MASK_WARPS,
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "which", "words"])
+def _forbid(logits, stride, rows, which, words, width, vocabulary, WORDS: tl.constexpr):
+    nth = tl.program_id(0)
+    row, mask = tl.load(rows + nth).to(tl.int64), tl.load(which + nth).to(tl.int64)
+    first = tl.program_id(1) * WORDS
+    word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
+    # Beyond the last word nothing is written, whatever it is said to allow.
+    word = tl.load(words + mask * width + word_at, mask=word_at < width, other=0)
+    at = word_at[:, None] * 32 + bit[None, :]
+    there = at < vocabulary
+    line = logits + row * stride
+    allowed = ((word[:, None] >> bit[None, :]) & 1) != 0
+    forbidden = tl.full((WORDS, 32), -float("inf"), tl.float32).to(logits.dtype.element_ty)
+    if tl.max((word != 0).to(tl.int32)) == 0:
+        tl.store(line + at, forbidden, mask=there)
+    elif tl.min(((word == -1) | (word_at >= width)).to(tl.int32)) == 0:
+        x = tl.load(line + at, mask=there)
+        tl.store(line + at, tl.where(allowed, x, forbidden), mask=there)

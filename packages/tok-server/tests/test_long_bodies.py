@@ -1,0 +1,34 @@
+"""Bodies of which more comes than is read at once: reading from the client pauses, and goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+
+import pytest
+
+from support.serving import Server
+
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def request(headers: str = "", *, packed: bool = False, **fields: object) -> bytes:
+    """A completion of one token, unless it says otherwise."""
+    body = json.dumps({"prompt": "one", "max_tokens": 1, **fields}).encode()
+    if packed:
+        body, headers = gzip.compress(body), f"{headers}Content-Encoding: gzip\r\n"
+    return f"{HEAD}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bodies_that_come_while_another_request_is_answered_are_read_after_it(server: Server, packed: bool) -> None:
+    slow, long = request(max_tokens=100, ignore_eos=True), request(packed=packed, user="x" * 1_000_000)
+    found = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(slow + long + long + HEALTH)
+        while part := connection.recv(65_536):
+            found += part
+    assert found.count(b"HTTP/1.1 200 OK") == 4
+    assert found.count(b'"object":"text_completion"') == 3
