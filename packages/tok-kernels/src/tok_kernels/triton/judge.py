@@ -72,9 +72,10 @@ def judge(
     blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """One program a row that asks; reads block by block until the verdict is certain. `befores`: of OPEN rows, the
-    float64 mass that ranks above the token, relative to the peak, or what is enough of it to remove the token."""
+    """One program a row that asks; reads GROUP blocks at a time until the verdict is certain. `befores`: of OPEN rows,
+    the float64 mass that ranks above the token, relative to the peak, or what is enough of it to remove the token."""
     nth_row = tl.program_id(0)
     row = tl.load(rows + nth_row).to(tl.int64)
     k, p, least = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
@@ -91,16 +92,19 @@ def judge(
         number = tl.full((), 0, tl.int32)
         before = tl.full((), 0.0, tl.float64)
         removed = False
-        block = tl.min(tl.where(peak_of >= own, nth, BLOCKS))
-        while (block < blocks) & (removed == 0):
-            at = block * BLOCK + entry
-            x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        first = tl.min(tl.where(peak_of >= own, nth, BLOCKS))
+        while (first < blocks) & (removed == 0):
+            block = first + tl.arange(0, GROUP)
+            reaches = tl.load(peaks + row * blocks + block, mask=block < blocks, other=-float("inf")) >= own
+            at = block[:, None] * BLOCK + entry[None, :]
+            x = tl.load(line + at, mask=reaches[:, None] & (at < vocabulary), other=-float("inf")).to(tl.float32)
             above = x > own
             equal = tl.sum(((x == own) & (at < chosen)).to(tl.int32))
             number += tl.sum(above.to(tl.int32))
-            before += tl.sum(tl.where(above, tl.exp2((x - peak) * slope), 0.0)).to(tl.float64) + equal * own_mass
+            mass = tl.sum(tl.where(above, tl.exp2((x - peak) * slope), 0.0), axis=1)
+            before += tl.sum(mass.to(tl.float64)) + equal * own_mass
             removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
-            block = tl.min(tl.where((peak_of >= own) & (nth > block), nth, BLOCKS))
+            first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
         # The token itself and what ranks above it are among the top k: so much of their mass is known.
         least_mass = tl.where(k > 0, before + own_mass, total)
         if removed:
