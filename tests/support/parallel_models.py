@@ -104,7 +104,9 @@ def draws_of(model: CausalLM) -> list[Draws]:
         trial_step(decode=ROWS, top_logprobs=3),
         structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
         structs.replace(plain, mask_row=masked, mask_of=which, mask=masks),
-        structs.replace(plain, mask_row=masked, mask_of=which, mask=masks, filter_row=masked[:9], top_logprobs=2),
+        structs.replace(
+            plain, mask_row=masked, mask_of=which, mask=masks, filter_row=masked[:9], top_logprobs=2, top_row=masked[4:]
+        ),
     ]
     hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)
     found = []

@@ -9,7 +9,7 @@ import pytest
 
 from support.engines import cpu_engine
 from support.tiny_models import make_model
-from tok_core import InvalidField, ModelError
+from tok_core import Engine, InvalidField, ModelError, SamplingParams
 from tok_core.config import EngineConfig
 from tok_core.model.sampling_defaults import sampling_defaults
 
@@ -19,11 +19,11 @@ def write(path: Path, **values: object) -> Path:
     return path
 
 
-def test_what_differs_from_the_usual_is_found(tmp_path: Path) -> None:
+def test_what_the_file_sets_is_found(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
     assert sampling_defaults(write(tmp_path, **given, do_sample=False, eos_token_id=1, max_length=7)) == given
-    assert sampling_defaults(write(tmp_path, temperature=1, top_p=None, top_k=0, repetition_penalty=1.0)) == {}
+    assert sampling_defaults(write(tmp_path, temperature=1.0, top_p=None)) == {"temperature": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,8 @@ def test_an_engine_tells_them_unless_it_is_not_to(tmp_path: Path) -> None:
     for generation_config, told in (("auto", {"top_k": 3}), ("none", {})):
         with cpu_engine(path, generation_config=generation_config) as engine:
             assert engine.info.sampling_defaults == told
+    with Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024)) as engine:  # told by another process
+        params = SamplingParams(**engine.info.sampling_defaults, max_tokens=2)  # type: ignore[arg-type]
+        assert len(engine.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 2
     with pytest.raises(InvalidField, match="generation_config is 'vllm'; allowed: auto, none"):
         EngineConfig(model="m", generation_config="vllm")  # type: ignore[arg-type]

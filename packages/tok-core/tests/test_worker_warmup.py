@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.engines import cpu_engine, random_prompts
 from support.tiny_models import make_model
-from tok_core import SamplingParams
 from tok_core.model.config import read_config
 from tok_core.model.registry import build
 from tok_core.model.weights import load
@@ -86,22 +84,7 @@ def test_memory_is_kept_for_page_tables_and_for_what_graphs_hold(directory: Path
     assert kept_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
 
 
-def test_penalties_count_a_context_in_portions_as_they_do_at_once(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner_of(directory, 1, 600, 16, 600)  # makes the model
-    params = SamplingParams(temperature=0, max_tokens=30, presence_penalty=1.5, frequency_penalty=0.5, ignore_eos=True)
-    repeated = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.8, ignore_eos=True)
-    answers = []
-    for counted in (draw.COUNTED, 7):
-        monkeypatch.setattr(draw, "COUNTED", counted)
-        with cpu_engine(directory / "600") as engine:
-            outputs = engine.generate(random_prompts((5, 40)), [params, repeated])
-            answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
-
-
-def test_masks_and_filters_are_drawn_at_once_and_penalties_in_portions(
+def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), draw._draw
@@ -113,8 +96,6 @@ def test_masks_and_filters_are_drawn_at_once_and_penalties_in_portions(
     monkeypatch.setattr(draw, "_draw", noted)
     monkeypatch.setattr(draw, "CHUNK", 8)
     words = -(-runner.model.config.vocab_size // 32)
-    masked = trial_step(decode=20, masked=20, words=words, filtered=20)
-    for step, count in ((masked, 1), (trial_step(decode=20, filtered=20, penalised=1), 3)):
-        portions.clear()
-        assert len(try_out(runner, step).token) == 20
-        assert len(portions) == count
+    step = trial_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
+    assert len(try_out(runner, step).token) == 20
+    assert portions == [slice(0, 20)]

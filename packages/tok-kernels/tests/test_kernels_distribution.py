@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
+from support.contexts import contexts_of
 from tok_kernels import Filters, LogitBias, Penalties, SamplingBatch, choose
 
 ROWS, VOCABULARY = 20_000, 64
 LOGITS = np.random.default_rng(7).standard_normal(VOCABULARY) * 2
+COLUMNS = ("slots", "length", "prompt_len")
 SEEN = np.random.default_rng(8).integers(0, 4, VOCABULARY)  # how often each token was generated
 
 
@@ -115,14 +118,15 @@ def test_bias(device: torch.device) -> None:
 )
 def test_penalties(presence: float, frequency: float, repetition: float, device: torch.device) -> None:
     in_prompt = np.arange(VOCABULARY) % 5 == 0
+    generated = np.arange(VOCABULARY).repeat(SEEN)
+    contexts = contexts_of([np.flatnonzero(in_prompt).tolist()], [generated.tolist()], device)
 
     def column(value: float) -> Tensor:
         return torch.full((ROWS,), value, device=device)
 
     penalties = Penalties(
         rows=torch.arange(ROWS, device=device),
-        in_prompt=torch.tensor(in_prompt, device=device).expand(ROWS, -1),
-        in_output=torch.tensor(SEEN, dtype=torch.int32, device=device).expand(ROWS, -1),
+        contexts=replace(contexts, **{name: getattr(contexts, name).expand(ROWS) for name in COLUMNS}),
         presence=column(presence),
         frequency=column(frequency),
         repetition=column(repetition),

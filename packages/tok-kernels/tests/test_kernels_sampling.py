@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.contexts import contexts_of
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, choose
-from tok_kernels.reference import invert_cdf, uniform
+from tok_kernels.reference import edits, invert_cdf, uniform
 from tok_kernels.reference.edits import apply_penalties
 
 INF = torch.inf
@@ -118,6 +119,22 @@ def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device
     assert result.top_token.tolist() == [[1, 3, 2, 0, 4]]
     assert result.top_logprob[0, -1].item() == -INF
     assert result.logprob.tolist() == result.top_logprob[:, 0].tolist()
+
+
+def test_only_rows_that_ask_get_top_logprobs(device: torch.device) -> None:
+    logits = logits_of(9, 200, device)
+    batch = batch_of(9, device, top_logprobs=3)
+    every = draw(logits, batch)
+    for asking in ([7, 2], []):
+        rows = torch.tensor(asking, dtype=torch.int64, device=device)
+        some = draw(logits, replace(batch, top_rows=rows))
+        assert torch.equal(some.token, every.token)
+        assert torch.equal(some.top_token[rows], every.top_token[rows])
+        torch.testing.assert_close(some.top_logprob[rows], every.top_logprob[rows])
+        others = torch.ones(9, dtype=torch.bool, device=device).index_fill_(0, rows, False)
+        assert some.top_token.shape == some.top_logprob.shape == (9, 3)
+        assert not some.top_token[others].any()
+        assert not some.top_logprob[others].any()
 
 
 def test_no_top_logprobs_are_empty_and_too_many_are_refused(device: torch.device) -> None:
@@ -243,8 +260,6 @@ def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
 
 def test_penalties_follow_their_formulas_on_the_rows_that_ask(device: torch.device) -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, -1.1, 0.0]], device=device).repeat(5, 1)
-    in_prompt = torch.tensor([[True, False, False, False, False]], device=device).repeat(4, 1)
-    in_output = torch.tensor([[0, 3, 1, 0, 0]], dtype=torch.int32, device=device).repeat(4, 1)
 
     def column(*values: float) -> Tensor:
         return torch.tensor(values, device=device)
@@ -252,8 +267,7 @@ def test_penalties_follow_their_formulas_on_the_rows_that_ask(device: torch.devi
     # Rows 0, 2, 3 and 4 ask; row 1 does not.
     penalties = Penalties(
         rows=torch.tensor([4, 0, 2, 3], device=device),
-        in_prompt=in_prompt,
-        in_output=in_output,
+        contexts=contexts_of([[0, 0]] * 4, [[1, 2, 1, 1]] * 4, device),
         presence=column(0.0, 0.5, 0.0, 0.0),
         frequency=column(0.0, 0.0, 0.25, 0.0),
         repetition=column(2.0, 1.0, 1.0, 1.0),
@@ -271,6 +285,24 @@ def test_penalties_follow_their_formulas_on_the_rows_that_ask(device: torch.devi
     reduced = logits - torch.tensor([0.3, 0.0, 0.0, 0.0, 0.0], device=device)
     greedy = draw(reduced, batch_of(5, device, 0.0, penalties=penalties))
     assert greedy.token.tolist() == [0, 1, 0, 1, 1]
+
+
+def test_contexts_are_counted_in_portions_as_they_are_at_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = np.random.default_rng(4)
+    prompts, generated = ([source.integers(0, 30, n).tolist() for n in source.integers(0, 40, 7)] for _ in range(2))
+    presence, frequency, repetition = torch.rand((3, 7), generator=torch.Generator().manual_seed(1)).to(device)
+    contexts = contexts_of(prompts, generated, device, more=5)
+    penalties = Penalties(torch.arange(7, device=device), contexts, presence, frequency, repetition + 1)
+    found = []
+    for entries, positions in ((edits._ENTRIES, edits._POSITIONS), (2 * 50, 7)):
+        monkeypatch.setattr(edits, "_ENTRIES", entries)
+        monkeypatch.setattr(edits, "_POSITIONS", positions)
+        found.append(logits_of(7, 50, device))
+        apply_penalties(found[-1], penalties)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], logits_of(7, 50, device))
 
 
 def test_biases_of_one_token_add_up(device: torch.device) -> None:
@@ -322,13 +354,13 @@ def test_sampling_on_a_cuda_device_never_waits_for_it() -> None:
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")
     logits, row = logits_of(8, 500, device), torch.arange(8, device=device)
-    counts = torch.zeros((8, 500), dtype=torch.int32, device=device)
+    contexts = contexts_of([[7]] * 8, [[9]] * 8, device)
     one = torch.ones(8, device=device)
     batch = batch_of(
         8,
         device,
         top_logprobs=3,
-        penalties=Penalties(row, counts > 0, counts, one, one, one),
+        penalties=Penalties(row, contexts, one, one, one),
         bias=LogitBias(row, row, one),
         filters=Filters(row, row.int(), one / 2, one / 9),
     )

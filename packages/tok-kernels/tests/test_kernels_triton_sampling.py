@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from support.contexts import contexts_of
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, reference
 from tok_kernels.triton import edited
@@ -182,6 +183,13 @@ def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device
         sample(logits, replace(batch_of(1, 0.0, device), top_logprobs=6))
 
 
+def test_only_rows_that_ask_get_top_logprobs(device: torch.device) -> None:
+    logits, batch = logits_of(5, 300, device), replace(batch_of(5, 1.0, device), top_logprobs=2)
+    for asking in ([3, 0], []):
+        some = replace(batch, top_rows=torch.tensor(asking, dtype=torch.int64, device=device))
+        assert_same(sample(logits, some), reference.sample(logits, some))
+
+
 def test_a_step_without_sampling_rows_yields_no_tokens(device: torch.device) -> None:
     index = torch.empty(0, dtype=torch.int64, device=device)
     batch = replace(batch_of(0, 1.0, device), top_logprobs=2, bias=LogitBias(index, index, index.float()))
@@ -198,9 +206,9 @@ def rows_of(device: torch.device, *rows: int) -> Tensor:
 
 def penalties_of(rows: Tensor, vocabulary: int) -> Penalties:
     count, source = len(rows), torch.Generator(rows.device).manual_seed(3)
-    seen = torch.randint(0, 4, (count, vocabulary), generator=source, device=rows.device, dtype=torch.int32)
+    held = torch.randint(0, vocabulary, (2, count, vocabulary), generator=source, device=rows.device).tolist()
     step = torch.arange(count, device=rows.device) / count
-    return Penalties(rows, seen.flip(-1) == 1, (seen - 1).clamp(min=0), step, 1 - step, 1 + step)
+    return Penalties(rows, contexts_of(held[0], held[1], rows.device), step, 1 - step, 1 + step)
 
 
 def bias_of(rows: Tensor, vocabulary: int) -> LogitBias:

@@ -29,6 +29,7 @@ SERVE_FLAGS = {
     "--dtype": "auto",
     "--backend": "auto",
     "--load-format": "auto",
+    "--generation-config": "auto",
     "--page-size": 16,
     "--kv-cache-tokens": None,
     "--gpu-memory-fraction": 0.9,
@@ -110,6 +111,7 @@ def test_the_defaults_of_serve_are_those_of_the_engine() -> None:
 def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
+        "--generation-config": "none",
         "--backend": "reference",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--admin-key": "k",

@@ -203,12 +203,12 @@ def test_the_engines_flags_are_those_of_serve_and_reach_it(tiny_model: Path) -> 
     parser = make_parser(["bench"])
     words = ["bench", "offline", "--workload", "w", "--model", str(tiny_model)]
     plain = _config(parser.parse_args(words), WORKLOAD)
-    assert plain == EngineConfig(model=str(tiny_model), max_model_len=49 + 24)
+    assert plain == EngineConfig(model=str(tiny_model), max_model_len=49 + 24, generation_config="none")
     given = ["--no-prefix-groups", "--load-format", "dummy", "--eos-probability", "0.25", "--max-model-len", "90"]
     asked = _config(parser.parse_args([*words, *given]), WORKLOAD)
     assert (asked.prefix_groups, asked.eos_probability, asked.eos_temperature) == (False, 0.25, 0.8)
     assert (asked.load_format, asked.max_model_len) == ("dummy", 90)
-    assert set(ENGINE_FLAGS) <= vars(parser.parse_args(words)).keys()
+    assert set(ENGINE_FLAGS) - {"generation_config"} <= vars(parser.parse_args(words)).keys()
 
 
 @pytest.fixture
@@ -303,7 +303,9 @@ def test_the_flags_of_bench_are_these() -> None:
 
 def engine_flags() -> set[str]:
     switches = {"prefix_groups", "cuda_graphs"}
-    return {("--no-" if name in switches else "--") + name.replace("_", "-") for name in ENGINE_FLAGS}
+    return {("--no-" if name in switches else "--") + name.replace("_", "-") for name in ENGINE_FLAGS} - {
+        "--generation-config"  # a workload says all
+    }
 
 
 def help_of(parser: argparse.ArgumentParser, kind: str) -> str:

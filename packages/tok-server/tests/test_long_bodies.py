@@ -32,3 +32,17 @@ def test_bodies_that_come_while_another_request_is_answered_are_read_after_it(se
             found += part
     assert found.count(b"HTTP/1.1 200 OK") == 4
     assert found.count(b'"object":"text_completion"') == 3
+
+
+def test_a_body_that_comes_with_many_more_requests_is_followed_by_all_of_them(server: Server) -> None:
+    """The parser stops where many requests wait, which is no pause of reading."""
+    first, one = request("Expect: 100-continue\r\n"), request()
+    cut = first.index(b"\r\n\r\n") + 4
+    found = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(first[:cut])
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 100 Continue")  # it is being handled
+        connection.sendall(first[cut:] + one * 39 + HEALTH)
+        while part := connection.recv(65_536):
+            found += part
+    assert found.count(b'"object":"text_completion"') == 40

@@ -131,8 +131,9 @@ class StepInput(msgspec.Struct):
     5. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
        `sample_slot` (several slots may draw from one row: that is a fork).
 
-    `filter_row`, `penalty_row`, `bias_row`, `mask_row`: which of the R rows ask for these. `mask_of`: which of `mask`,
-    `[m, ⌈V/32⌉]`, has the tokens that each of `mask_row` may draw, token t where bit t mod 32 of word t div 32 is set.
+    `filter_row`, `penalty_row`, `bias_row`, `mask_row`, `top_row`: which of the R rows ask for these, the last for up
+    to `top_logprobs`. `mask_of`: which of `mask`, `[m, ⌈V/32⌉]`, has the tokens that each of `mask_row` may draw, token
+    t where bit t mod 32 of word t div 32 is set.
     `max_kv`: longest sequence after it.
     """
 
@@ -162,6 +163,7 @@ class StepInput(msgspec.Struct):
     mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
+    top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -201,7 +203,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     backend: str
     model_id: str = ""
     hidden_size: int = 0
-    sampling_defaults: dict[str, float] = {}
+    sampling_defaults: dict[str, int | float] = {}
 
     @property
     def kv_cache_tokens(self) -> int:

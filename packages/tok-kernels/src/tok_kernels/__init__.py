@@ -6,6 +6,7 @@ from tok_kernels.backend import BACKENDS, Backend, choose
 from tok_kernels.batch import (
     AttentionBatch,
     CascadeLevel,
+    Contexts,
     Filters,
     HostLengths,
     HostLevel,
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionShape",
     "Backend",
     "CascadeLevel",
+    "Contexts",
     "DecodeRows",
     "Exchange",
     "Filters",

@@ -129,18 +129,38 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Contexts:
+    """The tokens that r sequences hold, left where the pages of the cache have them.
+
+    Position p of sequence i holds `token_of[page_table[slots[i], p div page_size] · page_size + p mod page_size]` for
+    p < `length[i]`; the first `prompt_len[i]` are its prompt, the others were generated.
+
+    page_table  int32 [S, P]   page ids of every slot
+    token_of    int64 [C]      the token at each row of the cache
+    slots, length, prompt_len  int64 [r]
+    max_len     host-side upper bound of every length, at most P · page_size
+    """
+
+    page_table: Tensor
+    token_of: Tensor
+    page_size: int
+    slots: Tensor
+    length: Tensor
+    prompt_len: Tensor
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """Rows whose logits depend on the tokens they already hold.
 
-    `rows` int64 `[r]` names them among the R; `in_prompt` bool and `in_output` int32, `[r, V]`, say which
-    vocabulary entries stand in the prompt and how often each was generated; `presence`, `frequency`
+    `rows` int64 `[r]` names them among the R, each once; `contexts` are their sequences; `presence`, `frequency`
     (subtracted; generated tokens only, as in OpenAI's reference) and `repetition` (divides positive,
     multiplies negative logits; prompt and generated; Keskar et al. 2019, "CTRL") are float32 `[r]`.
     """
 
     rows: Tensor
-    in_prompt: Tensor
-    in_output: Tensor
+    contexts: Contexts
     presence: Tensor
     frequency: Tensor
     repetition: Tensor
@@ -213,7 +233,8 @@ class SamplingBatch:
     sample        int64   [R]  index of the sample among the n of its request
     position      int64   [R]  position that the drawn token will take in its sequence
     penalties, bias, filters, masks   only for the rows that ask; None: no row does
-    top_logprobs               how many largest log-probabilities to return, for every row; 0: none
+    top_logprobs               how many largest log-probabilities to return; 0: none
+    top_rows      int64   [r]  rows that ask for these, each once; None: every row does. Others get zeros
     all_greedy                 the host knows that every temperature is 0, and nothing need be drawn
     shards                     of which part of the vocabulary the logits are; None: all of it. Rows of a part ask
                                for no penalties, bias, filters, masks or top_logprobs: these need whole rows
@@ -230,6 +251,7 @@ class SamplingBatch:
     all_greedy: bool = False
     shards: Shards | None = None
     masks: Masks | None = None
+    top_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.shards is None:
@@ -251,6 +273,13 @@ class Sampled:
     logprob: Tensor
     top_token: Tensor
     top_logprob: Tensor
+
+
+def spread_top(rows: Tensor, token_rK: Tensor, logprob_rK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `top_token` and `top_logprob` of `count` rows of which only `rows` ask."""
+    token = token_rK.new_zeros((count, token_rK.shape[1]))
+    logprob = logprob_rK.new_zeros((count, logprob_rK.shape[1]))
+    return token.index_copy_(0, rows, token_rK), logprob.index_copy_(0, rows, logprob_rK)
 
 
 def empty_top(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -85,10 +85,12 @@ class Connection(web.RequestHandler):
         super().pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        # Called for each part of a body that is read, but only where reading was paused is there anything to resume.
+        # Called for each part of a body that is read, but only where reading was paused is the transport to resume.
         if self._held:
             self._held = not resume_parser  # else it holds back what it has got
             super().resume_reading(resume_parser)
+        elif resume_parser and not self._upgraded:
+            self.data_received(b"")  # the parser may hold back some of what has come without a pause
 
     def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
         """A request is handled now; its head has come."""

@@ -108,6 +108,7 @@ class StepBuilder:
             mask_row=guided,
             mask_of=masks.which,
             mask=masks.words,
+            top_row=_rows(table.top_logprobs[sample_slot]),
         )
 
     def _new_slots(self) -> NewSlots:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from tok_core.errors import InvalidField
 from tok_core.model.fields import Fields
 from tok_core.sampling import SamplingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_USUAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
-def sampling_defaults(path: Path) -> dict[str, float]:
-    """Fields of SamplingParams that generation_config.json in directory `path` sets to other than the usual.
+def sampling_defaults(path: Path) -> dict[str, int | float]:
+    """Fields of SamplingParams that generation_config.json in directory `path` sets.
 
     Raises ModelError that names the file and the value that is not allowed. `do_sample` counts for nothing, as in
     other servers: a temperature is only of use to those who sample.
@@ -24,9 +21,10 @@ def sampling_defaults(path: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     fields = Fields.of_file(file)
-    found = {name: fields.values[name] for name in NAMES if name in fields and fields.values[name] != _USUAL[name]}
+    found = {name: fields.values[name] for name in NAMES if name in fields}
     try:
         SamplingParams(**found)  # type: ignore[arg-type]
     except InvalidField as error:
-        raise fields.wrong(error.field, error.value, error.allowed) from None
+        allowed = f"{error.allowed}; --generation-config none leaves the file out"
+        raise fields.wrong(error.field, error.value, allowed) from None
     return found  # type: ignore[return-value]

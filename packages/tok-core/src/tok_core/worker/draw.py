@@ -12,12 +12,11 @@ from torch import Tensor
 from tok_core.messages import StepInput
 from tok_core.parallel.tensor import VocabularyShards
 from tok_core.worker.state import WorkerState
-from tok_kernels import Backend, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
+from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
-CHUNK = 256  # rows drawn at once where any asks for what takes whole rows of scratch memory
-COUNTED = 4096  # positions counted at once for penalties: contexts may be long, scratch memory is not
+CHUNK = 256  # rows drawn at once where any of them needs whole logits of ranks that have parts: the memory for these
 
-_ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row")
+_ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 
 
 def extras(step: StepInput) -> dict[str, np.ndarray]:
@@ -40,10 +39,8 @@ def draw(
     of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
     them, on every rank. The logits of rows with masks are changed."""
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
-    wide = len(step.penalty_row)  # each is counted for the whole vocabulary
-    if shards is not None:  # then all who ask need whole rows, put together from all parts
-        wide = step.top_logprobs or any(len(getattr(step, name)) for name in _ASKING)
-    size = CHUNK if wide else max(rows, 1)
+    whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
+    size = CHUNK if whole else max(rows, 1)
     parts = [
         _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
         for i in range(0, max(rows, 1), size)
@@ -79,13 +76,14 @@ def _draw(
         seed=state.seed[slots],
         sample=state.sample[slots],
         position=state.columns.length[slots],
-        penalties=_penalties(state, step, asking.get("penalty_row"), slots, logits.shape[1]),
+        penalties=_penalties(state, step, asking.get("penalty_row"), slots),
         bias=_bias(state, asking.get("bias_row"), slots),
         filters=_filters(state, asking.get("filter_row"), slots),
         top_logprobs=step.top_logprobs,
         all_greedy=step.all_greedy,
         shards=shards,
         masks=_masks(step, put, asking.get("mask_row"), chunk),
+        top_rows=_top_rows(asking.get("top_row"), slots) if step.top_logprobs else None,
     )
     sampled = backend.sample(logits, batch)
     if agreed is None:
@@ -99,6 +97,10 @@ def _masks(step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, chun
         return None
     first = int(np.searchsorted(step.mask_row, chunk.start))
     return Masks(rows, put["mask_of"][first : first + len(rows)].long(), put["mask"])
+
+
+def _top_rows(rows: Tensor | None, slot_R: Tensor) -> Tensor:
+    return slot_R[:0] if rows is None else rows
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
@@ -125,27 +127,17 @@ def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias 
     return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
 
 
-def _penalties(
-    state: WorkerState, step: StepInput, rows: Tensor | None, slot_R: Tensor, vocab_size: int
-) -> Penalties | None:
-    """Counts the tokens of the asking rows, read from the pages that hold them."""
+def _penalties(state: WorkerState, step: StepInput, rows: Tensor | None, slot_R: Tensor) -> Penalties | None:
     if rows is None:
         return None
-    slots = slot_R[rows]
-    in_prompt, in_output = torch.zeros((2, len(rows), vocab_size), dtype=torch.int32, device=state.device)
-    for start in range(0, step.max_kv, COUNTED):
-        position = torch.arange(start, min(start + COUNTED, step.max_kv), device=state.device)
-        _count(state, slots, position, in_prompt, in_output)
-    asked = state.presence[slots], state.frequency[slots], state.repetition[slots]
-    return Penalties(rows, in_prompt > 0, in_output, *asked)
-
-
-def _count(state: WorkerState, slot_r: Tensor, position: Tensor, in_prompt: Tensor, in_output: Tensor) -> None:
-    """Adds the tokens at the positions of each slot to its counts `[r, V]`, those of its prompt apart."""
-    columns = state.columns
-    page = columns.page_table[slot_r][:, position // state.page_size].long()
-    token = columns.token_of[page * state.page_size + position % state.page_size]
-    generated = position >= state.prompt_len[slot_r].unsqueeze(1)
-    present = position < columns.length[slot_r].unsqueeze(1)
-    in_output.scatter_add_(1, token, (generated & present).int())
-    in_prompt.scatter_add_(1, token, (~generated & present).int())
+    slots, columns = slot_R[rows], state.columns
+    contexts = Contexts(
+        page_table=columns.page_table,
+        token_of=columns.token_of,
+        page_size=state.page_size,
+        slots=slots,
+        length=columns.length[slots],
+        prompt_len=state.prompt_len[slots],
+        max_len=step.max_kv,
+    )
+    return Penalties(rows, contexts, state.presence[slots], state.frequency[slots], state.repetition[slots])

@@ -10,7 +10,6 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
-from tok_core.worker.draw import CHUNK
 from tok_core.worker.graphs import kept_rows, sizes
 from tok_core.worker.runner import Runner
 from tok_core.worker.trial import trial_step, try_out
@@ -77,8 +76,8 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
         chunks=min(chunks, slots),
         tokens=tokens,
         draws=draws,
-        filtered=min(draws, CHUNK),
-        penalised=min(draws, CHUNK),
+        filtered=draws,
+        penalised=draws,
         asks=True,
         masked=draws if words else 0,
         words=words,

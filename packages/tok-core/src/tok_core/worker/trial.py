@@ -83,6 +83,7 @@ def trial_step(
         mask_row=np.arange(masked, dtype=np.int32),
         mask_of=np.arange(masked, dtype=np.int32),
         mask=np.full((masked, words), -1, np.int32),
+        top_row=np.arange(len(rows) if top_logprobs else 0, dtype=np.int32),
     )
 
 

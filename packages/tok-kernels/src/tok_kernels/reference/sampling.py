@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Sampled, SamplingBatch, empty_top
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
 from tok_kernels.reference.edits import apply_bias, apply_penalties
 from tok_kernels.reference.filters import redraw_filtered
 from tok_kernels.reference.inversion import heat, invert_cdf
@@ -36,7 +36,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         token = torch.where(batch.temperature > 0, _draw(edited, peak, batch), token)
     if edited is not raw:
         token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
-    return _with_logprobs(raw, token, batch.top_logprobs)
+    return _with_logprobs(raw, token, batch.top_logprobs, batch.top_rows)
 
 
 def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
@@ -61,7 +61,7 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
     return redraw_filtered(token, logits_RV, weight, warm, second, batch.filters)
 
 
-def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int) -> Sampled:
+def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor | None) -> Sampled:
     rows, vocabulary = raw_RV.shape
     if not 0 <= top <= vocabulary:
         raise ValueError(f"top_logprobs is {top!r}; allowed: 0 to the vocabulary's {vocabulary}")
@@ -71,8 +71,12 @@ def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int) -> Sampled:
     logprob = (raw_RV.gather(-1, token_R.unsqueeze(-1)) - lse).squeeze(-1)
     if top == 0:
         return Sampled(token_R, logprob, *empty_top(rows, raw_RV.device))
-    value, entry = _ranked(*raw_RV.topk(top, dim=-1))
-    return Sampled(token_R, logprob, entry, value - lse)
+    asking = slice(None) if top_rows is None else top_rows
+    value, entry = _ranked(*raw_RV[asking].topk(top, dim=-1))
+    value = value - lse[asking]
+    if top_rows is not None:
+        entry, value = spread_top(top_rows, entry, value, rows)
+    return Sampled(token_R, logprob, entry, value)
 
 
 def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

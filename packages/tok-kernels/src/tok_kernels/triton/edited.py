@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Filters, LogitBias, Penalties, SamplingBatch
-from tok_kernels.reference.edits import apply_bias, apply_penalties
+from tok_kernels.batch import Filters, LogitBias, SamplingBatch
+from tok_kernels.reference.edits import apply_bias
 from tok_kernels.triton.draw import Keys, draw
 from tok_kernels.triton.filters import redraw_filtered
+from tok_kernels.triton.penalties import penalise
 
-_ENTRIES = 1 << 25  # edited at a time, which bounds the memory
+_ENTRIES = 1 << 27  # edited at a time, which bounds the memory
 
 
 def redraw(token_R: Tensor, logits_RV: Tensor, keys: Keys, batch: SamplingBatch) -> Tensor:
@@ -60,7 +61,7 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
     edited[:count] = raw
     edited[count] = 0.0
     if batch.penalties is not None:
-        apply_penalties(edited, _chunk_penalties(batch.penalties, index, rows))
+        penalise(edited[:count], batch.penalties, _entries(batch.penalties.rows, index, rows))
     if batch.bias is not None:
         place = torch.full((rows + 1,), count, device=index.device)
         place[index] = torch.arange(count, device=index.device)
@@ -68,24 +69,12 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
     return edited[:count]
 
 
-def _chunk_penalties(penalties: Penalties, index: Tensor, rows: int) -> Penalties:
-    """One entry a row of the chunk, with no effect on a row that asks for none."""
-    entry, asks = _entries(penalties.rows, index, rows)
-    return Penalties(
-        rows=torch.arange(index.shape[0], device=index.device),
-        in_prompt=penalties.in_prompt[entry],
-        in_output=penalties.in_output[entry],
-        presence=torch.where(asks, penalties.presence[entry], 0.0),
-        frequency=torch.where(asks, penalties.frequency[entry], 0.0),
-        repetition=torch.where(asks, penalties.repetition[entry], 1.0),
-    )
-
-
 def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
     """One entry a row of the chunk, with no effect on a row that asks for none."""
     if not len(filters.rows):
         return filters
-    entry, asks = _entries(filters.rows, index, rows)
+    at = _entries(filters.rows, index, rows)
+    entry, asks = at.clamp(min=0), at >= 0
     return Filters(
         rows=torch.arange(index.shape[0], device=index.device),
         top_k=torch.where(asks, filters.top_k[entry], 0),
@@ -94,9 +83,8 @@ def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
     )
 
 
-def _entries(asking: Tensor, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where among those `asking` each row of the chunk stands, and whether it does; the first, where it does not."""
+def _entries(asking: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Where among those `asking` each row of the chunk stands, int64; −1 where it does not."""
     place = torch.full((rows + 1,), -1, device=index.device)
     place[asking] = torch.arange(asking.shape[0], device=index.device)
-    at = place[index]
-    return at.clamp(min=0), at >= 0
+    return place[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tok_kernels.batch import Sampled, SamplingBatch, empty_top
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
 from tok_kernels.triton.draw import Keys, draw
 from tok_kernels.triton.draw_shards import draw_shards
 from tok_kernels.triton.edited import redraw
@@ -38,8 +38,17 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
     if not batch.top_logprobs:
         return Sampled(token, logprob, *empty_top(rows, logits.device))
-    value, entry = _ranked(*logits.topk(batch.top_logprobs, dim=-1))
-    return Sampled(token, logprob, entry, value.float() - drawn.log_sum.unsqueeze(-1))
+    return Sampled(token, logprob, *_top(logits, drawn.log_sum, batch))
+
+
+def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """The largest log-probabilities of the rows that ask for them."""
+    rows, count = batch.top_rows, len(logits_RV)
+    if rows is not None:
+        logits_RV, log_sum_R = logits_RV.index_select(0, rows), log_sum_R.index_select(0, rows)
+    value, entry = _ranked(*logits_RV.topk(batch.top_logprobs, dim=-1))
+    value = value.float() - log_sum_R.unsqueeze(-1)
+    return (entry, value) if rows is None else spread_top(rows, entry, value, count)
 
 
 def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

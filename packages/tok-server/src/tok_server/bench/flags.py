@@ -135,7 +135,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     add("--trace-steps", type=int, metavar="N", help=f"how many (default: {TRACE_STEPS})")
     add_engine_flags(
         parser.add_argument_group("engine, as of tok serve"),
-        tuple(name for name in ENGINE_FLAGS if name != "generation_config"),  # a workload says all
+        tuple(name for name in ENGINE_FLAGS if name != "generation_config"),
         max_model_len="most tokens of prompt and answer together (default: what the workload needs)",
         eos_probability="with --load-format dummy: how likely each token is an end id (default: as likely as any)",
     )

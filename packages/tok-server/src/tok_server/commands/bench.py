@@ -93,7 +93,8 @@ def _trace(options: argparse.Namespace, workload: Workload, measured: Result) ->
 
 
 def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
-    config = engine_config(options)
+    # A workload says all that there is to say of sampling.
+    config = msgspec.structs.replace(engine_config(options), generation_config="none")
     if config.max_model_len is None:
         config = msgspec.structs.replace(config, max_model_len=workload.longest)
     if options.eos_probability is None:

@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace, tasks: list[Task], pattern: AnswerPattern) ->
     model, name = model_and_name(args.model)
     source = args.problems.name if args.problems else "the held-out set"
     title = f"{name}: {len(tasks)} problems of {source}, {args.samples} samples each, temperature {args.temperature:g}"
-    with Engine(EngineConfig(model=model, device=args.device, dtype=args.dtype)) as engine:
+    with Engine(EngineConfig(model=model, device=args.device, dtype=args.dtype, generation_config="none")) as engine:
         report = pass_at_k(
             engine, tasks, args.samples, args.temperature, args.max_tokens, args.seed, args.out,
             pattern=pattern, prompter=make_prompter(engine, args.prompt_template), title=title,
