@@ -96,7 +96,7 @@ def test_of_equals_at_the_border_the_lower_ids_stay(device: torch.device) -> Non
     assert torch.equal(sample(logits[some], part).token, sample(logits, alone).token[some])
 
 
-@pytest.mark.parametrize("content", ["masked", "around zero", "far apart", "greedy", "none"])
+@pytest.mark.parametrize("content", ["masked", "around zero", "far apart", "greedy", "hot", "none"])
 def test_unusual_rows_end_at_the_token_of_the_reference(content: str, device: torch.device) -> None:
     rows = 10 if INTERPRETING else 300
     logits, temperature = logits_of(rows, 1500, device), 1.0
@@ -110,6 +110,8 @@ def test_unusual_rows_end_at_the_token_of_the_reference(content: str, device: to
             logits *= 1e30
         case "greedy":
             temperature = 0.0
+        case "hot":
+            temperature = 3e38
         case "none":
             logits[::2] = -INF
     every = torch.arange(rows, device=device)

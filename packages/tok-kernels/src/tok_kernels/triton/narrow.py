@@ -65,7 +65,7 @@ def narrow(
             low = kth_largest(peak_of, k, low, SHIFT)
         low = tl.where(verdict == LIKELY, least, low)
         nth = tl.arange(0, BLOCKS)
-        matters = peak_of >= low
+        matters = (peak_of >= low) & (nth < blocks)
         active = tl.sum(matters.to(tl.int32))
         few = scratch + nth_row.to(tl.int64) * (FEW + 3 * blocks)
         order, above, equal = few + FEW, few + FEW + blocks, few + FEW + 2 * blocks
