@@ -6,6 +6,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_client.types import AnyItem, JSONObject, OutputItem, Response, ResponseEvent
 
 T = TypeVar("T")
@@ -36,19 +37,24 @@ def open_event(data: bytes) -> ResponseEvent:
 
 def _response(found: JSONObject) -> Response:
     items = msgspec.convert(found.get("output", []), list[object])
-    response = msgspec.convert({**found, "output": []}, Response)
+    response = _converted({**found, "output": []}, Response)
     return msgspec.structs.replace(response, output=[_item(item) for item in items])
 
 
 def _item(found: object) -> AnyItem:
     try:
-        return msgspec.convert(found, cast("type[OutputItem]", OutputItem))
+        return _converted(found, cast("type[OutputItem]", OutputItem))
     except msgspec.ValidationError:
         return _object(found)
 
 
 def _event(found: JSONObject) -> ResponseEvent:
-    return msgspec.convert(found, cast("type[ResponseEvent]", ResponseEvent))
+    return _converted(found, cast("type[ResponseEvent]", ResponseEvent))
+
+
+def _converted(found: object, kind: type[T]) -> T:
+    decoder(kind)  # makes what the conversion needs of the type, safely
+    return msgspec.convert(found, kind)
 
 
 def _object(found: object) -> JSONObject:

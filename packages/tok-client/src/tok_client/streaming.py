@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 import msgspec
 
 from tok_client.call import Call
+from tok_client.decoders import decoder
 from tok_client.errors import NO_JSON, APIConnectionError, TokError, event_error
 from tok_client.loop_thread import LoopThread
 from tok_client.sse import ServerSentEvent, SSEDecoder
@@ -40,7 +41,7 @@ class AsyncStream(Generic[T_co]):
         self.request_id = response.headers.get("x-request-id")
         self._response = response
         self._events = SSEDecoder()
-        self._chunks = msgspec.json.Decoder(call.kind)
+        self._chunks = decoder(call.kind)
         self._lenient = call.lenient
         self._ends = call.ends
         self._tags = _tags(call.kind) if call.ends else frozenset()

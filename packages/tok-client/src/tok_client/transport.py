@@ -11,10 +11,9 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
-import msgspec
-
 from tok_client.backoff import Backoff, may_retry
 from tok_client.call import Call
+from tok_client.decoders import decoder
 from tok_client.errors import NO_JSON, APIResponseError, TokError, status_error
 from tok_client.streaming import AsyncStream, decoded
 from tok_client.translate import translating
@@ -199,7 +198,7 @@ def _decoded(content: bytes, call: Call[T]) -> T:
     if issubclass(kind, str):
         return kind(content, "utf-8", "replace")
     try:
-        return decoded(content, msgspec.json.Decoder(kind), call.lenient)
+        return decoded(content, decoder(kind), call.lenient)
     except NO_JSON as error:
         message = f"the answer is no {kind.__name__}: {error}; it begins {content[:200]!r}"
         raise APIResponseError(message, body=content) from error

@@ -9,6 +9,7 @@ chunks), R rows that sample, G prefix groups of a level, N tokens reported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -374,9 +375,15 @@ def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     return msgspec.msgpack.encode(message, enc_hook=_enc)
 
 
+# What msgspec (0.22) finds out about a Struct it keeps with the class, half-made at first: another thread that meets it
+# then crashes the process.
+_MAKING = Lock()
+
+
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """A decoder of one message type or a union of tagged ones; arrays come back read-only."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_dec)
+    with _MAKING:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_dec)
 
 
 def array(values: object, dtype: type = np.int32) -> np.ndarray:

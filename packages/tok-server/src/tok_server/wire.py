@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_client.types import known_fields
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class BadJson(ValueError):
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     """`data` as a `kind`. Errors: BadJson."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise _located(str(error), kind) from error
     except msgspec.DecodeError as error:

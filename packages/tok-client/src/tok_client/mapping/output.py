@@ -12,6 +12,7 @@ from typing import IO, Generic, TypeVar
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_client.mapping.done import Done
 
 T_co = TypeVar("T_co", covariant=True)
@@ -101,10 +102,10 @@ def read_answers(path: str | PathLike[str], kind: type[T]) -> Iterator[SavedAnsw
 
     A last line without its end is left out. OSError: it cannot be read; ValueError: it is no such file.
     """
-    decoder = msgspec.json.Decoder(kind)
+    answers = decoder(kind)
     with open(path, "rb") as file:
         for line in _lines(file, os.fspath(path)):
-            yield SavedAnswer(index=line.index, key=line.key, answer=decoder.decode(line.answer))
+            yield SavedAnswer(index=line.index, key=line.key, answer=answers.decode(line.answer))
 
 
 def digest(body: bytes) -> int:
@@ -115,13 +116,13 @@ def digest(body: bytes) -> int:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[Line]:
-    decoder = msgspec.json.Decoder(Line)
+    lines = decoder(Line)
     file.seek(0)
     number = 0
     while (data := file.readline()).endswith(b"\n"):
         number += 1
         try:
-            line = decoder.decode(data)
+            line = lines.decode(data)
             int(line.request, 16)
         except ValueError as error:
             raise ValueError(f"{name} is no output of map: line {number} is not: {error}") from error

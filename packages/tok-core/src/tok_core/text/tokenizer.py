@@ -26,6 +26,9 @@ class _Layout(msgspec.Struct):
     decoder: dict[str, object] | None = None
 
 
+_LAYOUT = msgspec.json.Decoder(_Layout)
+
+
 class Tokenizer:
     """The tokenizer of a model directory; made by `load`.
 
@@ -126,7 +129,7 @@ def _encodable(text: str) -> bool:
 
 def _read_layout(file: Path) -> _Layout:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Layout)
+        return _LAYOUT.decode(file.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_server.batch.answers import Answer
 from tok_server.batch.database import StoreError
 from tok_server.batch.lines import parse_line, read_lines
@@ -47,6 +48,6 @@ def kept_of(output: Path, source: Source) -> Iterator[list[Answer]]:
 
 def _read(text: bytes, output: Path, number: int) -> _Line:
     try:
-        return msgspec.json.decode(text, type=_Line)
+        return decoder(_Line).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{output}: its line {number} is no answer: {error}") from error

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from tok_client.decoders import decoder
 from tok_server.errors import invalid
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -21,6 +22,7 @@ def read_query(request: web.Request, kind: type[Q]) -> Q:
             raise invalid(name[:80], f"{name[:80]!r} is no parameter of this URL; allowed: {', '.join(known)}")
         if len(request.query.getall(name)) > 1:
             raise invalid(name, f"{name} is there twice; allowed: once")
+    decoder(kind)  # makes what the conversion needs of the type, safely
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_client.types import Batch, FileObject
 from tok_server.batch.database import open_database, transaction
 
@@ -81,8 +82,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._connection = open_database(path, SCHEMA, VERSION, "FULL")
-        self._file = msgspec.json.Decoder(FileObject)
-        self._job = msgspec.json.Decoder(Job)
+        self._file = decoder(FileObject)
+        self._job = decoder(Job)
 
     def close(self) -> None:
         """Closes the file."""

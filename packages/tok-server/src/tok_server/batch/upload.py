@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
+from tok_client.decoders import decoder
 from tok_client.types import ExpiresAfter, FileObject
 from tok_server.batch.service import BatchService
 from tok_server.batch.to_its_end import to_its_end
@@ -157,6 +158,7 @@ class Upload:
         anchor, seconds = (self._fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         if anchor is None and seconds is None:
             return KEPT
+        decoder(ExpiresAfter)  # makes what the conversion needs of the type, safely
         try:
             after = msgspec.convert({"anchor": anchor, "seconds": seconds}, ExpiresAfter, strict=False)
         except msgspec.ValidationError as error:

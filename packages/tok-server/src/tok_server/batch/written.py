@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from tok_client.decoders import decoder
 from tok_client.types import BatchLineError
 from tok_server.batch.answers import Answer
 from tok_server.errors import ApiError, internal
@@ -79,7 +80,7 @@ def write(done: Done) -> Answer:
 
 def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
     """The answer whose line of the output is `text`, which has `body` in it."""
-    used = msgspec.json.decode(body, type=_Used).usage or _Usage()
+    used = decoder(_Used).decode(body).usage or _Usage()
     cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
     reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
     return Answer(
