@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ COMBINATIONS = (
     {"tp": 2, "pp": 2},
     {"dp": 2, "tp": 2},
 )
-ON_TWO_GPUS = tuple(
-    {**shared, "cuda_graphs": graphs} for shared in ({"dp": 2}, {"tp": 2}, {"pp": 2}) for graphs in (True, False)
-)
+ON_FOUR = ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"pp": 3}, {"dp": 2, "pp": 2})
+ON_GPUS = tuple({**shared, "cuda_graphs": graphs} for shared in (*COMBINATIONS, *ON_FOUR) for graphs in (True, False))
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
 DRAWN = (
@@ -89,12 +89,13 @@ def test_one_worker_gives_the_tokens_of_transformers(path: Path, alone: Found) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ON_TWO_GPUS, ids=str)
+@pytest.mark.parametrize("options", ON_GPUS, ids=str)
 def test_on_gpus_every_combination_gives_the_tokens_of_one_cpu(
     path: Path, alone: Found, options: dict[str, Any]
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+    workers = math.prod(options.get(name, 1) for name in ("dp", "tp", "pp"))
+    if torch.cuda.device_count() < workers:
+        pytest.skip(f"needs {workers} CUDA devices")
     found = answers(path, device="cuda", **options)
     assert found[:2] == alone[:2]
     np.testing.assert_allclose(found[3], alone[3], atol=1e-3)

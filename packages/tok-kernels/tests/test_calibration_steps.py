@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tok_kernels import choose
 from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
 from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
 from tok_kernels.measure.machine import Machine
+from tok_kernels.measure.products import forward_products, layer_products
 from tok_kernels.measure.steps import Problem, Step, new_problem
 from tok_kernels.measure.timing import Work
 from tok_kernels.reference import attention
@@ -106,12 +108,36 @@ def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
         "sample: greedy", "sample: temperature 0.8", "sample: top-p 0.95", "sample: top-p 0.95, top-k 20",
         "sample: masks", "rms_norm",
         "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "rope_and_write_kv",
-        "silu_and_mul", "copy of pages",
+        "silu_and_mul", "copy of pages", *(["products of a forward"] * 3),
+    ]  # fmt: skip
+    assert [(case.size, case.tokens) for case in found if case.tokens] == [
+        ("64 rows", 64), ("1024 rows", 1024), ("8 rows", 8)
     ]  # fmt: skip
     by_name = {case.kernel: case for case in found}
     assert by_name["sample: greedy"].moved == 8 * 300 * 4
     assert by_name["silu_and_mul"].moved == 8 * 80 * 3 * 4
     assert by_name["copy of pages"].size == "2 pages"
+
+
+def test_the_products_of_a_layer_are_as_large_as_the_model_says() -> None:
+    assert layer_products(MODEL) == ((48, (4 + 2 * 2) * 16), (4 * 16, 48), (48, 2 * 80), (80, 48))
+
+
+@pytest.mark.parametrize("distinct", [1, 1 << 30], ids=["one layer's weights for all", "each layer's own"])
+def test_the_products_of_a_forward_are_those_of_all_layers_and_of_the_head(
+    distinct: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tok_kernels.measure.products.DISTINCT_BYTES", distinct)
+    case = forward_products(MODEL, CPU, rows=6)
+    with FlopCounterMode(display=False) as counter:
+        case.run()
+    parameters = 10 * sum(inputs * outputs for inputs, outputs in layer_products(MODEL)) + 48 * 300
+    assert case.operations == 2 * 6 * parameters == counter.get_total_flops()
+    assert case.moved == parameters * 4
+
+
+def test_a_forward_says_how_many_tokens_a_second_it_allows() -> None:
+    assert KernelTime("k", "s", 4.0, 1.0, tokens=8).tokens_per_second == 2000.0
 
 
 def test_a_floor_is_the_longer_of_moving_and_computing() -> None:

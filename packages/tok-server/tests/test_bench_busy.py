@@ -35,6 +35,18 @@ def test_without_gaps_nothing_is_idle() -> None:
         busy([], [], [])
 
 
+def test_what_is_only_exchanged_is_told_apart() -> None:
+    #       a product 0–4, a collective 3–6 that it covers in part, a gap of 1, a receive 7–9 with a product 8–10 in it
+    names = ["gemm", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "ncclDevKernel_SendRecv", "gemm", "Memcpy PtoP"]
+    found = busy([0.0, 3.0, 7.0, 8.0, 10.0], [4.0, 6.0, 9.0, 10.0, 12.0], names)
+    assert (found.seconds, found.idle, found.exchanging) == (12.0, 1.0, 2.0 + 1.0 + 2.0)
+    assert describe(found).splitlines()[0].endswith("91.7% busy, 8.3% idle in 1 gaps; 41.7% only exchanging")
+    hidden = busy([0.0, 1.0], [4.0, 2.0], ["gemm", "ncclKernel"])
+    assert hidden.exchanging == 0
+    assert "exchanging" not in describe(hidden)
+    assert busy([0.0], [4.0], ["ncclKernel"]).exchanging_share == 1
+
+
 TICKS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=25)
 
 
@@ -42,11 +54,14 @@ TICKS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, m
 def test_idle_is_the_time_that_no_interval_covers(ticks: list[tuple[int, int]]) -> None:
     start = np.array([begin for begin, _ in ticks], float)
     end = start + np.array([length for _, length in ticks])
-    found = busy(start, end, [str(i % 3) for i in range(len(ticks))])
+    names = [("gemm", "ncclDevKernel", "norm")[i % 3] for i in range(len(ticks))]
+    found = busy(start, end, names)
     moments = np.arange(start.min(), end.max()) + 0.5
-    covered = ((start[:, None] < moments) & (moments < end[:, None])).any(axis=0)
+    runs = (start[:, None] < moments) & (moments < end[:, None])
+    covered, computing = runs.any(axis=0), runs[[name != "ncclDevKernel" for name in names]].any(axis=0)
     assert found.seconds == len(moments)
     assert found.idle == (~covered).sum() == sum(gap.seconds for gap in found.gaps)
+    assert found.exchanging == (covered & ~computing).sum()
     assert sum(work.seconds for work in found.works) == (end - start).sum()
     assert sum(work.calls for work in found.works) == len(ticks)
 

@@ -76,6 +76,7 @@ def test_counts_are_those_of_the_workload(result: Result) -> None:
     assert result.output_tokens == 4 * 24 + 4 * 20 + 1
     assert result.mean_out == round(177 / 9, 2)
     assert (result.errors, result.preemptions, result.gpu) == (0, 0, None)
+    assert (result.tp_few_tokens, result.tp_async_tokens) == (None, None)
     assert result.concurrency == 8
     assert result.steps is not None
     assert 24 <= result.steps < 80
@@ -115,6 +116,18 @@ def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Resu
     assert (max(result.schedule_ms, result.device_ms) + result.output_ms) * result.steps <= result.seconds * 1e3 * 1.05
 
 
+def test_tokens_computed_are_those_of_prompts_not_found_and_of_outputs(engine: Engine) -> None:
+    prompt = list(range(200, 250))
+    workload = Workload("one", 0.0, 1.0, [Request(prompt, 1, 8, ignore_eos=True)])
+    new = measure(engine, "tiny", workload, 0)
+    known = measure(engine, "tiny", workload, 1)
+    assert new.discarded_tokens is not None
+    # The last token drawn is fed to no step, but for those that had been scheduled by then.
+    assert new.computed_tokens == 50 + 7 + new.discarded_tokens
+    assert known.discarded_tokens is not None
+    assert known.computed_tokens == 50 - 48 + 7 + known.discarded_tokens
+
+
 def test_steps_behind_the_last_token_make_the_device_no_busier_than_all_the_time(result: Result) -> None:
     before = dict.fromkeys(COUNTED, 0.0)
     after = before | {"steps": 4.0, "device_seconds": 1.5 * result.seconds}
@@ -128,18 +141,23 @@ def test_the_timeline_has_all_tokens(result: Result) -> None:
     assert spans.device_busy is not None
     assert len(spans.device_busy) == len(spans.seconds)
     assert 0 < max(spans.device_busy) <= 1
+    assert spans.computed_tok_s is not None
+    assert result.computed_tokens is not None
+    computed = sum(spans.computed_tok_s) * result.seconds / len(spans.seconds)
+    assert computed == pytest.approx(result.computed_tokens, rel=0.05)
 
 
 def test_what_steps_bring_is_spread_over_them_and_a_pause_stays_one() -> None:
     # Steps of 0.1 s end at 0.1, 0.2, … and bring 100 tokens each; none for the third second. Looked at every 0.03 s.
     at = np.arange(0.0, 4.03, 0.03)
     done = np.floor(np.minimum(at, 2.0) / 0.1 + 1e-9) + np.floor(np.maximum(at - 3.0, 0.0) / 0.1 + 1e-9)
-    spans = timeline(np.column_stack((at, 100 * done, np.full(len(at), 5), 0.09 * done)), 4.0)
+    spans = timeline(np.column_stack((at, 100 * done, np.full(len(at), 5), 0.09 * done, 150 * done)), 4.0)
     seconds, rate = np.array(spans.seconds), np.array(spans.output_tok_s)
     busy = np.array(spans.device_busy)
     steady = (seconds < 1.8) | (seconds > 3.5)
     assert np.abs(rate[steady] - 1000).max() < 130
     assert np.abs(busy[steady] - 0.9).max() < 0.12
+    assert np.array(spans.computed_tok_s) == pytest.approx(1.5 * rate, abs=0.2)
     assert rate[(seconds > 2.3) & (seconds < 2.9)].max() == 0
     assert rate.sum() * 4.0 / len(rate) == pytest.approx(3000, rel=0.01)
 
@@ -270,6 +288,28 @@ def test_a_trace_is_of_one_more_run_and_what_is_in_it_is_told(
     names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
     assert names.count("aten::embedding") == 6
     assert len(texts) == 1  # that of the run measured: the traced one is nobody's result
+
+
+@pytest.mark.parametrize("shared", ["--tp", "--pp"])
+def test_each_worker_leaves_a_trace_and_is_told_of(
+    shared: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "t.json", tmp_path / ("t.stage0.rank1.json" if shared == "--tp" else "t.stage0.rank0.json")
+    other.write_text("of an earlier run")
+    words[words.index("--model") + 1] = str(model := make_model("llama", tmp_path / "two"))
+    words[words.index("--workload") + 1] = str(long := tmp_path / "long.jsonl")
+    long.write_text('{"ids": [1, 2], "max_tokens": 60, "ignore_eos": true}\n')
+    assert model.name == "two"
+    assert tok([*words, shared, "2", "--reps", "1", "--trace", str(file), "--trace-steps", "6"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["tp_few_tokens"], result["tp_async_tokens"]) == ((64, None) if shared == "--tp" else (None, None))
+    told = re.findall(r"^stage (\d), rank (\d): 6 steps traced in (.*), [\d.]+ ms: ", printed.err, re.M)
+    places = [("0", "0", file), ("0", "1", other)] if shared == "--tp" else [("0", "0", other), ("1", "0", file)]
+    assert told == [(stage, rank, str(of_one)) for stage, rank, of_one in places]
+    traced = [json.loads(one.read_text())["traceEvents"] for one in (file, other)]
+    products = [[event.get("name") for event in events].count("aten::linear") for events in traced]
+    assert all(count and count % 6 == 0 for count in products)
 
 
 def test_the_steps_traced_are_in_the_middle_of_the_run(tmp_path: Path) -> None:

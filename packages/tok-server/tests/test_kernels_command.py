@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -22,8 +23,13 @@ from tok_server.commands.kernels import show
 from tok_server.default_model import DEMO_MODEL
 
 SHAPE = attention_shape(read_config(DEMO_MODEL), 16, torch.bfloat16, torch.float8_e4m3fn)
-TIMES = [KernelTime("rms_norm", "8192 × 2048", 0.02, 0.016), KernelTime("attention: prefill", "16 × 512", 0.5, 0.1)]
-MEASURED = KernelsMeasured("Some GPU", "triton", 4.25, 690.0, iter(()))
+TIMES = [
+    KernelTime("rms_norm", "8192 × 2048", 0.02, 0.016),
+    KernelTime("attention: prefill", "16 × 512", 0.5, 0.1),
+    KernelTime("products of a forward", "64 rows", 2.0, 1.0, tokens=64),
+    KernelTime("products of a forward", "8192 rows", 40.0, 32.0, tokens=8192),
+]
+MEASURED = KernelsMeasured("Some GPU", "triton", 1, 4.25, 690.0, iter(()))
 
 
 def printed(draw: object, *what: object) -> str:
@@ -39,9 +45,16 @@ def test_on_a_cpu_the_reference_computes_every_phase(capsys: pytest.CaptureFixtu
     assert "prefill reference decode reference cascade reference" in told
 
 
+def test_a_share_of_a_model_has_the_heads_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes, told in (([], "heads 3, kv_heads 1"), (["--heads", "64", "--kv-heads", "8"], "heads 32, kv_heads 4")):
+        assert main(["kernels", "--device", "cpu", "--tp", "2", *sizes]) == 0
+        assert f"cpu, rank 0 of 2: {told}, head_dim 32" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_report_shows_times_choices_and_what_was_left_out(tmp_path: Path) -> None:
     report = PhaseReport(
         device="Some GPU",
+        tp=1,
         shape=SHAPE,
         fastest={"prefill": "flashinfer fa3", "decode": "triton", "cascade": "triton"},
         known=False,
@@ -67,17 +80,29 @@ def test_kernels_are_shown_beside_their_floor_as_a_table_and_as_json() -> None:
     told = printed(show_kernels, MEASURED, TIMES)
     for part in ("Some GPU, triton", "rms_norm", "0.020", "80%", "4.25 TB/s copied", "690 TFLOP/s"):
         assert part in told
+    assert told.endswith("\nmatrix products alone: 204,800 tokens/s at 8,192 rows\n")
+    assert "rank" not in told
     values = json.loads(as_json(MEASURED, TIMES))
-    assert values["bandwidth_tb_s"] == 4.25
+    assert (values["bandwidth_tb_s"], values["tp"], values["tokens_per_second"]) == (4.25, 1, 204800.0)
     assert values["kernels"][1] == {
         "kernel": "attention: prefill", "size": "16 × 512", "ms": 0.5, "floor_ms": 0.1, "share_of_floor": 0.2
     }  # fmt: skip
+
+
+def test_what_was_measured_of_a_share_says_so() -> None:
+    of_four = replace(MEASURED, tp=4)
+    told = printed(show_kernels, of_four, TIMES)
+    assert "Some GPU, triton, rank 0 of 4" in told
+    assert told.endswith("\nmatrix products alone: 204,800 tokens/s at 8,192 rows, 4 ranks together\n")
+    assert json.loads(as_json(of_four, TIMES))["tp"] == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["bench", "kernels", "--device", "cpu"], "tok bench: error: --device is 'cpu'; allowed: cuda"),
+        (["bench", "kernels", "--device", "cpu", "--tp", "4"], "tok bench: error: --tp is 4; allowed: divisors of 6"),
+        (["kernels", "--device", "cpu", "--tp", "3"], "tok kernels: error: --tp is 3; allowed: divisors and multiples"),
         (["kernels", "--device", "cpu", "--heads", "5"], "tok kernels: error: --heads is 5; allowed: multiples of 2"),
         (["kernels", "--device", "cpu", "--layers", "0"], "tok kernels: error: --layers is 0; allowed: integers"),
         (["kernels", "--device", "cpu", "--backend", "triton"], "tok kernels: error: --backend is 'triton'; allowed"),
@@ -94,10 +119,10 @@ def test_what_cannot_be_told_is_refused_by_name(
 
 def test_both_commands_take_the_engines_flags() -> None:
     for words, module in ((["kernels"], "kernels"), (["bench", "kernels"], "bench_kernels")):
-        flags = ["--kv-cache-dtype", "fp8", "--page-size", "32"]
+        flags = ["--kv-cache-dtype", "fp8", "--page-size", "32", "--tp", "2"]
         options = make_parser(words[:1]).parse_args([*words, *flags])
         assert options.module == f"tok_server.commands.{module}"
-        assert (options.kv_cache_dtype, options.page_size, options.model) == ("fp8", 32, None)
+        assert (options.kv_cache_dtype, options.page_size, options.tp, options.model) == ("fp8", 32, 2, None)
 
 
 @pytest.mark.gpu
@@ -115,7 +140,9 @@ def test_on_a_gpu_kernels_are_measured_once_and_then_known(
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_kernel_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "--backend", "triton", "--json"]) == 0
+    assert main(["bench", "kernels", "--backend", "triton", "--tp", "2", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert len(values["kernels"]) == 23
+    assert values["tp"] == 2
+    assert values["tokens_per_second"] > 0
+    assert len(values["kernels"]) == 26
     assert all(one["ms"] > 0 and one["floor_ms"] > 0 for one in values["kernels"])

@@ -59,8 +59,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed                 of dummy weights
     eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
     eos_temperature      the temperature at which `eos_probability` holds
-    trace                a file that gets a trace of the worker's steps in Chrome's format (of several: of the one that
-                         draws for the first replica); None: none is made
+    trace                a file that gets a trace of the worker's steps in Chrome's format; None: none is made. Of the
+                         first replica's workers the one that returns tokens has it, the others have files beside it
+                         (`trace_files`)
     trace_from           the first step traced, counted from 1; the profiler warms up during the steps before it
     trace_steps          how many steps are traced
     """

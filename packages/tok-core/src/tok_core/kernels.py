@@ -4,7 +4,7 @@ tok_kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.hub import resolve
-from tok_core.model.config import ModelConfig, read_config
+from tok_core.model.config import read_config
 from tok_core.parallel.place import Place
+from tok_core.parallel.share import Share
 from tok_core.worker.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
@@ -23,15 +24,17 @@ from tok_kernels.phases import PHASES, Phase
 if TYPE_CHECKING:
     from tok_kernels.calibration import Measurement  # loads Triton
 
-__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
+__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases", "shapes"]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
     """What computes each phase of attention, and what was measured to find out; why kernels were left out, and
-    launches that were searched; `known`: all this is from `directory`, and nothing was measured now."""
+    launches that were searched; `known`: all this is from `directory`, and nothing was measured now. `shape` is that
+    of the first of `tp` ranks."""
 
     device: str
+    tp: int
     shape: AttentionShape
     fastest: Mapping[Phase, str]
     known: bool = True
@@ -43,26 +46,29 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelsMeasured:
-    """What the machine allows, in TB/s copied and TFLOP/s of matrix products, and each kernel as it is measured."""
+    """What the machine allows, in TB/s copied and TFLOP/s of matrix products, and each kernel as it is measured, on
+    the share of the first of `tp` ranks."""
 
     device: str
     backend: str
+    tp: int
     bandwidth: float
     rate: float
     kernels: Iterator[KernelTime]
 
 
 def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
-    """What computes the phases of the attention of `config.model`, from the disk or measured now; `anew`: measured in
-    any case. `sizes` replace the model's, by the names of AttentionShape.
+    """What computes the phases of the attention of `config.model`, or of one rank's share with `config.tp`, from the
+    disk or measured now; `anew`: measured in any case. `sizes` replace the model's, by the names of AttentionShape.
 
     Errors: InvalidField, ModelError, EngineError where no kernel computes a phase.
     """
-    device, _, shape = _shapes(config, sizes)
+    device, model = shapes(config, sizes)
+    shape = model.attention
     if device.type != "cuda" or config.backend == "reference":
         if config.backend not in ("auto", "reference"):
             raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
-        return PhaseReport(_name(device), shape, dict.fromkeys(PHASES, "reference"))
+        return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
     from tok_kernels.calibration import cache_directory, calibrate, candidates, known
 
     among, left_out = candidates(shape, device, config.backend)
@@ -73,6 +79,7 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
         raise EngineError("; ".join([str(error), *left_out.values()])) from None
     return PhaseReport(
         device=_name(device),
+        tp=config.tp,
         shape=shape,
         fastest=choice.fastest,
         known=before is not None,
@@ -84,36 +91,45 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
 
 
 def measure(config: EngineConfig) -> KernelsMeasured:
-    """Every kernel that `config.model` is computed with, beside its floor. Errors: InvalidField unless on a CUDA
-    device, ModelError."""
-    device, model, shape = _shapes(config, {})
+    """Every kernel that `config.model`, or one rank's share of it with `config.tp`, is computed with, beside its
+    floor: on one device, whatever `tp`. Errors: InvalidField unless on a CUDA device, ModelError."""
+    device, model = shapes(config, {})
     if device.type != "cuda":
         raise InvalidField("device", config.device, "cuda (kernels are measured on a CUDA device)")
     try:
-        backend = choose(device, config.backend, shape)
+        backend = choose(device, config.backend, model.attention)
     except ValueError as error:
         raise EngineError(str(error)) from None
-    sizes = ModelShape(shape, model.hidden_size, model.intermediate_size, model.vocab_size)
-    machine, kernels = measure_kernels(backend, sizes, device)
-    return KernelsMeasured(_name(device), backend.name, machine.bandwidth / 1e12, machine.rate / 1e12, kernels)
+    machine, kernels = measure_kernels(backend, model, device)
+    return KernelsMeasured(
+        _name(device), backend.name, config.tp, machine.bandwidth / 1e12, machine.rate / 1e12, kernels
+    )
 
 
-def _shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelConfig, AttentionShape]:
-    device = choose_device(config, 0, Place())
+def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
+    """A device, and what the first of `config.tp` ranks has of `config.model`, whose sizes `sizes` replace.
+
+    Errors: InvalidField, naming `tp` where the model cannot be cut so; ModelError.
+    """
+    device = choose_device(config, 0, Place())  # one rank is measured, alone
     dtype = choose_dtype(config.dtype, device)
     model = read_config(resolve(config.model, config.data_dir))
-    shape = attention_shape(model, config.page_size, dtype, choose_cache_dtype(config.kv_cache_dtype, dtype))
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
-    values = {name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "layers")} | dict(sizes)
-    if values["heads"] % values["kv_heads"]:
-        raise InvalidField("heads", values["heads"], f"multiples of {values['kv_heads']}, the key/value heads")
-    return (
-        device,
+    model = replace(
         model,
-        AttentionShape(**values, page_size=shape.page_size, dtype=dtype, cache_dtype=shape.cache_dtype),
+        num_heads=sizes.get("heads", model.num_heads),
+        num_kv_heads=sizes.get("kv_heads", model.num_kv_heads),
+        head_dim=sizes.get("head_dim", model.head_dim),
+        num_layers=sizes.get("layers", model.num_layers),
     )
+    if model.num_heads % model.num_kv_heads:
+        raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
+    share = Share.of(model, Place(ranks=config.tp))
+    local, cache_dtype = share.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
+    attention = attention_shape(local, config.page_size, dtype, cache_dtype)
+    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, share.vocabulary.count)
 
 
 def _name(device: torch.device) -> str:

@@ -189,7 +189,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     """What a worker found out at its start: the model's and the cache's sizes and every `auto` resolved.
 
     `sampling_defaults`: fields of SamplingParams that the model's makers set, for requests that leave them out. An
-    engine is told whole SamplingParams and applies none by itself; the server does.
+    engine is told whole SamplingParams and applies none by itself; the server does. `few_tokens`, `async_tokens`:
+    those of the `TensorParallel`; None without one, and `async_tokens` where no step overlaps.
     """
 
     vocab_size: int
@@ -205,6 +206,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     model_id: str = ""
     hidden_size: int = 0
     sampling_defaults: dict[str, int | float] = {}
+    few_tokens: int | None = None
+    async_tokens: int | None = None
 
     @property
     def kv_cache_tokens(self) -> int:

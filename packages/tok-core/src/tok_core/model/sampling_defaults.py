@@ -23,8 +23,8 @@ def sampling_defaults(path: Path) -> dict[str, int | float]:
     fields = Fields.of_file(file)
     found = {name: fields.values[name] for name in NAMES if name in fields}
     try:
-        SamplingParams(**found)  # type: ignore[arg-type]
+        checked = SamplingParams(**found)  # type: ignore[arg-type]
     except InvalidField as error:
         allowed = f"{error.allowed}; --generation-config none leaves the file out"
         raise fields.wrong(error.field, error.value, allowed) from None
-    return found  # type: ignore[return-value]
+    return {name: getattr(checked, name) for name in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tok_core.model.decoder import CausalLM, DecoderLayer
     from tok_core.parallel.peers import Peers
     from tok_core.parallel.tensor import TensorParallel
+
+log = logging.getLogger("tok_core")
 
 RUNS = 5  # of which the fastest counts
 NEVER = 1 << 62  # tokens, in place of None where numbers are agreed on
@@ -45,7 +48,10 @@ def calibrate(model: CausalLM, peers: Peers, most_tokens: int, async_from: int |
     if async_from != 0 and symmetric:
         tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
     tensor.most_bytes = peers.of_first(_exchanged_bytes(tensor))
-    few, overlapped = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
+    seconds = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
+    if peers.place.number == 0:
+        log.debug("%s", told(*seconds))
+    few, overlapped = choose(*seconds)
     few, overlapped = peers.of_first(few), async_from or peers.of_first(overlapped)
     tensor.few_tokens, tensor.async_tokens = few, None if overlapped == NEVER else overlapped
 
@@ -67,11 +73,13 @@ def _sum_seconds(tensor: TensorParallel, size: int, most_bytes: int) -> float:
     return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
 
 
-def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> tuple[int, int]:
-    """The most tokens for which whole streams are faster than cut ones, and the fewest from which overlapping is than
-    both.
+Seconds = tuple[list[int], list[float], list[float], list[float]]
+"""Rising numbers of tokens; at each the seconds of a layer: streams whole, cut, and overlapped (inf: not measured)."""
 
-    All sizes are measured before anything is decided: ranks see different times, and must launch the same collectives.
+
+def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> Seconds:
+    """All sizes are measured before anything is decided: ranks see different times, and must launch the same
+    collectives.
     """
     sizes = _sizes(most_tokens)
     sharded = [layer_seconds(model, Sharded, tokens) for tokens in sizes]
@@ -79,7 +87,20 @@ def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> tuple[i
     overlapped = [
         layer_seconds(model, Overlapped, tokens) if may_overlap and tokens > CAPTURED else math.inf for tokens in sizes
     ]
-    return choose(sizes, whole, sharded, overlapped)
+    return sizes, whole, sharded, overlapped
+
+
+def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
+    """What was measured, in one line: of each size, milliseconds with whole streams, with cut ones, and overlapped.
+
+    >>> told([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
+    'ms a layer, whole/cut/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
+    """
+    rows = (
+        f"{size} tokens " + "/".join("-" if one == math.inf else f"{one * 1e3:.3f}" for one in seconds)
+        for size, *seconds in zip(sizes, *forms, strict=True)
+    )
+    return f"ms a layer, whole/cut/overlapped: {', '.join(rows)}"
 
 
 def choose(

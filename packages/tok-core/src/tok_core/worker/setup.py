@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from tok_kernels import Backend
 if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
 
+log = logging.getLogger("tok_core")
 
 A_DAY = 86_400.0  # seconds
 
@@ -74,6 +76,7 @@ def set_up(
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
+    few_tokens, async_tokens = _thresholds(model, place)
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
     measured, words = None, 0
     if device.type == "cuda":
@@ -87,9 +90,8 @@ def set_up(
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
-    runner = Runner(
-        model, backend, state, _tracer(config, device) if place.returns and replica == 0 else None, pipeline
-    )
+    tracer = _tracer(config, place, device) if replica == 0 else None
+    runner = Runner(model, backend, state, tracer, pipeline)
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
     peers.least(0)  # waits for the others
@@ -106,6 +108,8 @@ def set_up(
         backend=backend.name,
         hidden_size=model_config.hidden_size,
         sampling_defaults=defaults,
+        few_tokens=few_tokens,
+        async_tokens=async_tokens,
     )
     return runner, info
 
@@ -135,6 +139,20 @@ def _load_model(
     else:
         load(model, path)
     return model
+
+
+def _thresholds(model: CausalLM, place: Place) -> tuple[int | None, int | None]:
+    """`few_tokens` and `async_tokens` of the model's TensorParallel, which worker 0 logs; None without one."""
+    tensor = model.tensor
+    if tensor is None:
+        return None, None
+    if place.number == 0:
+        overlap = "never" if tensor.async_tokens is None else f"from {tensor.async_tokens} tokens on"
+        log.info(
+            "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap products with collectives %s",
+            *(tensor.ranks, tensor.few_tokens, overlap),
+        )
+    return tensor.few_tokens, tensor.async_tokens
 
 
 def _measure(
@@ -182,12 +200,12 @@ def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: in
         ) from None
 
 
-def _tracer(config: EngineConfig, device: torch.device) -> Tracer | None:
+def _tracer(config: EngineConfig, place: Place, device: torch.device) -> Tracer | None:
     if config.trace is None:
         return None
     from tok_core.worker.trace import Tracer  # takes seconds, for what few ask for
 
-    return Tracer.of(config, device)
+    return Tracer.of(config, place, device)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:

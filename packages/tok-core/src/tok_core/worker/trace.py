@@ -10,6 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tok_core.config import TRACE_WARM_UP, EngineConfig
 from tok_core.errors import InvalidField
+from tok_core.parallel.place import Place
+from tok_core.trace_files import trace_files
 
 
 class Tracer:
@@ -31,11 +33,13 @@ class Tracer:
         self._profile = profile(activities=[activity], acc_events=True)
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device) -> Tracer | None:
-        """The tracer that is asked for, if one is. Errors: InvalidField."""
-        if config.trace is None:
-            return None
-        return cls(Path(config.trace), config.trace_from, config.trace_steps, device)
+    def of(cls, config: EngineConfig, place: Place, device: torch.device) -> Tracer | None:
+        """The one of the first replica's worker at `place`, if traces are asked for. Errors: InvalidField.
+
+        All workers are told of every step, so that they trace the same ones.
+        """
+        file = trace_files(config).get(place)
+        return None if file is None else cls(file, config.trace_from, config.trace_steps, device)
 
     def before(self, step: int) -> None:
         """To be called before each step is launched, by the thread that launches it; `step` counts from 1."""

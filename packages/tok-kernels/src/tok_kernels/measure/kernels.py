@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
+from tok_kernels.measure.case import Case
 from tok_kernels.measure.machine import Machine, measure_machine
 from tok_kernels.measure.model import ModelShape
+from tok_kernels.measure.products import forward_products
 from tok_kernels.measure.steps import Problem, Step, new_problem
 from tok_kernels.measure.timing import device_ms
 from tok_kernels.rope_table import rope_table
@@ -29,28 +31,24 @@ ATTENTION = (
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Milliseconds of a kernel on work of that `size`, and the least that the machine allows."""
+    """Milliseconds of a kernel on work of that `size`, and the least that the machine allows; `tokens` of a forward,
+    where it stands for a whole one."""
 
     kernel: str
     size: str
     ms: float
     floor_ms: float
+    tokens: int = 0
 
     @property
     def share(self) -> float:
         """How much of its time the kernel could not do without."""
         return self.floor_ms / self.ms
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`run` moves at least `moved` bytes and does at least `operations`."""
-
-    kernel: str
-    size: str
-    run: Callable[[], object]
-    moved: int
-    operations: int = 0
+    @property
+    def tokens_per_second(self) -> float:
+        """Of forwards that take no longer than this; 0 where it does not stand for one."""
+        return self.tokens / self.ms * 1e3
 
 
 def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -> tuple[Machine, Iterator[KernelTime]]:
@@ -63,7 +61,8 @@ def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -
 
 def _measured(case: Case, machine: Machine) -> KernelTime:
     case.run()
-    return KernelTime(case.kernel, case.size, device_ms(case.run), machine.floor_ms(case.moved, case.operations))
+    floor_ms = machine.floor_ms(case.moved, case.operations)
+    return KernelTime(case.kernel, case.size, device_ms(case.run), floor_ms, case.tokens)
 
 
 def cases(
@@ -87,6 +86,8 @@ def cases(
     yield _rope(backend, model.attention, device, tokens)
     yield _activation(backend, model, device, tokens)
     yield _page_copy(model.attention, device, tokens)
+    for rows in (64, 1024, tokens):
+        yield forward_products(model, device, rows)
 
 
 def _attention(backend: Backend, shape: AttentionShape, step: Step, device: torch.device) -> Case:

@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a model that its kernels' times follow from."""
+"""ModelShape: the sizes of a model, or of one rank's share of it, that its kernels' times follow from."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from tok_core import TokError
 
 TOP_WORKS, TOP_GAPS, WIDTH = 15, 5, 64
 HOST = ("HtoD", "DtoH")  # in the names of copies from and to the host
+PEER = "Memcpy PtoP"  # begins those of copies between devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,18 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """`seconds` from the first start to the last end, `idle` of them nothing ran; works and gaps, largest first."""
+    """`seconds` from the first start to the last end, `idle` of them nothing ran; works and gaps, largest first.
+
+    exchanging  seconds in which nothing ran but NCCL's kernels and copies between devices, their waits for other
+                devices included. The kernels by which ranks exchange small sums are not among these: what they exchange
+                is a fraction of a kernel that adds it up, too
+
+    A stage of a pipeline waits for the one before it in a kernel of NCCL's: `idle + exchanging` is its bubble.
+    """
 
     seconds: float
     idle: float
+    exchanging: float
     works: list[Work]
     gaps: list[Gap]
 
@@ -47,6 +56,11 @@ class Busy:
     def idle_share(self) -> float:
         """Of the time between the first start and the last end, the share in which nothing ran."""
         return self.idle / self.seconds if self.seconds else 0.0
+
+    @property
+    def exchanging_share(self) -> float:
+        """Of the same time, the share in which devices did nothing but exchange, or wait for an exchange."""
+        return self.exchanging / self.seconds if self.seconds else 0.0
 
 
 def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
@@ -64,7 +78,23 @@ def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
         for i in np.flatnonzero(wait)
     ]
     gaps.sort(key=lambda gap: -gap.seconds)
-    return Busy(float(reached[-1] - start[0]), float(wait.sum()), _works(end - start, [names[i] for i in order]), gaps)
+    names = [names[i] for i in order]
+    computes = np.array([not _exchanges(name) for name in names])
+    exchanging = 0.0 if computes.all() else max(_covered(start, end) - _covered(start[computes], end[computes]), 0.0)
+    return Busy(float(reached[-1] - start[0]), float(wait.sum()), exchanging, _works(end - start, names), gaps)
+
+
+def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
+    """Seconds that at least one of the intervals covers; they are in the order of their starts."""
+    if not len(start_K):
+        return 0.0
+    reached = np.maximum.accumulate(end_K)
+    return float(reached[-1] - start_K[0] - np.maximum(start_K[1:] - reached[:-1], 0.0).sum())
+
+
+def _exchanges(name: str) -> bool:
+    """Whether it is a collective or a transfer between devices, and nothing else."""
+    return "nccl" in name.lower() or name.startswith(PEER)
 
 
 def _last_to_end(end_K: np.ndarray) -> np.ndarray:
@@ -133,6 +163,8 @@ def describe(found: Busy) -> str:
     """A few lines for people: the share idle, the works that took longest, the largest gaps."""
     idle = found.idle_share
     head = f"{found.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(found.gaps):,} gaps"
+    exchanging = f"{found.exchanging_share:.1%}"
+    head += "" if exchanging == "0.0%" else f"; {exchanging} only exchanging"
     titles = f"  {'work':<{WIDTH}}{'ms':>10}{'share':>8}{'calls':>9}"
     works = [_line(work, found.seconds) for work in found.works[:TOP_WORKS]]
     return "\n".join([head, titles, *works, *map(_gap_line, found.gaps[:TOP_GAPS])])

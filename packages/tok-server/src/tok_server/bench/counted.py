@@ -42,6 +42,7 @@ def with_counted(result: Result, before: Counters, after: Counters) -> Result:
         group_rows_share=round(ratio(grown("group_rows"), grown("output_tokens") + grown("discarded_tokens")), 4),
         preemptions=int(grown("preemptions")),
         discarded_tokens=int(grown("discarded_tokens")),
+        computed_tokens=int(grown("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
         steps=int(steps),
         # Steps queued behind the last token are counted, too, but lie after the run.
         gpu_busy_share=round(min(ratio(grown("device_seconds"), replica_seconds), 1.0), 4),

@@ -12,9 +12,10 @@ import msgspec
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 from tok_core.engine import Prompt
 from tok_core.messages import EngineInfo
+from tok_core.parallel.place import Place
 from tok_server.bench.bare import without_tokenizer
 from tok_server.bench.busy import Busy, busy_of_trace
-from tok_server.bench.counted import Counters, with_counted
+from tok_server.bench.counted import Counters, since, with_counted
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.result import Result, percentile, ratio
 from tok_server.bench.timeline import timeline
@@ -44,16 +45,19 @@ def run_offline(
             yield from _on_one_engine(config, name, workload, range(first, reps if keep_engine else first + 1))
 
 
-def trace_offline(config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool) -> Busy:
-    """Traces `steps` steps in the middle of one more run, which takes about `of`, into `file`; tells what is in it.
+def trace_offline(
+    config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
+) -> dict[Place, Busy]:
+    """Traces `steps` steps in the middle of one more run, which takes about `of`; tells what each worker did in them.
 
-    On an engine of its own, so that no result has the cost of tracing in it. What follows the steps is not run.
+    Into `file`, and files beside it where there are several workers (`tok_core.trace_files`). On an engine of its own,
+    so that no result has the cost of tracing in it. What follows the steps is not run.
     Errors: InvalidField for too many steps; those of the engine.
     """
     with _viewing(tracing(config, file, steps, of), text) as config:
         prompts, params = _requests(workload.requests, workload)
-        run_traced(config, lambda engine: engine.generate(prompts, params))
-    return busy_of_trace(file)
+        files = run_traced(config, lambda engine: engine.generate(prompts, params))
+    return {place: busy_of_trace(of_one) for place, of_one in files.items()}
 
 
 @contextmanager
@@ -85,7 +89,7 @@ class _Looks:
 
     def __init__(self, engine: Engine, show: Show) -> None:
         self.outputs: list[RequestOutput] = []
-        self.moments: list[tuple[float, float, float, float]] = []
+        self.moments: list[tuple[float, ...]] = []
         self.gpu = first_gpu() if engine.info.device.startswith("cuda") else None
         self.before = settled(engine)
         self.began = time.monotonic()
@@ -96,14 +100,15 @@ class _Looks:
     def look(self) -> None:
         """Takes little: the run goes on meanwhile, on the same interpreter."""
         stats = self._engine.stats()
-        tokens, worked = (stats[name] - self.before[name] for name in ("output_tokens", "device_seconds"))
-        moment = (time.monotonic() - self.began, tokens, stats["sequences_running"], worked / stats["replicas"])
-        self.moments.append(moment)
+        grown = since(self.before, stats)
+        worked = grown("device_seconds") / stats["replicas"]
+        row = (grown("output_tokens"), stats["sequences_running"], worked, grown("computed_tokens"))
+        self.moments.append((time.monotonic() - self.began, *row))
         self._tell_seldom()
 
     def tell(self) -> None:
         """Draws the progress, and looks at the GPU's memory."""
-        _, tokens, running, _ = self.moments[-1]
+        _, tokens, running, *_ = self.moments[-1]
         self._show(len(self.outputs), int(tokens), int(running))
         if self.gpu is not None:
             self.gpu.sample()
@@ -183,6 +188,8 @@ def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _L
         backend=info.backend,
         kv_cache_tokens=info.kv_cache_tokens,
         max_step_tokens=info.max_step_tokens,
+        tp_few_tokens=info.few_tokens,
+        tp_async_tokens=info.async_tokens,
         timeline=timeline(looks.moments, seconds),
     )
 

@@ -12,13 +12,18 @@ from tok_server.bench.histogram import Histograms
 class Timeline(msgspec.Struct, frozen=True):
     """Equal spans of the run, in columns: their middles in seconds, output tokens per second, sequences running.
 
-    device_busy  the share of each in which the device worked; None: not known here
+    device_busy     the share of each in which the device worked
+    computed_tok_s  tokens computed per second: of prompts, but those found in the prefix cache, and of outputs. Counted
+                    when their steps are scheduled, which is some steps before the device is at them
+
+    None: not known here.
     """
 
     seconds: list[float]
     output_tok_s: list[float]
     sequences_running: list[float]
     device_busy: list[float] | None = None
+    computed_tok_s: list[float] | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +36,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_share   of prompt tokens, those found in the prefix cache
     group_rows_share   of tokens computed for an output, those that read a shared prefix as one of a group
     discarded_tokens   computed past the end of a sample, and thrown away
+    computed_tokens    of prompts, but those found in the prefix cache, and of outputs, discarded ones among them; each
+                       as often as it was computed
     gpu_busy_share     of the run, the share in which the device was between a step's first operation and its last
     *_ms               of a step, on average: to schedule it, to launch it, on the device, to take in what came of it
     startup_s          from the engine's construction until it was ready
+    tp_few_tokens      with tp above 1: tokens of a step up to which ranks keep the whole residual stream
+    tp_async_tokens    tokens of a step from which on they overlap products with collectives; None: never
     """
 
     engine: str
@@ -64,6 +73,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     group_rows_share: float | None = None
     preemptions: int | None = None
     discarded_tokens: int | None = None
+    computed_tokens: int | None = None
     steps: int | None = None
     gpu_busy_share: float | None = None
     schedule_ms: float | None = None
@@ -76,6 +86,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     kv_cache_tokens: int | None = None
     max_step_tokens: int | None = None
+    tp_few_tokens: int | None = None
+    tp_async_tokens: int | None = None
     prefix_groups: bool | None = None
     first_error: str | None = None
     timeline: Timeline

@@ -12,6 +12,8 @@ import msgspec
 
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, TokError
 from tok_core.config import TRACE_WARM_UP
+from tok_core.parallel.place import Place
+from tok_core.trace_files import trace_files
 
 LOOK_EVERY = 0.02
 
@@ -28,20 +30,25 @@ def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConf
     return msgspec.structs.replace(config, trace=str(file.resolve()), trace_from=first, trace_steps=steps)
 
 
-def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> None:
-    """Runs `work` on an engine made by `config` until the trace that it asks for is written.
+def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[Place, Path]:
+    """Runs `work` on an engine made by `config` until the traces that it asks for are written: the file of each worker.
 
     What of the work is left then is not done. Errors: those of the engine; TokError where the work ends too early.
     """
-    assert config.trace is not None
-    file = Path(config.trace)
-    file.unlink(missing_ok=True)
+    files = trace_files(config)
+    for file in files.values():
+        file.unlink(missing_ok=True)
     with ThreadPoolExecutor(1) as pool:
         with Engine(config) as engine:
             run: Future[object] = pool.submit(work, engine)
-            while not (file.exists() or run.done()):
+            while not (_all_there(files) or run.done()):
                 time.sleep(LOOK_EVERY)
         with suppress(EngineClosed):
             run.result()
-    if not file.exists():
+    if not _all_there(files):
         raise TokError(f"the run ended before {config.trace_steps} steps were traced from step {config.trace_from} on")
+    return files
+
+
+def _all_there(files: dict[Place, Path]) -> bool:
+    return all(file.exists() for file in files.values())

@@ -14,6 +14,7 @@ import msgspec
 
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.config import TRACE_STEPS
+from tok_core.trace_files import trace_file
 from tok_server.bench.result import Result, table
 from tok_server.bench.workload import Workload, read_workload
 from tok_server.default_model import model_and_name
@@ -81,15 +82,17 @@ def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
 
 
 def _trace(options: argparse.Namespace, workload: Workload, measured: Result) -> None:
-    """One more run, traced, and what is in the trace. Errors: InvalidField, TokError."""
+    """One more run, traced, and what is in each worker's trace. Errors: InvalidField, TokError."""
     from tok_server.bench.busy import describe
     from tok_server.bench.offline import trace_offline
 
     assert measured.steps is not None
     config, steps = _config(options, workload), options.trace_steps or TRACE_STEPS
     found = trace_offline(config, workload, options.trace, steps=steps, of=measured.steps, text=options.text)
-    told = f"{steps} steps traced in {options.trace}, {describe(found)}"
-    print(told, file=sys.stderr if options.json else sys.stdout)
+    for place, one in found.items():
+        head = f"stage {place.stage}, rank {place.rank}: " if len(found) > 1 else ""
+        told = f"{head}{steps} steps traced in {trace_file(options.trace, place)}, {describe(one)}"
+        print(told, file=sys.stderr if options.json else sys.stdout)
 
 
 def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:

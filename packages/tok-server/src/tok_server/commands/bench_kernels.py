@@ -30,13 +30,15 @@ def main(options: argparse.Namespace) -> int:
 
 
 def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
-    """One line with everything."""
+    """One line with everything; `tokens_per_second`: what the matrix products of the largest forward allow."""
     return json.dumps(
         {
             "device": measured.device,
             "backend": measured.backend,
+            "tp": measured.tp,
             "bandwidth_tb_s": round(measured.bandwidth, 3),
             "rate_tflop_s": round(measured.rate, 1),
+            "tokens_per_second": round(_forward(kernels).tokens_per_second, 1),
             "kernels": [
                 {
                     "kernel": one.kernel,
@@ -52,11 +54,21 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
 
 
 def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Console) -> None:
-    """Prints a row a kernel."""
+    """Prints a row a kernel, and how many tokens a second the matrix products of the largest forward allow."""
     caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s copied, products at {measured.rate:.0f} TFLOP/s"
-    table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}", caption=caption)
+    rank = f", rank 0 of {measured.tp}" if measured.tp > 1 else ""
+    table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}{rank}", caption=caption)
     for heading in ("ms", "floor ms", "of floor"):
         table.add_column(heading, justify="right")
     for one in kernels:
         table.add_row(one.kernel, one.size, f"{one.ms:.3f}", f"{one.floor_ms:.3f}", f"{one.share:.0%}")
     console.print(table)
+    most = _forward(kernels)
+    together = f", {measured.tp} ranks together" if measured.tp > 1 else ""
+    allowed = f"{most.tokens_per_second:,.0f} tokens/s at {most.tokens:,} rows{together}"
+    console.print(f"matrix products alone: {allowed}", highlight=False)
+
+
+def _forward(kernels: Sequence[KernelTime]) -> KernelTime:
+    """The largest of those that stand for a whole forward."""
+    return max(kernels, key=lambda one: one.tokens)

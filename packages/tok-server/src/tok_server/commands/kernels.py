@@ -27,7 +27,8 @@ def main(options: argparse.Namespace) -> int:
 def show(report: PhaseReport, console: Console) -> None:
     """Prints the report."""
     shape = report.shape.as_json()
-    console.print(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)
+    of = f"{report.device}, rank 0 of {report.tp}" if report.tp > 1 else report.device
+    console.print(f"{of}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)
     for phase, kernel in report.fastest.items():
         console.print(f"  {phase:<8} {kernel}", highlight=False)
     if report.measured:

@@ -1,0 +1,50 @@
+"""The sizes that kernels are measured on are those of the first rank's share of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.tiny_models import make_model
+from tok_core import EngineConfig
+from tok_core.errors import InvalidField
+from tok_core.kernels import measure, shapes
+from tok_core.model.config import read_config
+from tok_core.parallel.place import Place
+from tok_core.parallel.share import Share
+from tok_kernels import AttentionShape
+
+
+def on_cpu(path: Path, tp: int) -> EngineConfig:
+    return EngineConfig(model=str(path), device="cpu", dtype="bfloat16", page_size=8, tp=tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_kernels_are_measured_on_the_share_of_the_first_rank(tmp_path: Path, tp: int) -> None:
+    path = make_model("llama", tmp_path, vocab_size=511)
+    config = read_config(path)
+    share = Share.of(config, Place(ranks=tp))
+    local = share.local(config)
+    device, model = shapes(on_cpu(path, tp), {})
+    assert device == torch.device("cpu")
+    assert model.attention == AttentionShape(
+        4 // tp, max(2 // tp, 1), local.head_dim, 8, local.num_layers, torch.bfloat16, torch.bfloat16
+    )
+    assert (model.hidden_size, model.intermediate_size) == (config.hidden_size, local.intermediate_size)
+    assert (local.intermediate_size * tp, local.num_layers) == (config.intermediate_size, config.num_layers)
+    assert model.vocab_size == share.vocabulary.count == config.vocab_size // tp
+
+
+def test_sizes_are_those_of_the_whole_model_before_it_is_cut(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    sizes = {"heads": 64, "kv_heads": 8, "head_dim": 128, "layers": 80}
+    shape = shapes(on_cpu(path, 4), sizes)[1].attention
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.layers) == (16, 2, 128, 80)
+
+
+def test_ranks_that_a_model_cannot_be_cut_into_are_refused_by_name(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    with pytest.raises(InvalidField, match=r"^tp is 3; allowed: divisors of 4, the model's query heads$"):
+        measure(on_cpu(path, 3))
