@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,14 +13,18 @@ import torch
 
 from support.engines import manager_of, random_prompts
 from tok_core import Engine, EngineConfig, SamplingParams
+from tok_core.messages import StepInput
+from tok_core.worker.runner import Launched, Runner
 
 
 class SetUpLate(NamedTuple):
-    """Kernels compiled or loaded, graphs captured and blocks of memory taken from the driver after "ready"."""
+    """Kernels compiled or loaded, graphs captured and blocks of memory taken from the driver after "ready"; and where
+    the host waited for the device while it launched steps."""
 
     kernels: list[str]
     graphs: int
     blocks: int
+    waits: set[str]
 
 
 def set_up_late(path: Path) -> SetUpLate:
@@ -34,13 +39,31 @@ def _serve(path: Path) -> SetUpLate:
     config = EngineConfig(model=str(path), device="cuda", max_running=300, kv_cache_tokens=65_536, max_step_tokens=1024)
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
-        runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
+        runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
+        waits = _watch_launches(runner)
         knobs.runtime.jit_post_compile_hook = lambda *_, **about: late.append(str(about.get("repr")))
         graphs, blocks = len(runner.graphs), torch.cuda.memory_stats()["num_device_alloc"]
         for prompts, params in _requests():
             engine.generate(prompts, params)
         blocks = torch.cuda.memory_stats()["num_device_alloc"] - blocks
-        return SetUpLate(late, len(runner.graphs) - graphs, blocks)
+        return SetUpLate(late, len(runner.graphs) - graphs, blocks, waits)
+
+
+def _watch_launches(runner: Runner) -> set[str]:
+    """Lines from which a step's launch waits for the device, as far as torch notices: they are added when they do."""
+    launch, waits = runner.launch, set[str]()
+
+    def watched(step: StepInput) -> Launched:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            launched = launch(step)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.update(f"{one.filename}:{one.lineno}" for one in found if "synchronizing" in str(one.message))
+        return launched
+
+    runner.launch = watched  # type: ignore[method-assign]
+    return waits
 
 
 def _requests() -> list[tuple[list[list[int]], list[SamplingParams]]]:
@@ -57,6 +80,7 @@ def _requests() -> list[tuple[list[list[int]], list[SamplingParams]]]:
         {"min_tokens": 4},
         {"logprobs": 0},
         {"logprobs": 20},
+        {"prompt_logprobs": 2},
     ]
 
     def made(count: int, start: int, **more: object) -> list[SamplingParams]:

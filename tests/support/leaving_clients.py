@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import psutil
+from support.own_memory import own_memory
 
 LEAVING = 0.1
 GAUGES = ("requests_running", "requests_waiting", "steps_in_flight", "pages_used", "sequences_running")
@@ -45,8 +45,7 @@ class Served:
 
     def memory(self) -> int:
         """Bytes that its processes hold for themselves."""
-        one = psutil.Process(self.pid)
-        return sum(each.memory_full_info().uss for each in (one, *one.children(recursive=True)))
+        return own_memory(self.pid)
 
 
 @contextmanager

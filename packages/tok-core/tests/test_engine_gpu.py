@@ -79,8 +79,8 @@ def test_graphs_change_no_token_in_fp32(path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_after_ready_nothing_is_compiled_captured_or_taken_from_the_driver(path: Path) -> None:
-    assert set_up_late(path) == ([], 0, 0)
+def test_after_ready_nothing_is_compiled_captured_taken_from_the_driver_or_waited_for(path: Path) -> None:
+    assert set_up_late(path) == ([], 0, 0, set())
 
 
 def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:

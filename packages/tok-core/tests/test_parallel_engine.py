@@ -41,7 +41,7 @@ SAMPLES = SamplingParams(n=8, temperature=0, max_tokens=NEW, ignore_eos=True)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two key/value heads, four layers, biases, and an LM head that is the embedding."""
-    return make_model("qwen2", tmp_path_factory.mktemp("parallel") / "qwen2")
+    return make_model("qwen2", tmp_path_factory.mktemp("parallel") / "qwen2", layers=4)
 
 
 Answers = list[list[list[int]]]

@@ -102,7 +102,7 @@ class WorkerState:
         """Forgets all sequences, as if no step had been carried out; what the cache holds is nobody's."""
         for column in (self.columns.last_token, self.columns.length, self.columns.ended, self.columns.page_table):
             column.zero_()
-        self.columns.ended[self.slots] = 1
+        self.columns.ended[self.slots :].fill_(1)
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """The last, partly filled page of a prompt, to the samples that fork from it."""
@@ -122,7 +122,7 @@ class WorkerState:
         for name in _COLUMNS:
             column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
             column[slot] = put[f"new_{name}"].to(column.dtype)
-        self.columns.ended[slot] = 0
+        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would wait for all that is queued
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
 
@@ -130,7 +130,7 @@ class WorkerState:
         """Entries of a slot fill its row from the left; `until` 0 marks the rest as unused."""
         place = _places(new.bias_slot)
         self._widen_biases(int(place.max(initial=-1)) + 1)
-        self.bias_until[slot] = 0
+        self.bias_until.index_fill_(0, slot, 0)
         if not len(place):
             return
         row, column = put["new_bias_slot"].long(), put["new_bias_place"].long()

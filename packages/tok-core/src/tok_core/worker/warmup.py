@@ -11,6 +11,9 @@ from tok_core.worker.memory import SLACK, Measured, largest_step
 from tok_core.worker.runner import Runner
 from tok_core.worker.trial import trial_step, try_out
 
+LONG = 4096  # positions
+PAIRS = 1 << 25  # of rows and the positions that they share, in a step
+
 
 def warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int = 0) -> None:
     """Captures the decode graphs, and carries out a step of each kind, on a CUDA device. `words`: as in `kinds`."""
@@ -32,14 +35,17 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
     """A step for each way in which kernels are chosen: few rows and many, with prefix groups, nested ones and none,
     prompts alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw: masks, too,
     where they have `words`."""
-    prefix, most = max_len // 2 // page_size * page_size, min(slots, tokens)
-    nested = [(levels, prefix // page_size // levels * levels * page_size) for levels in range(2, MOST_LEVELS + 1)]
+    pages, most = max_len // 2 // page_size, min(slots, tokens)
+    prefix = pages * page_size
     found = [largest_step(slots, tokens, max_len, words)]
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(trial_step(decode=rows))
-        if rows > 1 and prefix:
-            found += [trial_step(decode=rows, groups=groups, prefix=prefix) for groups in {1, rows // 2}]
-            found += [trial_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in nested if end]
+        # Long enough to be treated as long, but not so that many rows take many seconds to read it.
+        shared = min(pages, max(LONG, PAIRS // rows) // page_size)
+        if rows > 1 and shared:
+            prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MOST_LEVELS + 1)]
+            found += [trial_step(decode=rows, groups=1, prefix=shared * page_size)]
+            found += [trial_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]
     few = min(8, slots - 1, tokens - 1)
     if few > 0:
         long = min(max_len - few, tokens - few)

@@ -59,7 +59,7 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
     # One row more takes the biases of rows outside the chunk.
     edited = torch.empty((count + 1, raw.shape[1]), dtype=torch.float32, device=raw.device)
     edited[:count] = raw
-    edited[count] = 0.0
+    edited[count:].fill_(0.0)
     if batch.penalties is not None:
         penalise(edited[:count], batch.penalties, _entries(batch.penalties.rows, index, rows))
     if batch.bias is not None:

@@ -1,0 +1,21 @@
+"""Phases: how long each part of a worker's start takes, told in its log at level debug."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+log = logging.getLogger("tok_core")
+
+
+class Phases:
+    """A clock that is read at the end of each part."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def done(self, part: str) -> None:
+        """`part` is what was done since the last call, or since this was made."""
+        now = time.monotonic()
+        log.debug("start: %s: %.1f s", part, now - self._began)
+        self._began = now
