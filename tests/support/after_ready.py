@@ -59,7 +59,7 @@ def _watch_launches(runner: Runner) -> set[str]:
             torch.cuda.set_sync_debug_mode("warn")
             launched = launch(step)
             torch.cuda.set_sync_debug_mode("default")
-        waits.update(f"{one.filename}:{one.lineno}" for one in found if "synchronizing" in str(one.message))
+        waits.update(f"{one.filename}:{one.lineno}" for one in found if "called a synchronizing" in str(one.message))
         return launched
 
     runner.launch = watched  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from tok_core.parallel.peers import Peers
 from tok_core.parallel.place import Place
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.worker.draw import CHUNK, draw, extras
+from tok_core.worker.products import load_products
 from tok_core.worker.state import WorkerState
 from tok_core.worker.trial import trial_step
 from tok_kernels import choose
@@ -144,6 +145,7 @@ def compute(
         logits, chained = [], []
         for few in few_tokens:
             tensor.few_tokens = few
+            load_products(model, PROMPT, place.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
         tensor.few_tokens = few_tokens[0]

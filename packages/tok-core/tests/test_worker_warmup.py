@@ -5,19 +5,24 @@ On a CPU a position outside of either is an error; a GPU would read past the tab
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.tiny_models import make_model
 from tok_core.model.config import read_config
+from tok_core.model.decoder import DecoderLayer
 from tok_core.model.registry import build
 from tok_core.model.weights import load
 from tok_core.worker import draw
 from tok_core.worker.graphs import kept_rows, sizes
 from tok_core.worker.memory import graph_rows, largest_step, measured_len
+from tok_core.worker.products import load_products, numbers
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_core.worker.trial import trial_step, try_out
@@ -99,3 +104,25 @@ def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     step = trial_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
     assert len(try_out(runner, step).token) == 20
     assert portions == [slice(0, 20)]
+
+
+def test_products_of_each_number_of_rows_are_computed_once(directory: Path) -> None:
+    model = runner_of(directory, 4, 64, 16, 64).model
+    layer = next(iter(model.model.layers.values()))
+    assert isinstance(layer, DecoderLayer)
+    attention, mlp = layer.self_attn, layer.mlp
+    seen: dict[str, list[int]] = {}
+    for name, linear in (("qkv", attention.qkv_proj), ("o", attention.o_proj), ("down", mlp.down_proj)):
+        rows = seen.setdefault(name, [])
+        linear.register_forward_pre_hook(lambda _, arguments, rows=rows: rows.append(len(arguments[0])))
+    logits = seen.setdefault("logits", [])
+    model.logits = lambda x: logits.append(len(x))  # type: ignore[assignment, method-assign, return-value]
+    load_products(model, 100, 9)
+    assert seen == {**dict.fromkeys(("qkv", "o", "down"), numbers(100)), "logits": [8, 9]}
+
+
+@given(st.integers(1, 9000))
+def test_numbers_of_rows_are_no_further_apart_than_a_tile(most: int) -> None:
+    found = numbers(most)
+    assert found[-1] == most
+    assert all(0 < after - before <= (8 if after <= 1024 else 64) for before, after in pairwise([0, *found]))

@@ -15,7 +15,7 @@ from tok_core.model.config import ModelConfig
 from tok_core.model.layers import MLP, Attention, Embedding, Linear, Placement, RMSNorm, Step
 from tok_core.parallel.share import Part
 from tok_core.parallel.tensor import VocabularyShards
-from tok_core.parallel.tensor_forms import form
+from tok_core.parallel.tensor_forms import Form, form
 from tok_kernels import AttentionBatch, LayerCache, rope_table
 
 
@@ -42,6 +42,18 @@ class DecoderLayer(nn.Module, ABC):
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
+
+    def products(self, x: Tensor, shared: Form | None) -> Tensor:
+        """All of the layer but what attention computes between its two products, of the stream as `shared` cuts it."""
+        attention = self.self_attn
+        if shared is None:
+            qkv_TF = attention.qkv_proj(x, norm=self.input_layernorm)
+            x = attention.o_proj(qkv_TF[:, : attention.sizes[0]].to(x.dtype), residual_TN=x)
+        else:
+            qkv_TF = shared.enter(x, self.input_layernorm, attention.qkv_proj)[: shared.tokens]
+            x = shared.leave(qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype), attention.o_proj, x)
+        out: Tensor = self.mlp(x, self.post_attention_layernorm, shared)
+        return out
 
 
 class Decoder(nn.Module):

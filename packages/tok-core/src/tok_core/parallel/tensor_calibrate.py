@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tok_core.errors import InvalidField
 from tok_core.parallel.tensor_forms import Form, Overlapped, Replicated, Sharded
@@ -152,17 +151,7 @@ def layer_seconds(model: CausalLM, kind: type[Form], tokens: int) -> float:
     rows = tokens if kind is Replicated else -(-tokens // tensor.ranks)
     x = torch.randn((rows, model.config.hidden_size), dtype=model.dtype, device=tensor.device)
     layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
-    return _seconds(lambda: halves(layer, form, x), tensor.device, captured=tokens <= CAPTURED)
-
-
-@torch.inference_mode()
-def halves(layer: DecoderLayer, form: Form, x: Tensor) -> Tensor:
-    """Both halves of a layer without the attention between the first one's products."""
-    attention = layer.self_attn
-    qkv_TF = form.enter(x, layer.input_layernorm, attention.qkv_proj)[: form.tokens]
-    x = form.leave(qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype), attention.o_proj, x)
-    out: Tensor = layer.mlp(x, layer.post_attention_layernorm, form)
-    return out
+    return _seconds(lambda: layer.products(x, form), tensor.device, captured=tokens <= CAPTURED)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from tok_core.messages import MOST_LEVELS, StepInput
 from tok_core.worker.draw import CHUNK
 from tok_core.worker.graphs import sizes
 from tok_core.worker.memory import SLACK, Measured, largest_step
+from tok_core.worker.products import load_products
 from tok_core.worker.runner import Runner
 from tok_core.worker.trial import trial_step, try_out
 
@@ -22,6 +23,7 @@ def warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int
         runner.graphs.capture(sizes(measured.graph_rows))
     # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
+    load_products(runner.model, max_step_tokens, min(state.slots, max_step_tokens))
     for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         try_out(runner, step)
     runner.forget()
