@@ -18,7 +18,7 @@ from tok_core.worker.runner import Launched, Runner
 
 
 class SetUpLate(NamedTuple):
-    """Kernels compiled or loaded, graphs captured and blocks of memory taken from the driver after "ready"; and where
+    """Kernels compiled, graphs captured and blocks of memory taken from the driver after "ready"; and where
     the host waited for the device while it launched steps."""
 
     kernels: list[str]

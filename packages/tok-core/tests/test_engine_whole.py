@@ -183,7 +183,7 @@ async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop
     loop, params = asyncio.get_running_loop(), SamplingParams()
     mailbox = Mailbox(loop, engine._core)
     requests = [StreamedRequest(rid, str(rid), [1], params, mailbox.tell, None) for rid in range(2 * WOKEN + 5)]
-    mailbox.streams = {one.rid: RequestStream(engine._core, one) for one in requests}
+    mailbox.streams = {one.rid: RequestStream(engine._core, one, mailbox.loop) for one in requests}
     mailbox.tell(requests)
     woken: list[int] = []
     async with asyncio.timeout(60):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tok_core.parallel.tensor import TensorParallel
-from tok_core.parallel.tensor_calibrate import NEVER, choose, last_ahead, told
+from tok_core.parallel.tensor_calibrate import NEVER, choose, last_ahead
 from tok_core.parallel.tensor_forms import Overlapped, Replicated, Sharded, form
 
 SIZES = (16, 32, 64, 128, 256)
@@ -40,11 +39,6 @@ def test_thresholds_hold_for_all_sizes_beyond_them(
 def test_what_is_ahead_at_a_size_may_not_have_been_behind_at_a_smaller_one() -> None:
     assert last_ahead(SIZES, (1, 2, 9, 1, 1), (2, 2, 2, 2, 2)) == 32
     assert last_ahead(SIZES, (3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
-
-
-def test_what_was_measured_is_told_in_one_line() -> None:
-    line = told((16, 512), (0.5e-3, 2e-3), (1e-3, 1.5e-3), (math.inf, 1e-3))
-    assert line.endswith(": 16 tokens 0.500/1.000/-, 512 tokens 2.000/1.500/1.000")
 
 
 @pytest.fixture

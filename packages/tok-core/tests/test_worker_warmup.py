@@ -21,12 +21,12 @@ from tok_core.model.registry import build
 from tok_core.model.weights import load
 from tok_core.worker import draw
 from tok_core.worker.graphs import kept_rows, sizes
-from tok_core.worker.memory import graph_rows, largest_step, measured_len
+from tok_core.worker.memory import Measured, graph_rows, largest_step, measured_len
 from tok_core.worker.products import load_products, numbers
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_core.worker.trial import trial_step, try_out
-from tok_core.worker.warmup import kinds
+from tok_core.worker.warmup import kinds, warm_up
 from tok_kernels import Sampled, choose
 
 CPU = torch.device("cpu")
@@ -119,6 +119,17 @@ def test_products_of_each_number_of_rows_are_computed_once(directory: Path) -> N
     model.logits = lambda x: logits.append(len(x))  # type: ignore[assignment, method-assign, return-value]
     load_products(model, 100, 9)
     assert seen == {**dict.fromkeys(("qkv", "o", "down"), numbers(100)), "logits": [8, 9]}
+
+
+def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    runner, asked = runner_of(directory, 3, 64, 16, 64), []
+    monkeypatch.setattr("tok_core.worker.warmup.load_products", lambda model, *most: asked.append(most))
+    for tokens in (100, 700):
+        warm_up(runner, Measured(step_bytes=1, graph_rows=0, graph_bytes=0), tokens)
+    assert asked == [(100, 3), (3 * 64, 3)]
 
 
 @given(st.integers(1, 9000))

@@ -296,10 +296,9 @@ def test_each_worker_leaves_a_trace_and_is_told_of(
 ) -> None:
     file, other = tmp_path / "t.json", tmp_path / ("t.stage0.rank1.json" if shared == "--tp" else "t.stage0.rank0.json")
     other.write_text("of an earlier run")
-    words[words.index("--model") + 1] = str(model := make_model("llama", tmp_path / "two"))
+    words[words.index("--model") + 1] = str(make_model("llama", tmp_path / "two"))
     words[words.index("--workload") + 1] = str(long := tmp_path / "long.jsonl")
     long.write_text('{"ids": [1, 2], "max_tokens": 60, "ignore_eos": true}\n')
-    assert model.name == "two"
     assert tok([*words, shared, "2", "--reps", "1", "--trace", str(file), "--trace-steps", "6"]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)

@@ -117,6 +117,8 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
+    if sizes:  # of attention: the others are then nobody's, and no reason to refuse a `tp`
+        model = replace(model, intermediate_size=config.tp, vocab_size=config.tp)
     model = replace(
         model,
         num_heads=sizes.get("heads", model.num_heads),

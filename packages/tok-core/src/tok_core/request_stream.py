@@ -21,8 +21,11 @@ class RequestStream:
     Deltas of its samples interleave. Raises EngineDead if a process dies. Leaving early? Call `abort`.
     """
 
-    def __init__(self, core: EngineCore, request: OpenRequest) -> None:
+    __slots__ = ("_core", "_left", "_loop", "_news", "_queued", "_readers", "_request", "_unread")
+
+    def __init__(self, core: EngineCore, request: OpenRequest, loop: asyncio.AbstractEventLoop) -> None:
         self._core = core
+        self._loop = loop
         self._request = request
         self._readers: list[asyncio.Future[None]] = []  # who waits for news: an asyncio.Event costs more
         self._queued = False  # to be told that there is news
@@ -106,7 +109,7 @@ class RequestStream:
         is nothing before it."""
         while self._left and not self._unread:
             if not self._news:
-                reader = asyncio.get_running_loop().create_future()
+                reader = self._loop.create_future()
                 self._readers.append(reader)
                 await reader
                 continue  # another may have waited for it, too
@@ -149,7 +152,7 @@ class Mailbox:
             self._sending = True
             self.loop.call_soon(self._send)
         # What is told meanwhile waits: the loop runs this.
-        found = self.streams[request.rid] = RequestStream(self._core, request)
+        found = self.streams[request.rid] = RequestStream(self._core, request, self.loop)
         return found
 
     def tell(self, requests: Sequence[OpenRequest]) -> None:

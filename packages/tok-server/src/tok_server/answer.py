@@ -24,10 +24,6 @@ from tok_server.usage import usage
 
 log = logging.getLogger("tok.server")
 
-REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-STARTED = web.RequestKey("STARTED", float)
-FAILED = web.RequestKey("FAILED", int)  # status of an error that happened after "200 OK" was sent
-
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -80,7 +76,7 @@ def check_drawn(job: Job, most: int) -> None:
 
 def in_time(request: web.Request, context: Context) -> Deadline:
     """`with in_time(…):` raises ApiError (504) once the request has taken all the time it may."""
-    return context.deadlines.since(request[STARTED])
+    return context.deadlines.since(request[COUNTS].started)
 
 
 async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
@@ -91,7 +87,8 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
             await check_grammar(context.engine, job, MOST_CHECKS)
         context.admit()  # meanwhile the engine did not count this one
     headers = ignored_header(context, job.ignored)
-    async with submitted(context.engine, job, request[COUNTS]) as streams:
+    counts = request[COUNTS]
+    async with submitted(context.engine, job, counts) as streams:
         if job.stream:
             return await _stream(request, context, job, form, streams, headers)
         with in_time(request, context):
@@ -100,9 +97,9 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
         _check_ended(output)
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
-        context.metrics.began(min(first) - request[STARTED])
-    short = job.params.logprobs is None and len(outputs) * job.drawn <= FEW
-    body = await context.work(lambda: form.whole(outputs), short=short)
+        context.metrics.began(min(first) - counts.started)
+    few = job.params.logprobs is None and len(outputs) * job.drawn <= FEW
+    body = form.whole(outputs) if few else await context.work(lambda: form.whole(outputs))
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
@@ -123,21 +120,22 @@ async def _stream(
     await response.prepare(request)
     try:
         with in_time(request, context):
-            await _write(response, request, context, job, form, streams)
+            last = await _write(response, request, context, job, form, streams)
     except ConnectionError:
         raise
     except Exception as error:
         # The status line is gone; what is left is an event that says what happened, and the end of the stream.
-        failure = of_exception(error, request[REQUEST_ID])
-        request[FAILED] = failure.status
+        counts = request[COUNTS]
+        failure = of_exception(error, counts.id)
+        counts.failed = failure.status
         context.metrics.refuse(failure.limit)
         if failure.status >= 500:
             trace = error if failure.status == 500 else None
-            log.error("%s: failed while streaming: %s", request[REQUEST_ID], error, exc_info=trace)
+            log.error("%s: failed while streaming: %s", counts.id, error, exc_info=trace)
         for stream in streams:
             stream.abort()
-        await response.write(form.failed(failure))
-    await response.write_eof()
+        last = form.failed(failure)
+    await response.write_eof(last)
     return response
 
 
@@ -148,20 +146,31 @@ async def _write(
     job: Job,
     form: Form,
     streams: list[RequestStream],
-) -> None:
+) -> bytes:
+    """All events but the last ones, which are returned."""
     if data := form.opening():
         await response.write(data)
     tokens = 0
+
+    def events(prompt: int, batch: Sequence[Delta]) -> bytes:
+        nonlocal tokens
+        gained = _tokens_of(batch)
+        if gained and not tokens:
+            context.metrics.began(time.monotonic() - request[COUNTS].started)
+        tokens += gained
+        return b"".join([form.events(prompt, delta) for delta in batch])
+
     judge = None if job.stop_when is None else Judge(job.stop_when)
-    async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
-        async for prompt, batch in batches:
-            gained = _tokens_of(batch)
-            if gained and not tokens:
-                context.metrics.began(time.monotonic() - request[STARTED])
-            tokens += gained
-            if data := b"".join([form.events(prompt, delta) for delta in batch]):
+    if judge is None and len(streams) == 1:  # most are: each generator on the way takes its time for each token
+        while batch := await streams[0].batch():
+            if data := events(0, batch):
                 await response.write(data)
-    await response.write(form.closing(usage(streams, tokens), None if judge is None else judge.result()))
+    else:
+        async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
+            async for prompt, batch in batches:
+                if data := events(prompt, batch):
+                    await response.write(data)
+    return form.closing(usage(streams, tokens), None if judge is None else judge.result())
 
 
 def _tokens_of(batch: Sequence[Delta]) -> int:

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from tok_server.context import CONTEXT, Context
+from tok_server.context import Context
 from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid, limited, too_large
 from tok_server.wire import BadJson, decode
@@ -18,19 +18,18 @@ JSON = "application/json"
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
-async def read_body(request: web.Request, timeout: float) -> bytes:
+async def read_body(request: web.Request, context: Context) -> bytes:
     """The body's bytes. Errors: ApiError 400 (content type, cut short), 408 (slow), 413 (large), 503 (too many)."""
     given = request.headers.get("Content-Type", JSON)
     if given != JSON and (kind := request.content_type) != JSON:
         raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: {JSON}")
-    context = request.app[CONTEXT]
     try:
         if request.content.is_eof():  # it has come together with the head
             return _taken(request, context)
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(context.settings.body_timeout):
             return await _read(request, context)
     except TimeoutError as error:
-        message = f"the body did not arrive within {timeout:g} seconds"
+        message = f"the body did not arrive within {context.settings.body_timeout:g} seconds"
         raise limited("body_timeout", 408, message, code="request_timeout") from error
     except web.RequestPayloadError as error:
         raise invalid(None, f"the body cannot be read: {error}") from error
@@ -70,8 +69,8 @@ def hold(request: web.Request, context: Context, size: int) -> None:
 
 def check_encoding(request: web.Request) -> None:
     """Raises ApiError (415) for a body packed in a way that nobody unpacks. Others are measured unpacked."""
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() not in ENCODINGS:
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() not in ENCODINGS:
         message = f"Content-Encoding is {encoding[:80]!r}; allowed: identity, gzip, deflate"
         raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
 

@@ -35,7 +35,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     """The assistant's next message in a conversation."""
     context = request.app[CONTEXT]
     context.admit()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     settings = context.settings
     job = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
     return await answer(request, context, job, ChatForm(job, TokenTexts(context.engine.tokenizer)))

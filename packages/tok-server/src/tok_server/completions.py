@@ -40,11 +40,12 @@ async def create(request: web.Request) -> web.StreamResponse:
     """Text that continues a prompt."""
     context = request.app[CONTEXT]
     context.admit()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     # Text needs the tokenizer, which takes its time and leaves the interpreter to others meanwhile.
     short = len(body) <= SHORT and TOKEN_IDS.search(body) is not None
-    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name), short=short)
-    return await answer(request, context, job, CompletionForm(job, TokenTexts(context.engine.tokenizer)))
+    engine, model = context.engine, context.settings.model_name
+    job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
+    return await answer(request, context, job, CompletionForm(job, TokenTexts(engine.tokenizer)))
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:

@@ -107,10 +107,8 @@ class Context:
         if not self.ready:
             raise unavailable("the engine is starting", "starting")
 
-    async def work(self, function: Callable[[], T], *, short: bool = False) -> T:
-        """What `function` returns, computed in a thread unless it is `short`: below some 0.2 ms."""
-        if short:
-            return function()
+    async def work(self, function: Callable[[], T]) -> T:
+        """What `function` returns, computed in a thread: not worth it for what takes less than some 0.2 ms."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
 

@@ -1,4 +1,4 @@
-"""Counts: what one HTTP request has cost so far, for the log, its rate limit and its span."""
+"""Counts: what is known of one HTTP request: its name and what it has cost, for log, rate limit and span."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from tok_server.dashboard.latency import Took
 
 @dataclass(slots=True)
 class Counts:
-    """What one HTTP request has cost so far. Times are those of `time.monotonic`.
+    """What is known of one HTTP request so far. Times are those of `time.monotonic`.
 
+    id            tells it apart from others, in the log and to its client
     key           number of the API key that it came with; `auth.ANYONE`: none was needed
     queued        when the engine got it
     first_token   when its first token came
     held_bytes    of its body, as far as it has been read
+    failed        status of an error that happened after "200 OK" was sent
     """
 
+    id: str
     key: int = -1
     started: float = field(default_factory=time.monotonic)
     queued: float | None = None
@@ -31,6 +34,7 @@ class Counts:
     cached_tokens: int = 0
     output_tokens: int = 0
     held_bytes: int = 0
+    failed: int | None = None
 
     def took(self, now: float) -> Took | None:
         """How long it took, ending now; None: it made no tokens. A token's time is that of samples of mean length."""

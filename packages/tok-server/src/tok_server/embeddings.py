@@ -74,9 +74,10 @@ async def create(request: web.Request) -> web.StreamResponse:
     """Vectors that stand for texts."""
     context = request.app[CONTEXT]
     context.admit()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     short = len(body) <= SHORT and _TOKEN_IDS.search(body) is not None
-    job = await context.work(lambda: parse(body, context.engine, context.settings.model_name), short=short)
+    engine, model = context.engine, context.settings.model_name
+    job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
     context.admit()  # since the request came, others have been read and submitted
     with in_time(request, context):
         outputs = await job.embed(context.engine)
@@ -84,7 +85,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     counts.prompt_tokens += sum(map(len, job.prompts))
     counts.cached_tokens += sum(one.cached_tokens for one in outputs)
     few = sum(len(one.embedding) for one in outputs) <= FEW_NUMBERS
-    answer = await context.work(lambda: job.whole(outputs), short=few)
+    answer = job.whole(outputs) if few else await context.work(lambda: job.whole(outputs))
     return web.Response(body=answer, content_type="application/json", headers=ignored_header(context, job.ignored))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from tok_server.answer import FAILED, REQUEST_ID, STARTED
 from tok_server.body import check_encoding
 from tok_server.connections import Connection
 from tok_server.context import CONTEXT, Context
@@ -30,9 +29,7 @@ API = "/v1/"
 async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every handler."""
     context = request.app[CONTEXT]
-    request[REQUEST_ID] = new_id("req")
-    counts = request[COUNTS] = Counts()
-    request[STARTED] = counts.started
+    counts = request[COUNTS] = Counts(new_id("req"))
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request.writer, request.content)
@@ -44,18 +41,18 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
             await context.turns.begin()
             _let_in(request, context, counts)
             response = await handler(request)
-        status = request.get(FAILED, response.status)
+        status = counts.failed or response.status
         return response
     except ConnectionError as error:
         raise asyncio.CancelledError from error
     except Exception as error:
-        failure = of_exception(error, request[REQUEST_ID])
+        failure = of_exception(error, counts.id)
         status = failure.status
         context.metrics.refuse(failure.limit)
         if status >= 500:
             trace = error if status == 500 else None
             level = logging.WARNING if status == NOT_SERVED else logging.ERROR
-            log.log(level, "%s: %s", request[REQUEST_ID], error or type(error).__name__, exc_info=trace)
+            log.log(level, "%s: %s", counts.id, error or type(error).__name__, exc_info=trace)
         return failure.response()
     finally:
         if isinstance(connection, Connection):
@@ -83,7 +80,7 @@ async def dress(request: web.Request, response: web.StreamResponse) -> None:
     """The headers of every answer. For `on_response_prepare`."""
     context = request.app[CONTEXT]
     headers = response.headers
-    headers["x-request-id"] = request[REQUEST_ID]
+    headers["x-request-id"] = request[COUNTS].id
     headers["Server"] = "tok"  # and not what it is built of
     headers["X-Content-Type-Options"] = "nosniff"
     if more := context.origins.headers(request.headers.get("Origin")):
@@ -104,7 +101,7 @@ def _record(context: Context, request: web.Request, counts: Counts, status: int)
     if status < 400 and (took := counts.took(now)) is not None:
         context.latencies.observe(took)
     if context.telemetry is not None:
-        context.telemetry.record(request, endpoint, counts, status, request[REQUEST_ID])
+        context.telemetry.record(request, endpoint, counts, status)
     level = logging.DEBUG if endpoint in QUIET else logging.INFO
     if not log.isEnabledFor(level):
         return
@@ -112,7 +109,7 @@ def _record(context: Context, request: web.Request, counts: Counts, status: int)
     log.log(
         level,
         "%s %s %s: %d, %.3f s",
-        request[REQUEST_ID],
+        counts.id,
         request.method,
         path,
         status,
@@ -124,7 +121,7 @@ def _record(context: Context, request: web.Request, counts: Counts, status: int)
 def _fields(request: web.Request, counts: Counts, status: int, seconds: float, path: str) -> dict[str, object]:
     """What a structured log says of a request beside its line."""
     found: dict[str, object] = {
-        "request_id": request[REQUEST_ID],
+        "request_id": counts.id,
         "method": request.method,
         "path": path,
         "status": status,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
@@ -81,16 +80,6 @@ def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> Req
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
-    if len(streams) == 1:
-        while batch := await streams[0].batch():
-            yield 0, batch
-        return
-    async with aclosing(_interleaved(streams)) as batches:
-        async for found in batches:
-            yield found
-
-
-async def _interleaved(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:

@@ -40,7 +40,7 @@ class Telemetry:
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
         self._model = model
 
-    def record(self, request: web.Request, endpoint: str, counts: Counts, status: int, request_id: str) -> None:
+    def record(self, request: web.Request, endpoint: str, counts: Counts, status: int) -> None:
         """A request has ended, just now: its span, as part of the trace that its `traceparent` names."""
         now = time.time_ns()
         later = time.monotonic()
@@ -58,7 +58,7 @@ class Telemetry:
                 "http.route": endpoint,
                 "url.path": request.rel_url.raw_path[:500],
                 "http.response.status_code": status,
-                "tok.request_id": request_id,
+                "tok.request_id": counts.id,
             },
         )
         if counts.queued is not None:

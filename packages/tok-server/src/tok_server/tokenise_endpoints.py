@@ -32,7 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text or a chat."""
     context = request.app[CONTEXT]
     context.await_start()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     settings = context.settings
     found = await context.work(lambda: _tokens(body, context.engine, settings.model_name, settings.formats))
     return web.Response(body=encode(found), content_type="application/json")
@@ -42,7 +42,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens."""
     context = request.app[CONTEXT]
     context.await_start()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     found = await context.work(lambda: _text(body, context.engine, context.settings.model_name))
     return web.Response(body=encode(found), content_type="application/json")
 

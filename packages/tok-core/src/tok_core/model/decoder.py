@@ -45,13 +45,16 @@ class DecoderLayer(nn.Module, ABC):
 
     def products(self, x: Tensor, shared: Form | None) -> Tensor:
         """All of the layer but what attention computes between its two products, of the stream as `shared` cuts it."""
-        attention = self.self_attn
+        attention, norm = self.self_attn, self.input_layernorm
         if shared is None:
-            qkv_TF = attention.qkv_proj(x, norm=self.input_layernorm)
-            x = attention.o_proj(qkv_TF[:, : attention.sizes[0]].to(x.dtype), residual_TN=x)
+            qkv_TF = attention.qkv_proj(x, norm=norm)
         else:
-            qkv_TF = shared.enter(x, self.input_layernorm, attention.qkv_proj)[: shared.tokens]
-            x = shared.leave(qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype), attention.o_proj, x)
+            qkv_TF = shared.enter(x, norm, attention.qkv_proj)[: shared.tokens]
+        out_TF = qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype)
+        if shared is None:
+            x = attention.o_proj(out_TF, residual_TN=x)
+        else:
+            x = shared.leave(out_TF, attention.o_proj, x)
         out: Tensor = self.mlp(x, self.post_attention_layernorm, shared)
         return out
 

@@ -95,14 +95,14 @@ class Share:
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
     """The layers of each pipeline stage, such that the costliest stage costs as little as can be.
 
-    A cost is a number of multiplications a token: of a layer's weights, and in the last stage of the LM head's for
-    every other token, as nothing is drawn after most of a prompt's; the first stage also copies a row of the embedding.
-    Among equally good cuts the most even one is taken. Raises InvalidField, naming `pp`, for more stages than layers.
+    A cost is a number of multiplications a token: of a layer's weights, and of the LM head's in the last stage; the
+    first stage also copies a row of the embedding. Among equally good cuts the most even one is taken. Raises
+    InvalidField, naming `pp`, for more stages than layers.
     """
     layers = config.num_layers
     if stages > layers:
         raise InvalidField("pp", stages, f"at most {layers}, the model's layers")
-    head = config.vocab_size * config.hidden_size // 2
+    head = config.vocab_size * config.hidden_size
     counts = cut(layers, layer_cost(config), config.hidden_size, head, stages)
     ends = list(accumulate(counts, initial=0))
     return [range(start, stop) for start, stop in pairwise(ends)]

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,10 +47,10 @@ def calibrate(model: CausalLM, peers: Peers, most_tokens: int, async_from: int |
     if async_from != 0 and symmetric:
         tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
     tensor.most_bytes = peers.of_first(_exchanged_bytes(tensor))
-    seconds = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
+    measured = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
     if peers.place.number == 0:
-        log.debug("%s", told(*seconds))
-    few, overlapped = choose(*seconds)
+        log.debug("%s", told(*measured))
+    few, overlapped = choose(*measured)
     few, overlapped = peers.of_first(few), async_from or peers.of_first(overlapped)
     tensor.few_tokens, tensor.async_tokens = few, None if overlapped == NEVER else overlapped
 
@@ -72,11 +72,16 @@ def _sum_seconds(tensor: TensorParallel, size: int, most_bytes: int) -> float:
     return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
 
 
-Seconds = tuple[list[int], list[float], list[float], list[float]]
-"""Rising numbers of tokens; at each the seconds of a layer: streams whole, cut, and overlapped (inf: not measured)."""
+class Measured(NamedTuple):
+    """Seconds of a layer at each of rising numbers of tokens: streams whole, cut, and overlapped; inf: not measured."""
+
+    sizes: list[int]
+    whole: list[float]
+    sharded: list[float]
+    overlapped: list[float]
 
 
-def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> Seconds:
+def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> Measured:
     """All sizes are measured before anything is decided: ranks see different times, and must launch the same
     collectives.
     """
@@ -86,7 +91,7 @@ def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> Seconds
     overlapped = [
         layer_seconds(model, Overlapped, tokens) if may_overlap and tokens > CAPTURED else math.inf for tokens in sizes
     ]
-    return sizes, whole, sharded, overlapped
+    return Measured(sizes, whole, sharded, overlapped)
 
 
 def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:

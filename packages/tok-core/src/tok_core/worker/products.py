@@ -1,11 +1,14 @@
 """Products: what computes them for each number of rows is loaded before the first request.
 
-Which of cuBLAS's kernels that is depends on the number of rows, in steps of about a tile. Each is loaded when it is
-used for the first time, and this waits until the device has nothing to do: in a pipeline until other stages have sent
-what transfers on it wait for, so that stages would compute one after the other.
+Which of cuBLAS's kernels that is depends on the number of rows, mostly in steps of about a tile. Each is loaded when it
+is used for the first time, and this waits until the device has nothing to do: in a pipeline until other stages have
+sent what transfers on it wait for, so that stages would compute one after the other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 
@@ -15,15 +18,17 @@ from tok_core.parallel.tensor_forms import form
 
 @torch.inference_mode()
 def load_products(model: CausalLM, most_tokens: int, most_rows: int) -> None:
-    """Computes those of one layer for up to `most_tokens` of a step, and logits of up to `most_rows` rows.
+    """Computes those of a layer for up to `most_tokens` of a step, and logits of up to `most_rows` rows.
 
     To be called by all workers of a replica at the same point.
     """
-    layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
+    layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
+    unlike = {layer.self_attn.qkv_proj.weight.dtype: layer for layer in layers}  # they may differ in nothing else
     device, size = model.cos_sin_LD.device, model.config.hidden_size
     for tokens in numbers(most_tokens):
         shared = None if model.tensor is None else form(model.tensor, tokens)
-        layer.products(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
+        for layer in unlike.values():
+            layer.products(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
     for rows in numbers(most_rows) if model.share.place.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
 

@@ -31,8 +31,8 @@ from tok_core.worker.backend import (
     choose_device,
     choose_dtype,
 )
+from tok_core.worker.clock import Clock
 from tok_core.worker.memory import Measured, cache_tokens, measure, measured_len
-from tok_core.worker.phases import Phases
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.warmup import warm_up
@@ -61,20 +61,20 @@ def set_up(
     Raises ModelError, InvalidField, or EngineError where the memory is too small.
     """
     path, place = Path(config.model), place or next(places(config.pp, config.tp))
-    phases = Phases()
+    clock = Clock()
     model_config = read_config(path)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = Share.of(model_config, place).local(model_config)
     device = choose_device(config, replica, place, gpu)
     peers = join(place, rendezvous, device)
-    phases.done("device and peers")
+    clock.done("device and peers")
     dtype = choose_dtype(config.dtype, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     backend = choose_backend(config.backend, device, shape)
-    phases.done("choice of kernels")
+    clock.done("choice of kernels")
     model = _load_model(config, path, model_config, backend, peers, dtype)
-    phases.done("weights")
+    clock.done("weights")
     most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
     max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
@@ -82,7 +82,7 @@ def set_up(
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
     few_tokens, async_tokens = _thresholds(model, place)
-    phases.done("forms of sharing a layer")
+    clock.done("forms of sharing a layer")
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
     measured, words = None, 0
     if device.type == "cuda":
@@ -90,7 +90,7 @@ def set_up(
         guided = peers.least((path / "tokenizer.json").is_file())
         words = -(-model_config.vocab_size // 32) if guided else 0
         measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
-    phases.done("the largest step, and how far graphs pay")
+        clock.done("the largest step, and how far graphs pay")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
     per_token, on_host = kv_bytes_per_token(local, cache_dtype), on_host or config.dp * place.workers
     tokens = peers.least(cache_tokens(config, per_token, tables, device, measured, on_host))
@@ -99,11 +99,11 @@ def set_up(
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
     tracer = _tracer(config, place, device) if replica == 0 else None
     runner = Runner(model, backend, state, tracer, pipeline)
-    phases.done("cache")
+    clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
     peers.least(0)  # waits for the others
-    phases.done("graphs and warm-up")
+    clock.done("graphs and warm-up")
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,

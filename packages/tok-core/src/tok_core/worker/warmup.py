@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 
 from tok_core.messages import MOST_LEVELS, StepInput
 from tok_core.worker.draw import CHUNK
@@ -23,12 +24,12 @@ def warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int
         runner.graphs.capture(sizes(measured.graph_rows))
     # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
-    load_products(runner.model, max_step_tokens, min(state.slots, max_step_tokens))
+    load_products(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
     for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         try_out(runner, step)
     runner.forget()
-    for _ in range(2):  # draws that come from another stage are recorded by the step after theirs
-        runner.launch(trial_step(decode=1)).output()
+    for length in (1, 2):  # draws that come from another stage are recorded by the step after theirs
+        runner.launch(structs.replace(trial_step(decode=1), max_kv=length)).output()
     runner.forget()
     torch.cuda.synchronize(state.device)
 
@@ -46,7 +47,8 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
         shared = min(pages, max(LONG, PAIRS // rows) // page_size)
         if rows > 1 and shared:
             prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MOST_LEVELS + 1)]
-            found += [trial_step(decode=rows, groups=1, prefix=shared * page_size)]
+            if rows > 3:
+                found.append(trial_step(decode=rows, groups=1, prefix=shared * page_size))
             found += [trial_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]
     few = min(8, slots - 1, tokens - 1)
     if few > 0:

@@ -40,7 +40,7 @@ async def create(request: web.Request) -> web.Response:
     """Begins a batch with an uploaded file."""
     service, context = batches_of(request)
     context.admit()
-    asked = _read(await read_body(request, context.settings.body_timeout))
+    asked = _read(await read_body(request, context))
     try:
         return _json(await service.create(_job(asked, service, context.settings.model_name)))
     except Missing as error:

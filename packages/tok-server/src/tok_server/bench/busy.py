@@ -40,10 +40,11 @@ class Busy:
     """`seconds` from the first start to the last end, `idle` of them nothing ran; works and gaps, largest first.
 
     exchanging  seconds in which nothing ran but NCCL's kernels and copies between devices, their waits for other
-                devices included. The kernels by which ranks exchange small sums are not among these: what they exchange
-                is a fraction of a kernel that adds it up, too
+                devices included: at least what exchanging cost, as other kernels, which sum small tensors or signal
+                that memory may be read, wait for other ranks, too
 
-    A stage of a pipeline waits for the one before it in a kernel of NCCL's: `idle + exchanging` is its bubble.
+    A stage of a pipeline waits for the one before it in a kernel of NCCL's: without tensor-parallel ranks
+    `idle + exchanging` is its bubble.
     """
 
     seconds: float

@@ -7,6 +7,7 @@ does not grow with the requests.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ SHARES = (0.5, 0.9, 0.99)
 
 LOW, HIGH = 1e-4, 1e4  # seconds
 RATIO = 1.15
-LOG_RATIO = math.log(RATIO)
-BUCKETS = 2 + math.ceil(math.log(HIGH / LOW) / LOG_RATIO)
+BUCKETS = 2 + math.ceil(math.log(HIGH / LOW) / math.log(RATIO))
+BOUNDS = [LOW * RATIO**bucket for bucket in range(BUCKETS - 1)]  # the most seconds of each bucket but the last
 
 RECENT = 10  # seconds
 SLICES = 360  # of RECENT seconds: an hour
@@ -49,7 +50,7 @@ class Latencies:
         """One request has ended well."""
         for kind, seconds in enumerate(took):
             if seconds is not None:
-                self._now[kind][_bucket(seconds)] += 1
+                self._now[kind][bisect_left(BOUNDS, seconds)] += 1
 
     def tick(self) -> None:
         """A second is over."""
@@ -84,13 +85,6 @@ def _none() -> list[list[int]]:
 def _sum(slices: Counts) -> Counts:
     summed: Counts = slices.sum(0, dtype=np.uint32)
     return summed
-
-
-def _bucket(seconds: float) -> int:
-    """Bucket b holds seconds up to LOW · RATIO ** b; the first and the last hold all beyond."""
-    if seconds <= LOW:
-        return 0
-    return min(BUCKETS - 1, math.ceil(math.log(seconds / LOW) / LOG_RATIO))
 
 
 def _percentiles(counts: Counts) -> list[float]:

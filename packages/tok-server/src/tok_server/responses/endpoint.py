@@ -36,7 +36,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     """What the model answers to a conversation in items."""
     context = request.app[CONTEXT]
     context.admit()
-    body = await read_body(request, context.settings.body_timeout)
+    body = await read_body(request, context)
     settings = context.settings
     job, begun = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
     return await answer(request, context, job, ResponseForm(job, begun, TokenTexts(context.engine.tokenizer)))

@@ -1,4 +1,4 @@
-"""Phases: how long each part of a worker's start takes, told in its log at level debug."""
+"""Clock: how long each part of a worker's start takes, told in its log at level debug."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 log = logging.getLogger("tok_core")
 
 
-class Phases:
-    """A clock that is read at the end of each part."""
+class Clock:
+    """Read at the end of each part."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
