@@ -23,7 +23,6 @@ from aiohttp.streams import StreamReader
 
 from tok_server.context import Context
 from tok_server.errors import ApiError, invalid, limited
-from tok_server.known_paths import KnownPaths
 
 log = logging.getLogger("tok.server")
 
@@ -38,18 +37,7 @@ SPARE_FILES = 512  # descriptors for everything but clients
 class Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = (
-        "_begun",
-        "_body",
-        "_busy",
-        "_held",
-        "_listener",
-        "_several",
-        "_socket",
-        "_taken",
-        "_taken_at",
-        "_writer",
-    )
+    __slots__ = ("_begun", "_body", "_busy", "_held", "_listener", "_socket", "_taken", "_taken_at", "_writer")
 
     def __init__(self, listener: Listener, server: web.Server) -> None:
         limits = listener.context.settings
@@ -66,7 +54,6 @@ class Connection(web.RequestHandler):
         self._listener = listener
         self._socket: asyncio.Transport | None = None
         self._busy = self._held = False
-        self._several = False  # requests have come at once: the parser stops where many wait, and holds back others
         self._begun: float | None = None  # when the head came, of which not all has come
         self._writer: AbstractStreamWriter | None = None  # of the latest request
         self._body: StreamReader | None = None  # of it, too
@@ -92,7 +79,6 @@ class Connection(web.RequestHandler):
         if data and self._begun is None and not self._busy and not rest:  # aiohttp itself sends b"", to go on
             self._begun = self._listener.now()
         super().data_received(data)
-        self._several = len(self._messages) > 1
 
     def pause_reading(self) -> None:
         self._held = True
@@ -103,7 +89,7 @@ class Connection(web.RequestHandler):
         if self._held:
             self._held = not resume_parser  # else it holds back what it has got
             super().resume_reading(resume_parser)
-        elif resume_parser and not self._upgraded and (self._several or self._body is None or not self._body.is_eof()):
+        elif resume_parser and not self._upgraded:
             self.data_received(b"")  # the parser may hold back some of what has come without a pause
 
     def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
@@ -224,7 +210,6 @@ async def listening(
 ) -> AsyncIterator[Listener]:
     """Takes connections at `port` while the context lasts. Open ones end with the runner's cleanup."""
     assert runner.server is not None
-    runner.server.request_handler = KnownPaths(runner.app, runner.server.request_handler)
     listener = Listener(context, runner.server)
     context.metrics.connections.set_function(listener.__len__)
     loop = asyncio.get_running_loop()
