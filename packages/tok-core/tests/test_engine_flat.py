@@ -16,6 +16,7 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, SamplingParams
 
 FIRST, MORE, TOGETHER = 3, 10, 250
+TRIES = 3
 LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
 
 
@@ -54,13 +55,20 @@ async def test_an_engine_holds_no_more_after_many_requests_than_after_few(tmp_pa
     options = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 65_536, "max_running": 256}
     engine = AsyncEngine(EngineConfig(model=str(path), **options), in_process=True)  # type: ignore[arg-type]
     await engine.start()
-    try:
-        before = 0
-        for batch in range(FIRST + MORE):
-            if batch == FIRST:
-                before = await held(engine)
+
+    async def serve_batches(count: int) -> int:
+        for _ in range(count):
             prompts = random.integers(0, 300, (TOGETHER, 6)).tolist()
             await asyncio.gather(*(serve(engine, number, prompt) for number, prompt in enumerate(prompts)))
-        assert await held(engine) - before < LEAST_LEAK * MORE * TOGETHER
+        return await held(engine)
+
+    try:
+        before = await serve_batches(FIRST)
+        for _ in range(TRIES):  # what leaks does so each time; what the interpreter keeps for itself grows now and then
+            after = await serve_batches(MORE)
+            grown, before = after - before, after
+            if grown < LEAST_LEAK * MORE * TOGETHER:
+                return
+        raise AssertionError(f"{grown} bytes more after {MORE * TOGETHER} requests")
     finally:
         await engine.close()
