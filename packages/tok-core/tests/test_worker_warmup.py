@@ -106,7 +106,7 @@ def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     assert portions == [slice(0, 20)]
 
 
-def test_products_of_each_number_of_rows_are_computed_once(directory: Path) -> None:
+def test_products_of_each_number_of_rows_are_computed_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = runner_of(directory, 4, 64, 16, 64).model
     layer = next(iter(model.model.layers.values()))
     assert isinstance(layer, DecoderLayer)
@@ -116,7 +116,7 @@ def test_products_of_each_number_of_rows_are_computed_once(directory: Path) -> N
         rows = seen.setdefault(name, [])
         linear.register_forward_pre_hook(lambda _, arguments, rows=rows: rows.append(len(arguments[0])))
     logits = seen.setdefault("logits", [])
-    model.logits = lambda x: logits.append(len(x))  # type: ignore[assignment, method-assign, return-value]
+    monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
     load_products(model, 100, 9)
     assert seen == {**dict.fromkeys(("qkv", "o", "down"), numbers(100)), "logits": [8, 9]}
 

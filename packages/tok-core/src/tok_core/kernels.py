@@ -24,7 +24,7 @@ from tok_kernels.phases import PHASES, Phase
 if TYPE_CHECKING:
     from tok_kernels.calibration import Measurement  # loads Triton
 
-__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases", "shapes"]
+__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
 
 
 @dataclass(frozen=True, slots=True)

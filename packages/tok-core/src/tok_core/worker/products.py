@@ -1,8 +1,8 @@
 """Products: what computes them for each number of rows is loaded before the first request.
 
 Which of cuBLAS's kernels that is depends on the number of rows, mostly in steps of about a tile. Each is loaded when it
-is used for the first time, and this waits until the device has nothing to do: in a pipeline until other stages have
-sent what transfers on it wait for, so that stages would compute one after the other.
+is used for the first time, and loading may wait until the device has nothing to do: in a pipeline until other stages
+have sent what transfers on it wait for, so that stages would compute one after the other.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class WorkerState:
         for name in _COLUMNS:
             column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
             column[slot] = put[f"new_{name}"].to(column.dtype)
-        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would wait for all that is queued
+        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` copies a 0 from the host, and waits
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
 
