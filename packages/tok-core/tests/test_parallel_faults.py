@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, SamplingParams
@@ -19,12 +21,37 @@ LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
+ON_GPUS = (
+    ({"tp": 2}, "worker 0"),
+    ({"tp": 4}, "worker 2"),
+    ({"pp": 4}, "worker 1"),
+    ({"pp": 4}, "worker 3"),
+    ({"tp": 2, "pp": 2}, "worker 3"),
+)
+
+
 @pytest.mark.parametrize(("parallel", "killed"), [({"tp": 2}, "worker 1"), ({"pp": 2}, "worker 0")], ids=str)
 async def test_any_killed_worker_ends_what_is_open_within_seconds_and_service_returns(
-    tmp_path: Path, parallel: dict[str, Any], killed: str
+    tmp_path: Path, parallel: dict[str, int], killed: str
 ) -> None:
-    path = make_model("llama", tmp_path / "llama")
-    engine = AsyncEngine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=32_768, **parallel))
+    await kill_under_load(tmp_path, "cpu", parallel, killed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parallel", "killed"), ON_GPUS, ids=str)
+async def test_so_it_is_on_gpus_where_the_others_wait_in_a_collective(
+    tmp_path: Path, parallel: dict[str, int], killed: str
+) -> None:
+    if torch.cuda.device_count() < math.prod(parallel.values()):
+        pytest.skip(f"needs {math.prod(parallel.values())} CUDA devices")
+    await kill_under_load(tmp_path, "cuda", parallel, killed)
+
+
+async def kill_under_load(path: Path, device: str, parallel: dict[str, int], killed: str) -> None:
+    """Kills a worker of an engine that generates; checks what its requests get, and that later ones are served."""
+    model = make_model("qwen2", path / "qwen2", layers=4)
+    config: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_tokens": 32_768, **parallel}
+    engine = AsyncEngine(EngineConfig(model=str(model), **config))
     await engine.start()
     try:
         expected = await engine.generate([1, 2, 3], SHORT).output()
@@ -32,7 +59,8 @@ async def test_any_killed_worker_ends_what_is_open_within_seconds_and_service_re
         assert (await anext(aiter(streams[0]))).token_ids
         replica = engine._core._fleet.lives[0].replica
         assert isinstance(replica, ProcessReplica)
-        assert set(replica.children) == {"manager", "worker 0", "worker 1"}
+        workers = math.prod(parallel.values())
+        assert set(replica.children) == {"manager", *(f"worker {rank}" for rank in range(workers))}
         os.kill(replica.children[killed].pid, signal.SIGKILL)
         since = time.monotonic()
         results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)

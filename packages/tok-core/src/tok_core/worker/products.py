@@ -1,8 +1,9 @@
 """Products: what computes them for each number of rows is loaded before the first request.
 
-Which of cuBLAS's kernels that is depends on the number of rows, mostly in steps of about a tile. Each is loaded when it
-is used for the first time, and loading may wait until the device has nothing to do: in a pipeline until other stages
-have sent what transfers on it wait for, so that stages would compute one after the other.
+Which of cuBLAS's kernels that is depends on the number of rows: on about how many tiles they make, and on whether it is
+a multiple of eight. Each is loaded when it is used for the first time, and loading may wait until the device has
+nothing to do: in a pipeline until other stages have sent what transfers on it wait for, so that stages would compute
+one after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import torch
 from tok_core.model.decoder import CausalLM, DecoderLayer
 from tok_core.parallel.tensor_forms import form
 
+EACH = 1024  # rows up to which each number is used for itself
+LAYER, HEAD = 16, 64  # of further numbers, multiples of these: an LM head's kernels are few
+ODD = 64  # and of so many, one that is no multiple of eight
+
 
 @torch.inference_mode()
 def load_products(model: CausalLM, most_tokens: int, most_rows: int) -> None:
@@ -25,20 +30,19 @@ def load_products(model: CausalLM, most_tokens: int, most_rows: int) -> None:
     layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
     unlike = {layer.self_attn.qkv_proj.weight.dtype: layer for layer in layers}  # they may differ in nothing else
     device, size = model.cos_sin_LD.device, model.config.hidden_size
-    for tokens in numbers(most_tokens):
+    for tokens in numbers(most_tokens, LAYER):
         shared = None if model.tensor is None else form(model.tensor, tokens)
         for layer in unlike.values():
             layer.products(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
-    for rows in numbers(most_rows) if model.share.place.last else ():
+    for rows in numbers(most_rows, HEAD) if model.share.place.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
 
 
-def numbers(most: int) -> list[int]:
-    """Of rows, each for those since the one before it: multiples of 8, of 64 beyond 1,024, and the most.
+def numbers(most: int, step: int) -> list[int]:
+    """Of rows: each up to EACH; of more, multiples of `step` and odd numbers, an odd one for each ODD; and the most.
 
-    >>> numbers(20)
-    [8, 16, 20]
-    >>> numbers(1200)[-5:]
-    [1016, 1024, 1088, 1152, 1200]
+    >>> numbers(1200, 64)[1022:]
+    [1023, 1024, 1057, 1088, 1121, 1152, 1185, 1200]
     """
-    return [*range(8, min(most, 1025), 8), *range(1088, most, 64), most]
+    further = {*range(EACH + step, most, step), *range(EACH + ODD // 2 + 1, most, ODD)}
+    return [*range(1, min(most, EACH + 1)), *sorted(further), most]
