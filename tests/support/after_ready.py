@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from support.engines import manager_of, random_prompts
@@ -27,16 +28,17 @@ class SetUpLate(NamedTuple):
     waits: set[str]
 
 
-def set_up_late(path: Path) -> SetUpLate:
+def set_up_late(path: Path, backend: str = "auto") -> SetUpLate:
     """Of an engine in bfloat16 that answers requests of every kind, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_serve, path).result(timeout=300)
+        return pool.submit(_serve, path, backend).result(timeout=300)
 
 
-def _serve(path: Path) -> SetUpLate:
+def _serve(path: Path, backend: str) -> SetUpLate:
     from triton import knobs  # type: ignore[import-untyped]
 
     config = EngineConfig(model=str(path), device="cuda", max_running=300, kv_cache_tokens=65_536, max_step_tokens=1024)
+    config = msgspec.structs.replace(config, backend=backend)
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]

@@ -83,6 +83,11 @@ def test_after_ready_nothing_is_compiled_captured_taken_from_the_driver_or_waite
     assert set_up_late(path) == ([], 0, 0, set())
 
 
+def test_nor_is_it_where_flashinfer_plans_every_step(directory: Path) -> None:
+    path = make_model("llama", directory / "wide", head_dim=64)
+    assert set_up_late(path, "flashinfer") == ([], 0, 0, set())
+
+
 def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:
     params = SamplingParams(temperature=0.9, max_tokens=48, seed=3, ignore_eos=True, top_p=0.95, presence_penalty=0.4)
     with engine(path, dtype="float32") as one:

@@ -19,6 +19,7 @@ from tok_core.model.config import read_config
 from tok_core.model.decoder import DecoderLayer
 from tok_core.model.registry import build
 from tok_core.model.weights import load
+from tok_core.parallel.place import Place
 from tok_core.worker import draw
 from tok_core.worker.graphs import kept_rows, sizes
 from tok_core.worker.memory import Measured, graph_rows, largest_step, measured_len
@@ -106,8 +107,14 @@ def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     assert portions == [slice(0, 20)]
 
 
-def test_products_of_each_number_of_rows_are_computed_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = runner_of(directory, 4, 64, 16, 64).model
+@pytest.mark.parametrize("stages", [1, 2])
+def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    path = make_model("llama", directory / f"of {stages}")
+    model = build(read_config(path), choose(CPU), CPU, torch.float32, Place(stages - 1, stages))
+    for parameter in model.parameters():
+        parameter.data.zero_()
     layer = next(iter(model.model.layers.values()))
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
@@ -118,8 +125,9 @@ def test_products_of_each_number_of_rows_are_computed_once(directory: Path, monk
     logits = seen.setdefault("logits", [])
     monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
     load_products(model, 100, 9)
-    assert seen.pop("logits") == [*range(1, 10)]
-    assert list(seen.values()) == [[*range(1, 101)]] * 3
+    several = stages > 1
+    assert seen.pop("logits") == [*range(1, 10)] * several
+    assert list(seen.values()) == [[*range(1, 101)] * several] * 3
 
 
 def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tok_core.manager.families import ALONE
+from tok_core.manager.sparse import sparse_zeros
 from tok_core.messages import Float32, Int32, Int64
 from tok_core.outputs import Pooling
 from tok_core.sampling import SamplingParams
@@ -166,9 +167,8 @@ class SequenceTable:
         self.bias_until = np.zeros(slots, np.int32)
         self.greedy = np.zeros(slots, np.bool_)
         self.top_logprobs = np.zeros(slots, np.int32)
-        # Touched lazily by the operating system: rows cost memory only as far as sequences reach.
-        self.tokens: Int32 = np.zeros((slots, max_len), np.int32)
-        self.pages: Int32 = np.zeros((slots, per_slot), np.int32)
+        self.tokens = sparse_zeros((slots, max_len))
+        self.pages = sparse_zeros((slots, per_slot))
         self.requests: list[Request | None] = [None] * slots
         self.requests_running = 0  # that have a slot
         self.ended = 0  # slots in that state

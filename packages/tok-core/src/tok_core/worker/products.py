@@ -1,9 +1,9 @@
-"""Products: what computes them for each number of rows is loaded before the first request.
+"""Products: what computes them for each number of rows is loaded before the first request of a pipeline.
 
 Which of cuBLAS's kernels that is depends on the number of rows: on about how many tiles they make, and on whether it is
-a multiple of eight. Each is loaded when it is used for the first time, and loading may wait until the device has
-nothing to do: in a pipeline until other stages have sent what transfers on it wait for, so that stages would compute
-one after the other.
+a multiple of eight. Each is loaded when it is used for the first time, and loading waits until the device has nothing
+to do. Alone that is soon; in a pipeline not before other stages have sent what transfers wait for on the device, so
+that stages would compute one after the other, a second for each such kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ ODD = 64  # and of so many, one that is no multiple of eight
 
 @torch.inference_mode()
 def load_products(model: CausalLM, most_tokens: int, most_rows: int) -> None:
-    """Computes those of a layer for up to `most_tokens` of a step, and logits of up to `most_rows` rows.
+    """Computes those of a stage's layers for up to `most_tokens` of a step, and logits of up to `most_rows` rows.
 
-    To be called by all workers of a replica at the same point.
+    To be called by all workers of a replica at the same point. Does nothing where there is one stage.
     """
+    if model.share.place.stages == 1:
+        return
     layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
     unlike = {layer.self_attn.qkv_proj.weight.dtype: layer for layer in layers}  # they may differ in nothing else
     device, size = model.cos_sin_LD.device, model.config.hidden_size

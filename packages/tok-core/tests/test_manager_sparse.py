@@ -1,0 +1,30 @@
+"""Wide arrays cost memory only where they are written."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from support.own_memory import own_memory
+from tok_core.manager.sparse import sparse_zeros
+
+ROWS, WIDTH, USED = 2048, 1 << 17, 100
+
+
+def test_a_short_sequence_in_each_of_many_long_rows_takes_little_memory() -> None:
+    before = own_memory(os.getpid())
+    table = sparse_zeros((ROWS, WIDTH))
+    table[:, :USED] = np.arange(ROWS)[:, None]
+    assert own_memory(os.getpid()) - before < 32 << 20  # 8 MiB of small pages; of large ones it would be 1 GiB
+    assert table[-1, USED - 1 : USED + 1].tolist() == [ROWS - 1, 0]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 5)])
+def test_it_is_an_array_of_zeros_like_any_other(shape: tuple[int, int]) -> None:
+    found = sparse_zeros(shape)
+    np.testing.assert_array_equal(found, np.zeros(shape, np.int32))
+    assert found.dtype == np.int32
+    found += 1
+    assert found.sum() == np.prod(shape)
