@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Types: mypy, strict, over sources and tests."""
     session.run(sys.executable, "-m", "mypy")
-    for conftest in (ROOT / "conftest.py", *sorted(ROOT.glob("packages/*/tests/conftest.py"))):
+    for conftest in (ROOT / "conftest.py", *sorted(ROOT.glob("packages/*/tests/**/conftest.py"))):
         session.run(sys.executable, "-m", "mypy", str(conftest))
 
 
@@ -137,7 +137,7 @@ def sanitizer(session: nox.Session) -> None:
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None or not torch.cuda.is_available():
         session.skip("the sanitizer session needs compute-sanitizer and a CUDA device, and one of them is not here")
-    tests = [f"packages/tok-kernels/tests/test_kernels_{test}" for test in SANITIZED]
+    tests = [f"packages/tok-kernels/tests/in_triton/test_kernels_{test}" for test in SANITIZED]
     fit = " and ".join(f"not {word}" for word in UNFIT)
     # Tensors that come from one piece of memory would hide that one is read beyond its end.
     environment = {**TEST_ENVIRONMENT, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

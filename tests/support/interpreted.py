@@ -1,7 +1,7 @@
 """Tests of Triton kernels on the CPU run in a process of their own, in which Triton interprets kernels.
 
 Triton looks at TRITON_INTERPRET when a kernel is defined, so that one process either interprets all kernels or
-none. A module of such tests takes its devices from `DEVICES`, and holds one test that calls `rerun(__file__)`.
+none. A module of such tests holds one test that calls `rerun(__file__)`.
 """
 
 from __future__ import annotations

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.interpreted import DEVICES, outside, rerun
+from support.interpreted import outside, rerun
 from tok_kernels import Backend, SlotColumns
 from tok_kernels.reference import ReferenceBackend
 from tok_kernels.triton.backend import TritonBackend
 
 SLOTS, PAGES_EACH, PAGE = 9, 3, 4
 ENDS = (5, 11)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import reference
 from tok_kernels.reference.linear import gated_linear as plain_gated_linear
 from tok_kernels.reference.linear import linear as plain_linear
@@ -19,11 +19,6 @@ from tok_kernels.triton.linear_config import MOST_TOKENS, Launch
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
 TOKENS = (*range(1, MOST_TOKENS + 1), MOST_TOKENS + 1)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

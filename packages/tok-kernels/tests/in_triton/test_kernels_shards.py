@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from support.shards import draw_together
 from tok_kernels import Filters, LogitBias, Sampled, SamplingBatch, choose, reference
 from tok_kernels.triton.sampling import sample as triton_sample
@@ -20,11 +20,6 @@ CPU = torch.device("cpu")
 
 # What a GPU does silently, the interpreter's arrays report: exponents beyond the range, and rows of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, Masks, SamplingBatch, reference
 from tok_kernels.reference.masks import forbid as forbid_by_reference
 from tok_kernels.triton import filters as triton_filters
@@ -25,11 +25,6 @@ CUDA = torch.device("cuda")
 KEPT, ABOVE, LIKELY, OPEN = range(4)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import LayerCache, QKNorm, reference, rope_table
 from tok_kernels.triton.activation import silu_and_mul
 from tok_kernels.triton.kv import write_kv
@@ -15,11 +15,6 @@ from tok_kernels.triton.rope import rope, rope_and_write_kv
 
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

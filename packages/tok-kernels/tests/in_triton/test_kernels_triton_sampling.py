@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from support.contexts import contexts_of
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, reference
 from tok_kernels.triton import edited
 from tok_kernels.triton.sampling import sample
@@ -22,11 +22,6 @@ CUDA = torch.device("cuda")
 
 # What a GPU does silently, the interpreter's arrays report: exponents beyond the range, and rows of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.attention_cases import Case, Shape, build, oracle
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import LayerCache, QKNorm, reference, rope_table
 from tok_kernels.triton import attention, config, operands
 from tok_kernels.triton.kv import write_kv
@@ -36,11 +36,6 @@ MIXED = Shape(
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True, scope="module")

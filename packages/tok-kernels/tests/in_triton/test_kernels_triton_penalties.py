@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.contexts import contexts_of
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Penalties
 from tok_kernels.reference.edits import apply_penalties
 from tok_kernels.triton import penalties as triton_penalties
@@ -35,11 +35,6 @@ LENGTHS = [
 ASKED = [(0.7, 0.0, 1.0), (0.0, 0.3, 1.0), (0.0, 0.0, 1.3), (0.7, 0.3, 1.3), (-0.5, -0.2, 0.8), (0.0, 0.0, 1.0)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*invalid value encountered:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @outside

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_cases import Case, Runs, Shape, build, flat, oracle
-from support.interpreted import DEVICES, INTERPRETING, outside, rerun
+from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
 from tok_kernels.reference import attention as reference
 from tok_kernels.triton import attention, config, tiles
@@ -33,11 +33,6 @@ DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.b
 @outside
 def test_all_of_this_holds_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True, scope="module")
