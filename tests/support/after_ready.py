@@ -7,19 +7,19 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from support.engines import manager_of, random_prompts
 from tok_core import Engine, EngineConfig, SamplingParams
+from tok_core.config import BackendName
 from tok_core.messages import StepInput
 from tok_core.worker.runner import Launched, Runner
 
 
 class SetUpLate(NamedTuple):
-    """Kernels compiled, graphs captured and blocks of memory taken from the driver after "ready"; and where
+    """Triton kernels compiled, graphs captured and blocks of memory taken from the driver after "ready"; and where
     the host waited for the device while it launched steps."""
 
     kernels: list[str]
@@ -28,17 +28,17 @@ class SetUpLate(NamedTuple):
     waits: set[str]
 
 
-def set_up_late(path: Path, backend: str = "auto") -> SetUpLate:
+def set_up_late(path: Path, backend: BackendName = "auto") -> SetUpLate:
     """Of an engine in bfloat16 that answers requests of every kind, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_serve, path, backend).result(timeout=300)
 
 
-def _serve(path: Path, backend: str) -> SetUpLate:
+def _serve(path: Path, backend: BackendName) -> SetUpLate:
     from triton import knobs  # type: ignore[import-untyped]
 
-    config = EngineConfig(model=str(path), device="cuda", max_running=300, kv_cache_tokens=65_536, max_step_tokens=1024)
-    config = msgspec.structs.replace(config, backend=backend)
+    sizes: dict[str, Any] = {"max_running": 300, "kv_cache_tokens": 65_536, "max_step_tokens": 1024}
+    config = EngineConfig(model=str(path), device="cuda", backend=backend, **sizes)
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]

@@ -145,7 +145,8 @@ def compute(
         logits, chained = [], []
         for few in few_tokens:
             tensor.few_tokens = few
-            load_products(model, PROMPT, place.ranks)
+            for one in stages:  # leaves the ranks in step
+                load_products(one, PROMPT, place.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
         tensor.few_tokens = few_tokens[0]

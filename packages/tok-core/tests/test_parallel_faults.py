@@ -17,7 +17,7 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, SamplingParams
 from tok_core.processes.replica import ProcessReplica
 
-LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
@@ -49,8 +49,8 @@ async def test_so_it_is_on_gpus_where_the_others_wait_in_a_collective(
 
 async def kill_under_load(path: Path, device: str, parallel: dict[str, int], killed: str) -> None:
     """Kills a worker of an engine that generates; checks what its requests get, and that later ones are served."""
-    model = make_model("qwen2", path / "qwen2", layers=4)
-    config: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_tokens": 32_768, **parallel}
+    model = make_model("qwen2", path / "qwen2", layers=4, max_positions=8192)
+    config: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_tokens": 98_304, **parallel}
     engine = AsyncEngine(EngineConfig(model=str(model), **config))
     await engine.start()
     try:

@@ -107,12 +107,12 @@ def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     assert portions == [slice(0, 20)]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("place", [Place(), Place(0, 2), Place(1, 2)], ids=str)
 def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+    directory: Path, monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
-    path = make_model("llama", directory / f"of {stages}")
-    model = build(read_config(path), choose(CPU), CPU, torch.float32, Place(stages - 1, stages))
+    path = make_model("llama", directory / f"stage {place.stage} of {place.stages}")
+    model = build(read_config(path), choose(CPU), CPU, torch.float32, place)
     for parameter in model.parameters():
         parameter.data.zero_()
     layer = next(iter(model.model.layers.values()))
@@ -125,8 +125,8 @@ def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
     logits = seen.setdefault("logits", [])
     monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
     load_products(model, 100, 9)
-    several = stages > 1
-    assert seen.pop("logits") == [*range(1, 10)] * several
+    several = place.stages > 1
+    assert seen.pop("logits") == [*range(1, 10)] * (several and place.last)
     assert list(seen.values()) == [[*range(1, 101)] * several] * 3
 
 

@@ -1,7 +1,7 @@
 """Staging: the host arrays of a step go to the device in one copy, and its tokens come back in another.
 
 Both are enqueued in the step's own stream: page-locked memory lets the host run on. A second stream, behind events, was
-tried: on an H200 it makes steps of 0.1 ms and more no shorter, and those of a few microseconds longer by 13 or more.
+tried: on an H200 it makes steps of 0.1 ms and more no shorter, and those of a few microseconds longer by 13 µs or more.
 """
 
 from __future__ import annotations
