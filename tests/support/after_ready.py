@@ -42,6 +42,7 @@ def _serve(path: Path, backend: BackendName) -> SetUpLate:
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
+        manager_of(engine).paging.at_once = 1000  # some samples share their prompt's pages so, others entry by entry
         waits = _watch_launches(runner)
         knobs.runtime.jit_post_compile_hook = lambda *_, **about: late.append(str(about.get("repr")))
         graphs, blocks = len(runner.graphs), torch.cuda.memory_stats()["num_device_alloc"]

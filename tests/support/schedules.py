@@ -44,12 +44,13 @@ def make_manager(
 ) -> tuple[Manager, SimulatedPorts]:
     """A manager and the ports through which its simulated worker, or pipeline of `pp` stages, answers.
 
-    Short prompts are grouped, too.
+    Short prompts are grouped, too, and few pages told at once.
     """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
     config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
     manager = Manager(config, info, ports, None)
     manager.scheduler.cohorts.fewest = 1
+    manager.paging.at_once = 8
     group_eagerly(manager)
     return manager, ports
 

@@ -108,6 +108,8 @@ class SimulatedWorker:
             for name in ("length", "last_token", "sample", "ends_from"):
                 getattr(self, name)[step.new.slot] = getattr(step.new, name)
             self.ended[step.new.slot] = False
+        for one in step.shared:
+            self.page_table[one.slot, : len(one.page)] = one.page
         self.page_table[step.page_slot, step.page_index] = step.page_id
         assert (self.page_table[step.page_slot, step.page_index] == step.page_id).all(), "one entry, two pages"
         assert len(set(step.copy_dst.tolist())) == len(step.copy_dst), "a page is copied to twice"

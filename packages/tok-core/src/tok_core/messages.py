@@ -94,6 +94,13 @@ class GroupLevel(msgspec.Struct):
     kv_end: np.ndarray
 
 
+class SharedPages(msgspec.Struct):
+    """The page table of each of `slot`, int32 `[n]`, begins with the pages `page`, int32 `[k]`."""
+
+    slot: np.ndarray
+    page: np.ndarray
+
+
 class PromptAsks(msgspec.Struct):
     """What is asked of the prompts that a step computes. Legend: C chunks scored, Q their rows scored, E chunks pooled.
 
@@ -124,7 +131,8 @@ class StepInput(msgspec.Struct):
 
     1. The draws of the steps up to `draws_upto` become the last tokens of their slots, where they are not yet; those of
        a slot that has since been given to another sequence are dropped.
-    2. `new` slots are set; page table entries `(page_slot, page_index) = page_id` are written.
+    2. `new` slots are set; page table entries are written: those of `shared`, in order, then
+       `(page_slot, page_index) = page_id`.
     3. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
     4. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
        `prefill_start` on. The first of `levels` has the groups that begin at position 0; a group of each further one
@@ -161,6 +169,7 @@ class StepInput(msgspec.Struct):
     all_greedy: bool
     max_kv: int
     prompts: PromptAsks | None = None
+    shared: list[SharedPages] = msgspec.field(default_factory=list)
     mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))

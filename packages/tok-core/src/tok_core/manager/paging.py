@@ -11,15 +11,18 @@ from tok_core.manager.copies import Copies
 from tok_core.manager.pages import PageAllocator
 from tok_core.manager.prefix_tree import Insertion, PrefixTree
 from tok_core.manager.sequences import SequenceTable
-from tok_core.messages import EMPTY, Int32, Int64
+from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
 MANY = 4  # slots of one node whose pages go to the tree faster at once than one by one
+AT_ONCE = 1 << 14  # page table entries of slots that begin alike from which on the worker is told the pages once
 
 
 class Paging:
     """Pages of the sequences in `table`. A page is free, the tree's, one slot's own, or the tail of a stem.
 
     A page may be given away in the very step after its last use was scheduled: the worker carries steps out in order.
+
+    at_once  as AT_ONCE
     """
 
     def __init__(self, table: SequenceTable, num_pages: int) -> None:
@@ -29,6 +32,8 @@ class Paging:
         self.allocator = PageAllocator(num_pages)
         self.copies = Copies(self.allocator)
         self.tree = PrefixTree(table.page_size)
+        self.at_once = AT_ONCE
+        self._shared: list[SharedPages] = []
         self._changes: list[tuple[Int64, Int64]] = []  # slots and indices
         self._runs: list[tuple[int, int, int]] = []  # changes of one slot each: first index, how many
 
@@ -88,7 +93,11 @@ class Paging:
         """New slots begin with the tree's `pages` down to a node."""
         self.tree.lock(self.tree.node(node_id), len(slots))
         self.table.node[slots] = node_id
-        self._set(slots, 0, pages)
+        if len(slots) * len(pages) < self.at_once:
+            self._set(slots, 0, pages)
+        else:
+            self.table.pages[slots, : len(pages)] = pages
+            self._shared.append(SharedPages(slots.astype(np.int32), pages))
         self.table.num_pages[slots] = self.table.num_shared[slots] = len(pages)
 
     def start(self, slot: int) -> None:
@@ -161,19 +170,21 @@ class Paging:
             self.copies.add_later(np.tile(table.pages[leader, shared:held], len(slots)), own)
         table.num_pages[slots] = held
 
-    def take_changes(self) -> tuple[Int32, Int32, Int32]:
-        """Page table entries set since the last call: slots, indices, page ids.
+    def take_changes(self) -> tuple[list[SharedPages], Int32, Int32, Int32]:
+        """Page table entries set since the last call: pages shared by many, then slots, indices, page ids of others.
 
-        One that was set several times comes as often, each time with the page that is there now.
+        One of the others that was set several times comes as often, each time with the page that is there now; that
+        also makes up for what has changed since of those shared.
         """
+        shared, self._shared = self._shared, []
         if self._runs:
             self._changes.append(_one_by_one(np.array(self._runs)))
             self._runs = []
         if not self._changes:
-            return EMPTY, EMPTY, EMPTY
+            return shared, EMPTY, EMPTY, EMPTY
         slot, index = (np.concatenate(part) for part in zip(*self._changes, strict=True))
         self._changes = []
-        return slot.astype(np.int32), index.astype(np.int32), self.table.pages[slot, index]
+        return shared, slot.astype(np.int32), index.astype(np.int32), self.table.pages[slot, index]
 
     def _extend(self, slot: int, shared: int, depth: int) -> Insertion:
         """Gives the slot's pages `[shared, depth)` to the tree."""

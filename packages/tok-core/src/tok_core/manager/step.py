@@ -12,13 +12,14 @@ from tok_core.manager.grouping import Groups
 from tok_core.manager.guides import Guides
 from tok_core.manager.prompt_asks import prompt_asks
 from tok_core.manager.sequences import NEVER, SequenceTable
-from tok_core.messages import EMPTY, Int32, Int64, NewSlots, StepInput, array
+from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
 from tok_core.sampling import SamplingParams
 
 
 class Changes(NamedTuple):
-    """Page table entries that the step sets, and pages that it copies first; all int32 [n]."""
+    """Page table entries that the step sets, `shared` ones first, and pages that it copies first; all int32 [n]."""
 
+    shared: list[SharedPages]
     page_slot: Int32
     page_index: Int32
     page_id: Int32
@@ -105,6 +106,7 @@ class StepBuilder:
             all_greedy=bool(table.greedy[sample_slot].all()),
             max_kv=int(table.length[computed].max(initial=0)),
             prompts=prompt_asks(table, self.chunks, self.asking) if self.asking else None,
+            shared=changes.shared,
             mask_row=guided,
             mask_of=masks.which,
             mask=masks.words,

@@ -92,6 +92,8 @@ class WorkerState:
         """Takes over what the step changes; `put` holds the arrays of `changes(step)` on the device."""
         if step.new is not None:
             self._set_slots(step.new, put)
+        for i, one in enumerate(step.shared):
+            self.columns.page_table[put[f"shared_slot_{i}"].long(), : len(one.page)] = put[f"shared_page_{i}"]
         if len(step.page_slot):
             slot, index = put["page_slot"].long(), put["page_index"].long()
             self.columns.page_table[slot, index] = put["page_id"]
@@ -166,6 +168,8 @@ _COLUMNS = (
 def changes(step: StepInput) -> dict[str, np.ndarray]:
     """The arrays that `apply` needs, by name; only those with entries."""
     arrays = {name: getattr(step, name) for name in ("page_slot", "page_index", "page_id", "copy_src", "copy_dst")}
+    for i, one in enumerate(step.shared):
+        arrays |= {f"shared_slot_{i}": one.slot, f"shared_page_{i}": one.page}
     if step.new is not None:
         bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
         arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
