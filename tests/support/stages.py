@@ -25,6 +25,8 @@ from tok_kernels import choose
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES, SLOTS, LENGTH, STEP_TOKENS = 8, 96, 12, 96, 40
 
+_KEPT: list[Runner] = []  # gloo drops what it has yet to send of a buffer that is given up
+
 
 def stage_runner(path: Path, peers: Peers) -> Runner:
     """The worker of a stage, in fp32 on the reference backend."""
@@ -97,6 +99,7 @@ def record(
 def carry_out(peers: Peers, path: Path, steps: Sequence[StepInput], in_flight: int) -> list[StepOutput]:
     """The outputs of this stage's worker, which has so many steps under way."""
     runner, launched, outputs = stage_runner(path, peers), [], []
+    _KEPT.append(runner)
     for step in steps:
         launched.append(runner.launch(step))
         if len(launched) == in_flight:

@@ -85,7 +85,7 @@ async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_
     response = errors[0]["response"]
     assert isinstance(response, dict)
     assert (response["status_code"], response["body"]["error"]["code"]) == (500, "engine_died")
-    assert deaths[0] > deaths[1] > deaths[2] == 1
+    assert deaths[0] > deaths[1] >= deaths[2] == 1  # by its second turn others may all have been answered
     assert len(deaths) == 3
 
 
