@@ -84,7 +84,7 @@ def test_after_ready_nothing_is_compiled_captured_taken_from_the_driver_or_waite
     assert set_up_late(path) == ([], 0, 0, set())
 
 
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs flashinfer-python")
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs Linux on x86-64, which FlashInfer runs on")
 def test_nor_is_it_where_flashinfer_plans_every_step(directory: Path) -> None:
     path = make_model("llama", directory / "wide", head_dim=64)
     assert set_up_late(path, "flashinfer") == ([], 0, 0, set())

@@ -26,7 +26,7 @@ RUNS: Runs = ((3, ((0, (1, 2, 15, 17)), (1, (33,)))), (0, ((0, (40, 3)),)), (2, 
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs flashinfer-python"),
+    pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs Linux on x86-64, which FlashInfer runs on"),
     pytest.mark.filterwarnings("ignore::Warning:flashinfer.*"),
 ]
 
