@@ -120,6 +120,15 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may start while the kernel before it ends, if that lets it; EARLY tells the kernel so.
+
+    Every program of such a kernel waits for that end (`gdc_wait`) before it touches what a kernel of the step writes.
+    As all do, whatever is launched after it, early or not, finds everything before it done.
+    """
+    return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
+
+
 def _launch(kernel: Kernel) -> Launch:
     return _found.get(kernel) or _of_table(kernel)
 

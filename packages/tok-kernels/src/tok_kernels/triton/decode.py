@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.triton import config
@@ -58,8 +58,10 @@ def _decode(
     EARLY: tl.constexpr,
 ):
     """CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the parts; otherwise it has all of a row's keys,
-    and its result is final. PRIOR: join with part 0. EARLY: the kernel that writes it lets this one start before it
-    ends."""
+    and its result is final. PRIOR: join with part 0. EARLY: the kernel before lets this one start before it ends."""
+    if EARLY and CHUNKED:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     row = program // KV_HEADS
@@ -103,7 +105,7 @@ def _decode(
     )
     if PRIOR:
         # The row's own keys do not wait for the prefix, which the kernel before may still be at.
-        if EARLY:
+        if EARLY and not CHUNKED:
             gdc_wait()
         # A row that starts at 0 is in no group, and nothing was written for it.
         prefix_top, prefix_total, prefix_acc = resume(
@@ -127,18 +129,20 @@ def decode_chunks(operands: Operands, batch: AttentionBatch) -> Chunks | None:
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Parts, *, prior: bool) -> None:
     """Attends from the first `num_decode` rows to their own keys and writes their results; `prior` as in the kernel.
 
-    With `prior` nothing may be launched between the tiles that write part 0 and this.
+    With `prior` nothing may be launched between the tiles that write part 0 and this. It reads the cache while they
+    run: they are not launched early themselves, so that what has written the cache has ended.
     """
-    early = prior and config.starts_early(operands.q.device)
+    early = config.early(operands.q.device) if prior else {"EARLY": False}
     programs = batch.num_decode * operands.kv_heads
-    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, EARLY=early)
+    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **early)
 
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: Chunks, parts: Parts) -> None:
     """Attends from the first `num_decode` rows to their own keys; writes the chunks of `parts` and their table."""
     cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
     programs = chunks.number * operands.kv_heads
-    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, EARLY=False)
+    early = config.early(operands.q.device)
+    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **early)
 
 
 def _run(
@@ -148,7 +152,7 @@ def _run(
     parts: Parts,
     programs: int,
     cut: tuple[int, int, int, int],
-    **constants: bool,
+    **options: bool,
 ) -> None:
     launch = _launch(operands)
     _decode[(programs,)](
@@ -161,8 +165,7 @@ def _run(
         num_warps=launch.warps,
         num_stages=launch.stages,
         maxnreg=launch.registers,
-        **constants,
-        **({"launch_pdl": True} if constants["EARLY"] else {}),
+        **options,
     )
 
 

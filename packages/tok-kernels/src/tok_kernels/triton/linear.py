@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tok_kernels.triton.activation import silu_and_mul
+from tok_kernels.triton.config import early
 from tok_kernels.triton.linear_config import Launch, linear_launch, streams
 from tok_kernels.triton.linear_stream import stream
 from tok_kernels.triton.norm import rms_norm
@@ -93,6 +94,7 @@ def launch_stream(
         BIAS=bias is not None,
         ADD=residual_TN is not None,
         num_warps=launch.warps,
+        **early(x_TK.device),
     )
     return out_TN
 

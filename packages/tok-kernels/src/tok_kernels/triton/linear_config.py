@@ -22,16 +22,24 @@ class Launch:
     stages: int
 
 
-# (most outputs, launch), smallest first. A gated product reads two rows of weights an output.
+# (most outputs, most inputs, launch), the first that fits. A gated product reads two rows of weights an output.
 _ANY = 2**31
-_PLAIN = ((65536, Launch(4, 1024, 4, 1)), (_ANY, Launch(8, 256, 1, 4)))
-_GATED = ((_ANY, Launch(2, 1024, 4, 1)),)
+_PLAIN = (
+    (_ANY, 4096, Launch(4, 1024, 4, 1)),
+    (2560, _ANY, Launch(4, 2048, 8, 1)),
+    (_ANY, _ANY, Launch(8, 2048, 8, 1)),
+)
+_GATED = ((_ANY, 2048, Launch(2, 1024, 4, 1)), (_ANY, _ANY, Launch(2, 2048, 8, 1)))
 
 
 def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
     """For a product of `inputs` by `outputs`; a block is no wider than the inputs need."""
     table = _GATED if gated else _PLAIN
-    launch = next(launch for most, launch in table if outputs <= most)
+    launch = next(launch for most, widest, launch in table if outputs <= most and inputs <= widest)
+    if gated:
+        # Blocks past the end cost more here than narrow ones do.
+        part = next((part for part in (1, 2, 4) if inputs % (launch.block // part) == 0), 1)
+        launch = replace(launch, block=launch.block // part, warps=launch.warps // part)
     return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _LEAST))
 
 

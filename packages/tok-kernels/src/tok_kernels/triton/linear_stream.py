@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
 
@@ -86,10 +87,13 @@ def stream(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """GATED: row `n` of the weights is a gate, and row `n + outputs` is multiplied by its silu. NORM: x is divided
     by its root mean square, times `norm`; the division, one factor a token, follows the product. ADD: what
     stands at `out` is added to the result."""
+    if EARLY:
+        gdc_launch_dependents()
     lines: tl.constexpr = ROWS * 2 if GATED else ROWS
     part = tl.arange(0, lines)
     n = tl.program_id(0) * ROWS + part % ROWS
@@ -101,7 +105,12 @@ def stream(
         sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
         squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
-    for start in tl.range(0, K, BLOCK, num_stages=STAGES):
+    # Weights need not wait for the kernel before, which writes x.
+    weights = _rows_columns(lines_ptr, 0, K, BLOCK)
+    if EARLY:
+        gdc_wait()
+    sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, NORM)
+    for start in tl.range(BLOCK, K, BLOCK, num_stages=STAGES):
         weights = _rows_columns(lines_ptr, start, K, BLOCK)
         sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, NORM)
     to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels.triton.config import early
 
 # Parts joined at a time: where there are few, many rows are joined; where there are many, few.
 _FEW, _MANY = 8, 64
@@ -102,7 +105,11 @@ def _merge(
     PADDED: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     line = tl.program_id(0).to(tl.int64)
     row = (line // HEADS).to(tl.int32)
     head = line % HEADS
@@ -131,4 +138,5 @@ def merge(parts: Parts, out_RHD: Tensor, padded_head: int) -> None:
         FEW=_FEW,
         MANY=_MANY,
         num_warps=4,
+        **early(out_RHD.device),
     )

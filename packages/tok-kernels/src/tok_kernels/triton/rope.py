@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import LayerCache, QKNorm
+from tok_kernels.triton.config import early
 from tok_kernels.triton.kv import cache_rows, copy_heads, dense_heads, narrow
 
 
@@ -71,6 +73,7 @@ def rope_and_write_kv(
         *(q_weight, k_weight, norm.eps if norm else 0.0),
         **_launch(q_THD, k),
         NORM=norm is not None,
+        **early(q_THD.device),
     )
     return turned
 
@@ -162,7 +165,11 @@ def _rope_and_write_kv(
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
     angle = table + tl.load(position + token).to(tl.int64) * half * 2

@@ -1,0 +1,103 @@
+"""Kernels that start while the one before them ends still see all that it, and those before it, have written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tok_kernels import AttentionBatch, LayerCache, rope_table
+from tok_kernels.triton.backend import TritonBackend
+from tok_kernels.triton.config import early, starts_early
+
+HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
+PAGE, CONTEXT = 16, 700
+REPLAYS = 20
+
+
+class Layers:
+    """Random decoder layers that share their weights, each with a cache of its own, on sequences of CONTEXT tokens."""
+
+    def __init__(self, rows: int) -> None:
+        device = torch.device("cuda")
+        source = torch.Generator(device).manual_seed(0)
+
+        def noise(*size: int) -> Tensor:
+            return torch.randn(size, generator=source, device=device)
+
+        def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return noise(outputs, inputs).div_(math.sqrt(inputs)).to(dtype)
+
+        self.backend = TritonBackend()
+        self.norm = (noise(HIDDEN).abs().bfloat16(), 1e-5)
+        self.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, torch.float16)
+        self.out = matrix(HIDDEN, HEADS * HEAD)
+        self.gate_up, self.down = matrix(2 * INTERMEDIATE, HIDDEN), matrix(HIDDEN, INTERMEDIATE)
+        pages = -(-CONTEXT // PAGE)
+        size = (rows * pages, PAGE, KV_HEADS, HEAD)
+        self.caches = [LayerCache(noise(*size).bfloat16(), noise(*size).bfloat16()) for _ in range(LAYERS)]
+        slot = torch.arange(rows, device=device)
+        self.position = torch.full((rows,), CONTEXT - 1, device=device)
+        self.index = slot * pages * PAGE + self.position
+        self.table = rope_table(HEAD, CONTEXT, 10000.0).to(device)
+        ints = slot.int()
+        self.batch = AttentionBatch(
+            page_table=torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages),
+            slots=ints,
+            q_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            kv_len=ints * 0 + CONTEXT,
+            kv_start=ints * 0,
+            num_decode=rows,
+            max_q=1,
+            max_kv=CONTEXT,
+        )
+
+    def run(self, x_TN: Tensor, between: Callable[[], None]) -> Tensor:
+        """What the layers make of `x`, which stays; `between` is called after each operation."""
+        x_TN = x_TN.clone()
+        for cache in self.caches:
+            qkv = self.backend.linear(x_TN, self.qkv, norm=self.norm)
+            between()
+            heads = qkv.view(len(qkv), -1, HEAD)
+            q, k, v = heads[:, :HEADS], heads[:, HEADS:-KV_HEADS], heads[:, -KV_HEADS:]
+            q = self.backend.rope_and_write_kv(
+                q, k, v, self.position, self.table, cache, self.index, dtype=torch.bfloat16
+            )
+            between()
+            attended = self.backend.attention(q, cache, self.batch, HEAD**-0.5).flatten(1)
+            between()
+            x_TN = self.backend.linear(attended, self.out, residual_TN=x_TN)
+            between()
+            hidden = self.backend.gated_linear(x_TN, self.gate_up, norm=self.norm)
+            between()
+            x_TN = self.backend.linear(hidden, self.down, residual_TN=x_TN)
+            between()
+        return x_TN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: int) -> None:
+    layers = Layers(rows)
+    x = torch.randn((rows, HIDDEN), device="cuda").bfloat16()
+    layers.run(x, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers.run(x, lambda: None)
+    for _ in range(REPLAYS):
+        x.normal_()  # what a kernel reads too soon, in a cache or elsewhere, is that of another x
+        graph.replay()
+        replayed = found.clone()
+        assert torch.equal(replayed, layers.run(x, torch.cuda.synchronize))
+        x.normal_()
+        launched = layers.run(x, lambda: None)
+        assert torch.equal(launched, layers.run(x, torch.cuda.synchronize))
+
+
+def test_only_where_the_device_can_is_a_kernel_told_that_it_starts_early() -> None:
+    cpu = torch.device("cpu")
+    assert not starts_early(cpu)
+    assert early(cpu) == {"EARLY": False}
