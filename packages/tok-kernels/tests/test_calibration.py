@@ -76,16 +76,25 @@ def test_the_fastest_of_each_phase_is_chosen_and_all_times_are_told(tmp_path: Pa
     assert choice.fastest == {"prefill": "b", "decode": "a", "cascade": "a"}
     assert len(choice.measured) == 2 * len(STEPS)
     costs = {(one.candidate, one.step): one.cost_ms for one in choice.measured}
-    # What a CUDA graph holds costs the host nothing; no graph holds a prefill.
+    # What a CUDA graph holds costs the host nothing, and prompts' products hide what it does.
     assert costs["a", "3 × 6"] == 1.0
-    assert costs["a", "1 × 9"] == 9.0
+    assert costs["a", "1 × 9"] == 1.0
     assert costs["b", "4 × 3, 2 groups × 9"] == 2.0
 
 
-@pytest.mark.parametrize(("plan_ms", "fastest"), [(0.0, "b"), (7.0, "b"), (9.0, "a")])
+@pytest.mark.parametrize(("plan_ms", "fastest"), [(0.0, "b"), (4.0, "b"), (6.0, "a")])
 def test_planning_counts_where_the_layers_do_not_cover_it(plan_ms: float, fastest: str, tmp_path: Path) -> None:
     times = {"a": (1.0, 0.1, 0.0), "b": (0.5, 0.2, plan_ms)}  # 10 layers
-    assert run(tmp_path, Clock(times)).fastest["prefill"] == fastest
+    choice = run(tmp_path, Clock(times))
+    assert choice.fastest == {"prefill": "b", "decode": fastest, "cascade": fastest}
+
+
+@pytest.mark.parametrize(("device_ms", "fastest"), [(0.96, "a"), (0.94, "b")])
+def test_another_than_the_first_is_chosen_only_where_it_is_worth_it(
+    device_ms: float, fastest: str, tmp_path: Path
+) -> None:
+    times = {"a": (1.0, 0.1, 0.0), "b": (device_ms, 0.1, 0.0)}
+    assert set(run(tmp_path, Clock(times)).fastest.values()) == {fastest}
 
 
 @pytest.mark.parametrize(("device_ms", "fastest"), [(0.55, "b"), (0.45, "a")])

@@ -149,10 +149,10 @@ def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
 
 def test_a_layer_costs_the_longer_of_device_and_host() -> None:
     timing = Timing(device_ms=1.0, host_ms=0.5, plan_ms=8.0)
-    assert timing.per_layer(4, captured=False) == 2.5
-    assert timing.per_layer(32, captured=False) == 1.0
-    assert timing.per_layer(4, captured=True) == 1.0
-    assert timing.per_layer(4, captured=False, others_ms=2.0) == 4.5
+    assert timing.per_layer(4, hidden=False) == 2.5
+    assert timing.per_layer(32, hidden=False) == 1.0
+    assert timing.per_layer(4, hidden=True) == 1.0
+    assert timing.per_layer(4, hidden=False, others_ms=2.0) == 4.5
 
 
 def test_kernels_are_measured_on_a_cuda_device_alone() -> None:

@@ -40,6 +40,8 @@ POOL_BYTES = 1 << 30
 UNCAPTURED_MS = 0.3
 # Outputs of 16-bit kernels that round in different places differ by less; wrong ones by far more.
 _MOST_DIFFERENCE = 0.03
+# By how much another than the preferred candidate must be faster: nearer times change places from run to run.
+_WORTH = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -147,8 +149,7 @@ def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def _measurement(rival: Candidate, kernel: PhaseKernel, problem: Problem, layers: int, timer: Timer) -> Measurement:
     timing = timer(work_of(kernel, problem, f"{rival.name}, {rival.phase} {problem.step.name}"))
-    others = 0.0 if rival.captured or rival.phase == "prefill" else UNCAPTURED_MS
-    cost = timing.per_layer(layers, rival.captured, others)
+    cost = timing.per_layer(layers, rival.hidden, UNCAPTURED_MS)
     return Measurement(rival.phase, rival.name, problem.step.name, timing, cost)
 
 
@@ -162,7 +163,8 @@ def work_of(kernel: PhaseKernel, problem: Problem, name: str) -> Work:
 
 
 def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
-    """The candidate whose costs have the least geometric mean over the steps."""
+    """The candidate whose costs have the least geometric mean over the steps; the preferred one unless that is less
+    by `_WORTH`."""
     costs: dict[str, float] = {}
     for one in measured:
         if one.phase == phase:
@@ -170,7 +172,9 @@ def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, 
     if not costs:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items() if name.startswith(phase))
         raise ValueError(f"no kernel computes {phase} here ({reasons or 'no candidates'})")
-    return min(costs, key=lambda name: costs[name])
+    preferred, best = next(iter(costs)), min(costs, key=lambda name: costs[name])
+    steps = sum(one.candidate == best and one.phase == phase for one in measured)
+    return best if costs[best] < costs[preferred] + steps * math.log(1 - _WORTH) else preferred
 
 
 def _reason(error: Exception) -> str:

@@ -31,9 +31,9 @@ class Candidate:
     make: Callable[[], PhaseKernel]
 
     @property
-    def captured(self) -> bool:
-        """Whether steps of this phase run from CUDA graphs, which hold no prefill."""
-        return not self.planned and self.phase != "prefill"
+    def hidden(self) -> bool:
+        """Whether what the host does for it costs nothing: in a CUDA graph, or behind the products of prompts."""
+        return not self.planned or self.phase == "prefill"
 
 
 def candidates(

@@ -30,13 +30,13 @@ class Timing:
     host_ms: float
     plan_ms: float
 
-    def per_layer(self, layers: int, captured: bool, others_ms: float = 0.0) -> float:
+    def per_layer(self, layers: int, hidden: bool, others_ms: float = 0.0) -> float:
         """What one of `layers` takes where steps are launched ahead: the longer of device and host.
 
-        What is `captured` in a CUDA graph costs the host nothing; what is not may keep others from being captured,
-        which take the host `others_ms` a layer.
+        What the host does may be `hidden`, in a CUDA graph or behind other work of the device; what is not may keep
+        others from being captured in a graph, which take the host `others_ms` a layer.
         """
-        return self.device_ms if captured else max(self.device_ms, self.host_ms + self.plan_ms / layers + others_ms)
+        return self.device_ms if hidden else max(self.device_ms, self.host_ms + self.plan_ms / layers + others_ms)
 
 
 Timer = Callable[[Work], Timing]
