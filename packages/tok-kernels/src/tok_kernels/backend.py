@@ -51,7 +51,8 @@ class Backend(Protocol):
         residual_TN: Tensor | None = None,
     ) -> Tensor:
         """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the
-        dtype of W, whatever x's own. A `residual` gains the product in place and is returned."""
+        dtype of W, whatever x's own. A `residual` gains the product in place and is returned. What is launched just
+        before must not write W, which may be read before that ends."""
         ...
 
     def gated_linear(
@@ -63,7 +64,7 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
     ) -> Tensor:
         """`silu(gate) * up` (Shazeer 2020) for `[gate, up] = linear(x, gate_up, bias, norm=norm)`, split along the
-        last axis: `[T, K] -> [T, F / 2]`."""
+        last axis: `[T, K] -> [T, F / 2]`. What is launched just before must not write gate and up."""
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tok_kernels import AttentionBatch, LayerCache, rope_table
+from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, rope_table
 from tok_kernels.triton.backend import TritonBackend
 from tok_kernels.triton.config import early, starts_early
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
-PAGE, CONTEXT = 16, 700
+PAGE, PREFIX, CONTEXT = 16, 512, 700
 REPLAYS = 20
 
 
 class Layers:
-    """Random decoder layers that share their weights, each with a cache of its own, on sequences of CONTEXT tokens."""
+    """Random decoder layers that share their weights, each with a cache of its own, on sequences of CONTEXT tokens,
+    whose first PREFIX tokens each of the `groups` shares; no groups: none do."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, groups: int) -> None:
         device = torch.device("cuda")
         source = torch.Generator(device).manual_seed(0)
 
@@ -36,23 +37,31 @@ class Layers:
         self.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, torch.float16)
         self.out = matrix(HIDDEN, HEADS * HEAD)
         self.gate_up, self.down = matrix(2 * INTERMEDIATE, HIDDEN), matrix(HIDDEN, INTERMEDIATE)
-        pages = -(-CONTEXT // PAGE)
+        pages, shared = -(-CONTEXT // PAGE), PREFIX // PAGE
         size = (rows * pages, PAGE, KV_HEADS, HEAD)
         self.caches = [LayerCache(noise(*size).bfloat16(), noise(*size).bfloat16()) for _ in range(LAYERS)]
-        slot = torch.arange(rows, device=device)
+        row = torch.arange(rows, dtype=torch.int32, device=device)
+        page_table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
+        levels: tuple[CascadeLevel, ...] = ()
+        if groups:
+            each = rows // groups
+            first = row[::each].contiguous()
+            page_table[:, :shared] = page_table[first, :shared].repeat_interleave(each, dim=0)
+            bounds = (first * 0 + each, first, first * 0, first * 0 + PREFIX)
+            levels = (CascadeLevel(first, *bounds, max_rows=each, max_kv=PREFIX),)
         self.position = torch.full((rows,), CONTEXT - 1, device=device)
-        self.index = slot * pages * PAGE + self.position
+        self.index = page_table[:, -1].long() * PAGE + (CONTEXT - 1) % PAGE
         self.table = rope_table(HEAD, CONTEXT, 10000.0).to(device)
-        ints = slot.int()
         self.batch = AttentionBatch(
-            page_table=torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages),
-            slots=ints,
+            page_table=page_table,
+            slots=row,
             q_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            kv_len=ints * 0 + CONTEXT,
-            kv_start=ints * 0,
+            kv_len=row * 0 + CONTEXT,
+            kv_start=row * 0 + (PREFIX if groups else 0),
             num_decode=rows,
             max_q=1,
             max_kv=CONTEXT,
+            levels=levels,
         )
 
     def run(self, x_TN: Tensor, between: Callable[[], None]) -> Tensor:
@@ -78,10 +87,11 @@ class Layers:
         return x_TN
 
 
+# Few rows are attended to by parts, which are merged; where there are many, their own keys are joined to the prefix's.
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5])
-def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: int) -> None:
-    layers = Layers(rows)
+@pytest.mark.parametrize(("rows", "groups"), [(1, 0), (5, 0), (6, 2), (640, 8)])
+def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: int, groups: int) -> None:
+    layers = Layers(rows, groups)
     x = torch.randn((rows, HIDDEN), device="cuda").bfloat16()
     layers.run(x, torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Calibration: every candidate runs the same steps, and the fastest of each phase is kept, here and on disk."""
+"""Calibration: every candidate runs the same steps; the first of each phase is kept unless another is 5 % faster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POOL_BYTES = 1 << 30
 UNCAPTURED_MS = 0.3
 # Outputs of 16-bit kernels that round in different places differ by less; wrong ones by far more.
 _MOST_DIFFERENCE = 0.03
-# By how much another than the preferred candidate must be faster: nearer times change places from run to run.
+# By how much another than the first candidate must be faster: nearer times change places from run to run.
 _WORTH = 0.05
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ def calibrate(
     steps: Sequence[Step] = STEPS,
     launches: Sequence[Search] | None = None,
 ) -> Choice:
-    """The fastest of `among` in each phase, from disk where it is known there, else measured and kept there.
+    """Of `among` the first in each phase, or the fastest if that is faster by 5 %; from disk where it is known there,
+    else measured and kept there.
 
     `anew` measures in any case; `launches` are the searches for Triton's launches, by default those that the table
     lacks. From now on Triton's kernels are launched as the choice says. Takes seconds, more where kernels have yet
@@ -163,8 +164,7 @@ def work_of(kernel: PhaseKernel, problem: Problem, name: str) -> Work:
 
 
 def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
-    """The candidate whose costs have the least geometric mean over the steps; the preferred one unless that is less
-    by `_WORTH`."""
+    """The first candidate that works, unless the least geometric mean of costs over the steps is less by `_WORTH`."""
     costs: dict[str, float] = {}
     for one in measured:
         if one.phase == phase:
@@ -172,9 +172,9 @@ def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, 
     if not costs:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items() if name.startswith(phase))
         raise ValueError(f"no kernel computes {phase} here ({reasons or 'no candidates'})")
-    preferred, best = next(iter(costs)), min(costs, key=lambda name: costs[name])
+    first, best = next(iter(costs)), min(costs, key=lambda name: costs[name])
     steps = sum(one.candidate == best and one.phase == phase for one in measured)
-    return best if costs[best] < costs[preferred] + steps * math.log(1 - _WORTH) else preferred
+    return best if costs[best] < costs[first] + steps * math.log(1 - _WORTH) else first
 
 
 def _reason(error: Exception) -> str:

@@ -32,14 +32,15 @@ class Candidate:
 
     @property
     def hidden(self) -> bool:
-        """Whether what the host does for it costs nothing: in a CUDA graph, or behind the products of prompts."""
+        """Whether what the host does for it is not counted: for what CUDA graphs hold, and for prefill, where the
+        products of thousands of tokens leave the host time."""
         return not self.planned or self.phase == "prefill"
 
 
 def candidates(
     shape: AttentionShape, device: torch.device, backend: str = "auto"
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Candidates of `backend` ("auto": of all), the preferred of equals first, and why others are none."""
+    """Candidates of `backend` ("auto": of all), first the one that others must beat by far, and why others are none."""
     found = _of_triton() if backend != FLASHINFER else []
     if backend == TRITON:
         return found, {}

@@ -1,4 +1,4 @@
-"""Choice: what was found fastest for a shape, with the timings that say so, and its form as JSON."""
+"""Choice: who is to compute each phase of a shape, with the timings that say so, and its form as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fastest candidate of each phase; all that was measured; why candidates were left out, by "phase name";
+    """The candidate chosen for each phase; all that was measured; why candidates were left out, by "phase name";
     launches of Triton's kernels where the built-in table has none for this device."""
 
     fastest: Mapping[Phase, str]

@@ -124,7 +124,7 @@ def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch that may start while the kernel before it ends, if that lets it; EARLY tells the kernel so.
 
     Every program of such a kernel waits for that end (`gdc_wait`) before it touches what a kernel of the step writes.
-    As all do, whatever is launched after it, early or not, finds everything before it done.
+    As all do, whatever is launched after it, early or not, finds everything before it done once it has waited itself.
     """
     return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
 

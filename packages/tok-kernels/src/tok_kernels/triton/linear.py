@@ -24,7 +24,8 @@ def linear(
     residual_TN: Tensor | None = None,
 ) -> Tensor:
     """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the dtype
-    of W, whatever x's own. A `residual` gains the product in place and is returned.
+    of W, whatever x's own. A `residual` gains the product in place and is returned. What is launched just before must
+    not write W, which may be read before that ends.
 
     Raises ValueError for shapes that do not fit, and for x of another dtype than W where there is no norm.
     """
@@ -88,7 +89,6 @@ def launch_stream(
         K=inputs,
         ROWS=launch.rows,
         BLOCK=launch.block,
-        STAGES=launch.stages,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

@@ -1,4 +1,4 @@
-"""How products for few tokens are launched: a table by outputs, measured on an H200."""
+"""How products for few tokens are launched: a table by outputs and inputs, measured on an H200."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ _VECTOR, _LEAST = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`rows` outputs a program, `block` inputs at a time; Triton's warps, and blocks in its pipeline."""
+    """`rows` outputs a program, `block` inputs at a time; Triton's warps."""
 
     rows: int
     block: int
     warps: int
-    stages: int
 
 
 # (most outputs, most inputs, launch), the first that fits. A gated product reads two rows of weights an output.
 _ANY = 2**31
 _PLAIN = (
-    (_ANY, 4096, Launch(4, 1024, 4, 1)),
-    (2560, _ANY, Launch(4, 2048, 8, 1)),
-    (_ANY, _ANY, Launch(8, 2048, 8, 1)),
+    (_ANY, 4096, Launch(4, 1024, 4)),
+    (2560, _ANY, Launch(4, 2048, 8)),
+    (_ANY, _ANY, Launch(8, 2048, 8)),
 )
-_GATED = ((_ANY, 2048, Launch(2, 1024, 4, 1)), (_ANY, _ANY, Launch(2, 2048, 8, 1)))
+_GATED = ((_ANY, 2048, Launch(2, 1024, 4)), (_ANY, _ANY, Launch(2, 2048, 8)))
 
 
 def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
@@ -37,12 +36,12 @@ def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
     table = _GATED if gated else _PLAIN
     launch = next(launch for most, widest, launch in table if outputs <= most and inputs <= widest)
     if gated:
-        # Blocks past the end cost more here than narrow ones do.
-        part = next((part for part in (1, 2, 4) if inputs % (launch.block // part) == 0), 1)
+        # Columns past the end cost more here than narrow blocks do.
+        part = min((1, 2, 4), key=lambda part: -inputs % (launch.block // part))
         launch = replace(launch, block=launch.block // part, warps=launch.warps // part)
     return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _LEAST))
 
 
 def streams(tokens: int, inputs: int) -> bool:
     """Whether the kernel for few tokens takes a product of this size; otherwise torch's does."""
-    return 0 < tokens <= MOST_TOKENS and inputs % _VECTOR == 0
+    return 0 < tokens <= MOST_TOKENS and inputs > 0 and inputs % _VECTOR == 0

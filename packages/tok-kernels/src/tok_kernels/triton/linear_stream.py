@@ -1,4 +1,4 @@
-"""Products for few tokens: each program streams its rows of the weights once, through a pipeline of blocks.
+"""Products for few tokens: each program streams its rows of the weights once, block by block.
 
 A program sums `ROWS` outputs of all tokens with plain multiplications, for at so few tokens the time is that of
 reading the weights. Threads' partial sums meet once, at the end, in a fixed order.
@@ -82,7 +82,6 @@ def stream(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -105,12 +104,12 @@ def stream(
         sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
         squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
-    # Weights need not wait for the kernel before, which writes x.
+    # The first block of weights need not wait for the kernel before, which writes x.
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
     if EARLY:
         gdc_wait()
     sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, NORM)
-    for start in tl.range(BLOCK, K, BLOCK, num_stages=STAGES):
+    for start in tl.range(BLOCK, K, BLOCK, num_stages=1):
         weights = _rows_columns(lines_ptr, start, K, BLOCK)
         sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, NORM)
     to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

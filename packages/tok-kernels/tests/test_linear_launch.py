@@ -1,0 +1,45 @@
+"""How products of one token are launched, for the sizes of real models and any others."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_kernels.triton.linear_config import Launch, linear_launch, streams
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated", "launch"),
+    [
+        (6144, 4096, False, Launch(4, 1024, 4)),  # Llama-3.1-8B: qkv, down, gate and up
+        (4096, 14336, False, Launch(8, 2048, 8)),
+        (14336, 4096, True, Launch(2, 2048, 8)),
+        (2048, 8192, False, Launch(4, 2048, 8)),  # Llama-3.2-1B: down, gate and up, LM head
+        (8192, 2048, True, Launch(2, 1024, 4)),
+        (128256, 2048, False, Launch(4, 1024, 4)),
+        (8192, 3072, True, Launch(2, 1024, 4)),  # Llama-3.2-3B
+        (9728, 2560, True, Launch(2, 512, 2)),  # Qwen3-4B
+        (18944, 3584, True, Launch(2, 512, 2)),  # Qwen2-7B
+        (64, 80, False, Launch(4, 128, 4)),
+    ],
+)
+def test_sizes_of_models_get_the_launch_of_the_table(outputs: int, inputs: int, gated: bool, launch: Launch) -> None:
+    assert linear_launch(outputs, inputs, gated=gated) == launch
+
+
+@given(st.integers(1, 1 << 18), st.integers(1, 1 << 12).map(lambda eights: 8 * eights), st.booleans())
+def test_every_size_has_a_launch_of_powers_of_two(outputs: int, inputs: int, gated: bool) -> None:
+    launch = linear_launch(outputs, inputs, gated=gated)
+    for number in (launch.rows, launch.block, launch.warps):
+        assert number > 0
+        assert number & (number - 1) == 0
+    assert launch.block < 2 * max(inputs, 64)
+
+
+def test_one_token_of_inputs_in_eights_is_streamed() -> None:
+    assert streams(1, 8)
+    assert not streams(2, 8)
+    assert not streams(0, 8)
+    assert not streams(1, 12)
+    assert not streams(1, 0)
