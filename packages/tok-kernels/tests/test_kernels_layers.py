@@ -12,14 +12,10 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from support.noise import noise
 from tok_kernels import BACKENDS, LayerCache, choose, rope_table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def noise(*size: int, dtype: torch.dtype = torch.float32, device: torch.device) -> torch.Tensor:
-    source = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=source).to(device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (1, 48), (3, 4, 32), (0, 16)])

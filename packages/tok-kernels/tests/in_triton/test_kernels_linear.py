@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.noise import noise
 from tok_kernels import reference
 from tok_kernels.reference.linear import gated_linear as plain_gated_linear
 from tok_kernels.reference.linear import linear as plain_linear
@@ -24,11 +25,6 @@ TOKENS = (*range(1, MOST_TOKENS + 1), MOST_TOKENS + 1)
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-def noise(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    source = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=source).to(device=device, dtype=dtype)
 
 
 def matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.noise import noise
 from tok_kernels import LayerCache, QKNorm, reference, rope_table
 from tok_kernels.triton.activation import silu_and_mul
 from tok_kernels.triton.kv import write_kv
@@ -20,11 +21,6 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-def noise(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    source = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=source).to(device=device, dtype=dtype)
 
 
 def assert_near(result: Tensor, expected: Tensor) -> None:
