@@ -16,6 +16,7 @@ from tok_kernels.composed import ComposedBackend
 from tok_kernels.phases import PHASES, PhaseKernel
 from tok_kernels.reference import attention
 from tok_kernels.shape import AttentionShape
+from tok_kernels.triton.backend import TritonBackend
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(8, 2, 64, 16, 2, torch.float32, torch.float32)
@@ -87,6 +88,24 @@ def test_each_phase_of_a_step_is_computed_by_its_own_kernel(
     out = backend.attention(padded, case.cache, batch, case.scale)
     assert calls == called
     assert torch.equal(out, attention(padded, case.cache, batch, case.scale))
+
+
+@pytest.mark.parametrize(("window", "cached"), [(7, torch.float32), (None, torch.bfloat16)])
+def test_windows_and_caches_of_another_dtype_are_left_to_triton(
+    window: int | None, cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, calls = build(Shape(4, 2, 2, 16, ((2, ((0, (3, 18)),)),), ((5, 3),), seed=1), CPU), list[str]()
+    cache = LayerCache(case.cache.k.to(cached), case.cache.v.to(cached))
+
+    def by_triton(_self: object, *given: object) -> Tensor:
+        assert given == (case.q, cache, case.batch, case.scale, window)
+        calls.append("triton")
+        return case.q
+
+    monkeypatch.setattr(TritonBackend, "attention", by_triton)
+    backend = ComposedBackend("mixed", {phase: spy(phase, calls) for phase in PHASES}, frozenset(), torch.float32)
+    assert backend.attention(case.q, cache, case.batch, case.scale, window) is case.q
+    assert calls == ["triton"]
 
 
 def test_only_what_decodes_without_a_plan_can_be_captured() -> None:

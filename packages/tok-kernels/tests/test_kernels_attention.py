@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.attention_cases import Case, Shape, build, flat, oracle
+from support.attention_cases import Case, Shape, build, flat, oracle, spoil, without_unseen
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, choose
 from tok_kernels.reference import attention_with_lse, pieces
 
@@ -33,8 +33,8 @@ def check(case: Case, rtol: float = 0.0) -> None:
     compare(case, oracle(case), rtol)
 
 
-def compare(case: Case, expected: tuple[np.ndarray, np.ndarray], rtol: float = 0.0) -> None:
-    out, lse = attention_with_lse(case.q, case.cache, case.batch, case.scale)
+def compare(case: Case, expected: tuple[np.ndarray, np.ndarray], rtol: float = 0.0, window: int | None = None) -> None:
+    out, lse = attention_with_lse(case.q, case.cache, case.batch, case.scale, window)
     expected_out, expected_lse = expected
     np.testing.assert_allclose(out.double().cpu().numpy(), expected_out, rtol=rtol, atol=1e-5)
     np.testing.assert_allclose(lse.double().cpu().numpy(), expected_lse, rtol=2.0**-23, atol=1e-5)
@@ -47,6 +47,22 @@ def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.d
     expected = oracle(case)
     compare(case, expected)
     compare(flat(case), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, window=st.integers(1, 100), budget=st.sampled_from([100, 1 << 20]))
+def test_a_window_hides_what_lies_before_it_from_each_query(
+    shape: Shape, window: int, budget: int, device: torch.device
+) -> None:
+    case = without_unseen(build(shape, device), window)
+    expected = oracle(case, window)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_CPU_BUDGET", "_BUDGET"):
+            patch.setattr(pieces, name, budget)
+        compare(case, expected, window=window)
+        compare(flat(case), expected, window=window)
+        patch.setattr(pieces, "_tight", lambda _name, _lengths, bound: bound)  # as on a GPU
+        compare(case, expected, window=window)
 
 
 @settings(max_examples=15, deadline=None)
@@ -112,6 +128,19 @@ def test_a_suffix_without_keys_leaves_the_prefix_alone(device: torch.device) -> 
     check(replace(case, batch=replace(case.batch, kv_start=kv_len, levels=(level,))))
 
 
+def test_a_window_bounds_the_keys_that_are_gathered() -> None:
+    run = ((40, ((0, (9, 20)),)),)
+    case = build(replace(LARGE, runs=run, prefill=((10, 700),)), torch.device("cpu"))
+    sizes = (len(case.q), 4, 128)
+    own = list(pieces.own_pieces(case.batch, *sizes, window=50))
+    (level,) = pieces.level_pieces(case.batch.levels[0], case.batch, *sizes, window=50)
+    # The longer of two decode rows has its own 20 keys, ten queries have 50 and the nine after the first's.
+    assert [piece.width for piece in own] == [20, 59]
+    assert level.width == 41  # of 640: the shorter row's window begins at 649 − 50
+    (outside,) = pieces.level_pieces(case.batch.levels[0], case.batch, *sizes, window=5)
+    assert outside.width == 1
+
+
 def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_other(device: torch.device) -> None:
     case = build(replace(LARGE, runs=((0, ((3, (1, 9, 40)),)),), prefill=()), device)
     out, lse = oracle(case)
@@ -151,6 +180,21 @@ def test_tokens_without_keys_get_zeros_even_from_a_cache_of_nan(device: torch.de
     out, lse = attention_with_lse(q, cache, batch, 1.0)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def test_nan_among_the_keys_that_a_query_sees_stays_nan_and_disturbs_no_other_sequence(device: torch.device) -> None:
+    case = build(LARGE, device)
+    expected = oracle(case)
+    # The first two rows share pages, and each has a token of its own; the last chunk's NaN is its last key.
+    spoil(case, (1, int(case.batch.kv_len[1]) - 1), (-1, int(case.batch.kv_len[-1]) - 1))
+    rows = [1, len(case.q) - 1]
+    for each in (case, flat(case)):
+        out, lse = attention_with_lse(each.q, each.cache, each.batch, each.scale)
+        assert out[rows].isnan().all()
+        assert lse[rows].isnan().all()
+        chunk = int(case.batch.q_start[-2])  # a chunk's other queries may be spoilt: they are the same request's
+        rest = [row for row in range(chunk) if row != 1]
+        np.testing.assert_allclose(out[rest].double().cpu().numpy(), expected[0][rest], atol=1e-5)
 
 
 def test_a_step_without_tokens_yields_no_rows() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.noise import noise
 from tok_kernels import merge_states
 
 seeds = st.integers(0, 2**31)
@@ -45,7 +46,7 @@ def test_the_order_of_merging_does_not_matter(seed: int, device: torch.device) -
 
 @pytest.mark.parametrize("content", [0.0, 5.0, torch.nan, torch.inf])
 def test_an_empty_part_changes_nothing_whatever_it_holds(content: float, device: torch.device) -> None:
-    out, lse = torch.randn((4, 8), device=device), torch.randn(4, device=device)
+    out, lse = noise(4, 8, device=device), noise(4, device=device)
     nothing = torch.full_like(out, content), torch.full_like(lse, -torch.inf)
     for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
         assert torch.equal(merged[0], out)

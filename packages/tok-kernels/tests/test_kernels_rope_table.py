@@ -2,45 +2,125 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tok_kernels import Llama3Scaling, RopeScaling, rope_table
+from tok_kernels import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    rope_rows,
+    rope_table,
+)
+
+LONG = LongRopeScaling(
+    short_factors=tuple(1.0 + column / 8 for column in range(8)),
+    long_factors=tuple(2.0 + column for column in range(8)),
+    original_max_positions=64,
+    attention_factor=1.25,
+)
 
 
-def theirs(head_dim: int, positions: int, base: float, scaling: RopeScaling) -> torch.Tensor:
+def theirs(head_dim: int, base: float, scaling: RopeScaling, max_positions: int) -> LlamaRotaryEmbedding:
+    """transformers' module of the same settings, as fresh as before its first forward pass."""
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": base}
-    if scaling is not None:
-        parameters |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
+    match scaling:
+        case Llama3Scaling(factor, low, high, original):
+            own: dict[str, object] = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+        case LinearScaling(factor):
+            own = {"rope_type": "linear", "factor": factor}
+        case DynamicScaling(factor, max_positions):
+            own = {"rope_type": "dynamic", "factor": factor}
+        case YarnScaling(factor, original, attention_factor, fast, slow, truncate):
+            own = {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "attention_factor": attention_factor,
+                "beta_fast": fast,
+                "beta_slow": slow,
+                "truncate": truncate,
+            }
+        case LongRopeScaling(short, long, original, attention_factor):
+            own = {
+                "rope_type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "original_max_position_embeddings": original,
+                "attention_factor": attention_factor,
+            }
+        case None:
+            own = {}
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         head_dim=head_dim,
-        max_position_embeddings=131072,
-        rope_parameters=parameters,
+        max_position_embeddings=max_positions,
+        rope_parameters=parameters | own,
     )
-    position = torch.arange(positions)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), position)
-    half = head_dim // 2
+    return LlamaRotaryEmbedding(config)
+
+
+def angles(module: LlamaRotaryEmbedding, position: torch.Tensor) -> torch.Tensor:
+    """The rows that transformers makes of these positions in one forward pass."""
+    cos, sin = module(torch.zeros(1), position[None])
+    half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
 
 
-@pytest.mark.parametrize("scaling", [None, Llama3Scaling(8.0, 1.0, 4.0, 8192), Llama3Scaling(32.0, 1.0, 4.0, 64)])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        Llama3Scaling(8.0, 1.0, 4.0, 8192),
+        Llama3Scaling(32.0, 1.0, 4.0, 64),
+        LinearScaling(4.0),
+        LinearScaling(1.0),
+        YarnScaling(4.0, 1024, 1.1386294361119891),
+        YarnScaling(40.0, 64, 1.0, 16.0, 2.0),
+        YarnScaling(8.0, 4096, 0.5, 32.0, 1.0, truncate=False),
+        YarnScaling(2.0, 4, 1.0),  # no column turns often enough: all are stretched
+    ],
+)
 @pytest.mark.parametrize(("head_dim", "base"), [(16, 10000.0), (64, 500000.0), (128, 1e6)])
 def test_the_table_equals_that_of_transformers(head_dim: int, base: float, scaling: RopeScaling) -> None:
     table = rope_table(head_dim, 5000, base, scaling)
     assert table.shape == (5000, head_dim)
     assert table.dtype == torch.float32
+    expected = angles(theirs(head_dim, base, scaling, 131072), torch.arange(5000))
     # A float32 angle near 5000 is off by up to 2.4e-4: agreement below that shows the same roundings.
-    torch.testing.assert_close(table, theirs(head_dim, 5000, base, scaling), rtol=0, atol=1e-6)
+    torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 64), DynamicScaling(1.0, 64), LONG])
+def test_rows_of_a_growing_length_equal_those_of_a_transformers_that_grows_with_them(scaling: RopeScaling) -> None:
+    table, module = rope_table(16, 300, 10000.0, scaling), theirs(16, 10000.0, scaling, 256)
+    grown = torch.cat([angles(module, torch.tensor([position])) for position in range(300)])
+    torch.testing.assert_close(table, grown, rtol=0, atol=2e-5)  # the base is a power in float32, off by an ulp
+    assert not torch.equal(table[64:], rope_table(16, 300, 10000.0)[64:]) or scaling == DynamicScaling(1.0, 64)
+
+
+@pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 64), LONG])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_rows_of_one_pass_equal_those_of_transformers(length: int, scaling: RopeScaling) -> None:
+    position = torch.arange(length)
+    rows = rope_rows(16, 10000.0, scaling, position, torch.full((length,), length))
+    expected = angles(theirs(16, 10000.0, scaling, 256), position)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=2e-5)
 
 
 def test_position_zero_does_not_turn() -> None:
@@ -80,6 +160,22 @@ def test_a_bad_argument_is_refused_by_name(arguments: tuple[int, int, float], me
         ((8.0, 4.0, 4.0, 8192), r"high_freq_factor is 4.0; it must be above low_freq_factor \(4.0\)"),
     ],
 )
-def test_bad_scaling_is_refused_by_name(values: tuple[float, float, float, int], message: str) -> None:
+def test_bad_llama3_scaling_is_refused_by_name(values: tuple[float, float, float, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Llama3Scaling(*values)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearScaling(0.0), "factor is 0.0; it must be a positive number"),
+        (lambda: DynamicScaling(2.0, 0), "max_positions is 0"),
+        (lambda: YarnScaling(4.0, 64, -1.0), "attention_factor is -1.0"),
+        (lambda: replace(LONG, long_factors=(1.0, 0.0)), r"long_factors is \(1.0, 0.0\); all must be positive"),
+        (lambda: rope_table(8, 10, 1e4, LONG), "short_factors has 8 entries; it must have 4"),
+        (lambda: rope_table(2, 10, 1e4, DynamicScaling(2.0, 8)), "head_dim is 2; dynamic scaling needs at least 4"),
+    ],
+)
+def test_bad_scaling_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -254,6 +254,7 @@ def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
     assert 0 <= int(result.token[1]) < 300
     assert torch.equal(result.token[::2], healthy.token[::2])
     assert torch.equal(result.top_logprob[::2], healthy.top_logprob[::2])
+    assert result.logprob.isfinite().tolist() == [True, False, True]
     if content == -INF:
         assert result.logprob[1].item() == -INF
 

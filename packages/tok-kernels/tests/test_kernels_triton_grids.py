@@ -17,7 +17,7 @@ def operands(rows: int) -> Operands:
 
 
 def groups(rows: int, number: int, max_rows: int, max_kv: int) -> tiles.Items:
-    return tiles.Items(*(torch.zeros(0),) * 5, 0, number, rows, max_rows, max_kv)
+    return tiles.Items(*(torch.zeros(0),) * 5, 0, number, rows, max_rows, max_kv, torch.zeros(0))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 8192])

@@ -21,7 +21,16 @@ from tok_kernels.batch import (
 )
 from tok_kernels.exchange import Exchange
 from tok_kernels.merge import merge_states
-from tok_kernels.rope_table import Llama3Scaling, RopeScaling, rope_table
+from tok_kernels.rope_table import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    rope_rows,
+    rope_table,
+)
 from tok_kernels.shape import AttentionShape
 from tok_kernels.slots import DecodeRows, SlotColumns
 
@@ -33,13 +42,16 @@ __all__ = [
     "CascadeLevel",
     "Contexts",
     "DecodeRows",
+    "DynamicScaling",
     "Exchange",
     "Filters",
     "HostLengths",
     "HostLevel",
     "LayerCache",
+    "LinearScaling",
     "Llama3Scaling",
     "LogitBias",
+    "LongRopeScaling",
     "Masks",
     "Penalties",
     "QKNorm",
@@ -48,7 +60,9 @@ __all__ = [
     "SamplingBatch",
     "Shards",
     "SlotColumns",
+    "YarnScaling",
     "choose",
     "merge_states",
+    "rope_rows",
     "rope_table",
 ]

@@ -98,9 +98,15 @@ class Backend(Protocol):
         int64."""
         ...
 
-    def attention(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-        """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's
-        dtype."""
+    def attention(
+        self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype.
+
+        `window` is the number of positions that a query sees, its own included ("sliding window", Beltagy et al.
+        2020); None: all up to its own. Keys that no query of a program sees are not read, so that windows bound the
+        cost.
+        """
         ...
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:

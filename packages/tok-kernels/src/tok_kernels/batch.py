@@ -267,6 +267,9 @@ class Sampled:
     log-probability under the model's own distribution (before temperature, penalties, bias and filters, but after
     masks); `top_token` int64 and `top_logprob` float32, `[R, top_logprobs]`, largest first, of the same
     distribution.
+
+    The log-probability is not finite where a logit is NaN or +inf, or all are −inf: such a row has no distribution,
+    and its token, which is one of the vocabulary, means nothing.
     """
 
     token: Tensor

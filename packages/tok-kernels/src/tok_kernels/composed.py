@@ -16,15 +16,30 @@ from tok_kernels.triton.prefill import prefill
 
 
 class ComposedBackend(TritonBackend):
-    """`tok_kernels.Backend` with a kernel for each phase; `planned` are those that are planned on the host."""
+    """`tok_kernels.Backend` with a kernel for each phase; `planned` are those that are planned on the host.
 
-    def __init__(self, name: str, kernels: Mapping[Phase, PhaseKernel], planned: frozenset[Phase]) -> None:
+    Layers with a sliding window are computed by Triton, which masks each row of a group by its own window; so are
+    caches of another dtype than `cache_dtype`, for which the kernels were not made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernels: Mapping[Phase, PhaseKernel],
+        planned: frozenset[Phase],
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.name = name
         self.needs_host_lengths = planned
         self.capturable = not planned & {"decode", "cascade"}
         self._kernels = dict(kernels)
+        self._cache_dtype = cache_dtype
 
-    def attention(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attention(
+        self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+    ) -> Tensor:
+        if window is not None or self._cache_dtype not in (None, cache.k.dtype):
+            return super().attention(q_THD, cache, batch, scale, window)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         # Only what follows the decode rows can be padding that nobody writes.
         out[batch.num_decode :].zero_()

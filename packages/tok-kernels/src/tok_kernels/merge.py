@@ -11,19 +11,20 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     scores.
 
     A log-sum-exp of −inf marks a part without keys; its output is ignored, whatever it holds. Two such parts
-    give zeros and −inf. Commutative, and associative up to rounding (Milakov & Gimelshein 2018; Juravsky et
-    al. 2024).
+    give zeros and −inf; one that is NaN gives NaN. Commutative, and associative up to rounding (Milakov &
+    Gimelshein 2018; Juravsky et al. 2024).
     """
     peak = torch.maximum(lse_a, lse_b)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weight_a, weight_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
     total = weight_a + weight_b
-    share_a = (weight_a / total).unsqueeze(-1)
-    share_b = (weight_b / total).unsqueeze(-1)
+    divisor = torch.where(total == 0, 1.0, total)
+    share_a = (weight_a / divisor).unsqueeze(-1)
+    share_b = (weight_b / divisor).unsqueeze(-1)
     out = _part(out_a, share_a) + _part(out_b, share_b)
     return out, peak + torch.log(total)
 
 
 def _part(out: Tensor, share: Tensor) -> Tensor:
-    # A share of 0, or 0/0 where both parts are empty, must not let the output's NaN through.
-    return torch.where(share > 0, out * share, 0.0)
+    # The output of a part without keys may be anything; a log-sum-exp that is NaN makes the result NaN.
+    return torch.where(share == 0, 0.0, out * share)

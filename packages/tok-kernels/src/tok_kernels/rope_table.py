@@ -1,9 +1,14 @@
-"""Rotary embedding angles are computed once, as a table of cosines and sines per position."""
+"""Compute the cosines and sines of rotary embedding once, as a table with one row per position.
+
+Every formula runs in float32 and in the order of transformers' `modeling_rope_utils`, so that the angles are the same
+to the last bit or two.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,10 +29,7 @@ class Llama3Scaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value!r}; it must be a positive number")
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor is {self.high_freq_factor!r}; "
@@ -35,7 +37,72 @@ class Llama3Scaling:
             )
 
 
-RopeScaling = Llama3Scaling | None
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every wavelength is stretched by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor")
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): long wavelengths are stretched by `factor`, short ones are kept.
+
+    A wave that turns more than `beta_fast` times within `original_max_positions` is kept, one that turns less than
+    `beta_slow` times is stretched, and those between are interpolated; `truncate` rounds the two limits outwards to
+    whole columns. Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "original_max_positions", "attention_factor", "beta_fast", "beta_slow")
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Dynamic NTK scaling (bloc97, emozilla 2023): beyond `max_positions` the base grows with the sequence's length.
+
+    A token is rotated by the base of the forward pass that computes it, and keys stay in the cache as they are: the
+    row of position p, from `max_positions` on, is that of a sequence of p + 1 tokens.
+    """
+
+    factor: float
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "max_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): one stretching factor for each column, `short_factors` in forward passes up to
+    `original_max_positions` tokens, `long_factors` in longer ones.
+
+    Cosines and sines are multiplied by `attention_factor`. As with DynamicScaling, keys stay in the cache as they are.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "original_max_positions", "attention_factor")
+        for name in ("short_factors", "long_factors"):
+            if not all(value > 0 and math.isfinite(value) for value in getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; all must be positive numbers")
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | DynamicScaling | LongRopeScaling | None
 
 
 def rope_table(head_dim: int, max_positions: int, base: float, scaling: RopeScaling = None) -> Tensor:
@@ -43,28 +110,93 @@ def rope_table(head_dim: int, max_positions: int, base: float, scaling: RopeScal
     the CPU.
 
     `L` is `max_positions`, `D` is `head_dim` (even); column `i` turns by `base ** (-2i / D)` radians a
-    position (Su et al. 2021). All steps are in float32, as the models were trained. Raises ValueError naming
-    the bad argument.
+    position (Su et al. 2021), unless `scaling` says otherwise. Where frequencies depend on the length of the forward
+    pass, row p belongs to a pass that ends at position p. Raises ValueError naming the bad argument.
     """
-    if head_dim <= 0 or head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim!r}; it must be positive and even")
     if max_positions <= 0:
         raise ValueError(f"max_positions is {max_positions!r}; it must be at least 1")
+    position_L = torch.arange(max_positions, dtype=torch.int64, device="cpu")
+    return rope_rows(head_dim, base, scaling, position_L, position_L + 1)
+
+
+def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tensor, length_T: Tensor) -> Tensor:
+    """Cosines and sines of tokens at `position_T`, each computed in a forward pass over `length_T` tokens in all (both
+    int64): float32 `[T, D]` on their device, laid out as in `rope_table`."""
+    if head_dim <= 0 or head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim!r}; it must be positive and even")
     if not (base > 0 and math.isfinite(base)):
         raise ValueError(f"base is {base!r}; it must be a positive number")
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequency = 1.0 / (base**exponent)
-    if scaling is not None:
-        frequency = _stretch(frequency, scaling)
-    position = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angle = torch.outer(position, frequency)
-    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+    for name in ("short_factors", "long_factors") if isinstance(scaling, LongRopeScaling) else ():
+        if len(getattr(scaling, name)) != head_dim // 2:
+            raise ValueError(f"{name} has {len(getattr(scaling, name))} entries; it must have {head_dim // 2}")
+    if isinstance(scaling, DynamicScaling) and head_dim < 4:
+        raise ValueError(f"head_dim is {head_dim!r}; dynamic scaling needs at least 4")
+    exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_T.device) / head_dim
+    frequency = _frequencies(exponent_F, head_dim, base, scaling, length_T)
+    angle_TF = position_T.float().unsqueeze(1) * frequency
+    scale = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+    return torch.cat((angle_TF.cos() * scale, angle_TF.sin() * scale), dim=-1)
 
 
-def _stretch(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeScaling, length_T: Tensor) -> Tensor:
+    """Radians a position: `[F]`, or `[T, F]` where they depend on the length of the pass."""
+    if isinstance(scaling, DynamicScaling):
+        growth_T = scaling.factor * length_T.clamp(min=scaling.max_positions) / scaling.max_positions
+        base_T = base * (growth_T - (scaling.factor - 1)) ** (head_dim / (head_dim - 2))
+        grown_TF = 1.0 / base_T.unsqueeze(1) ** exponent_F
+        return torch.where((length_T > scaling.max_positions).unsqueeze(1), grown_TF, 1.0 / base**exponent_F)
+    if isinstance(scaling, LongRopeScaling):
+        short_F, long_F = (1.0 / (factors_F * base**exponent_F) for factors_F in _factors(scaling, exponent_F.device))
+        return torch.where((length_T > scaling.original_max_positions).unsqueeze(1), long_F, short_F)
+    frequency_F = 1.0 / (base**exponent_F)
+    if isinstance(scaling, LinearScaling):
+        return frequency_F / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        return _yarn(exponent_F, head_dim, base, scaling)
+    return frequency_F if scaling is None else _llama3(frequency_F, scaling)
+
+
+@lru_cache(maxsize=8)
+def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Short and long factors on the device, copied there once: a copy would wait for the device."""
+    short_F, long_F = (
+        torch.tensor(factors, dtype=torch.float32, device=device)
+        for factors in (scaling.short_factors, scaling.long_factors)
+    )
+    return short_F, long_F
+
+
+def _llama3(frequency_F: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Each frequency becomes a blend of itself and itself / factor, by how many turns fit the original
     context."""
-    wavelength = 2 * math.pi / frequency
+    wavelength_F = 2 * math.pi / frequency_F
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((scaling.original_max_positions / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - kept) * frequency / scaling.factor + kept * frequency
+    kept_F = ((scaling.original_max_positions / wavelength_F - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept_F) * frequency_F / scaling.factor + kept_F * frequency_F
+
+
+def _yarn(exponent_F: Tensor, head_dim: int, base: float, scaling: YarnScaling) -> Tensor:
+    """Each frequency becomes a blend of itself and itself / factor, by its column."""
+
+    def column(turns: float) -> float:
+        """The (fractional) column whose wave turns so many times within the original context."""
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = column(scaling.beta_fast), column(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # as in transformers: the blend is then a step
+    columns_F = torch.arange(head_dim // 2, dtype=torch.float32, device=exponent_F.device)
+    stretched_F = ((columns_F - first) / (last - first)).clamp(0, 1)
+    kept_F = 1 - stretched_F
+    wave_F = base**exponent_F
+    return 1.0 / (scaling.factor * wave_F) * (1 - kept_F) + 1.0 / wave_F * kept_F
+
+
+def _check_positive(scaling: object, *names: str) -> None:
+    for name in names:
+        value = getattr(scaling, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; it must be a positive number")

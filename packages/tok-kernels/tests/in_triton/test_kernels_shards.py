@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,13 @@ def logits_of(rows: int, vocabulary: int, device: torch.device, spread: float = 
     return (torch.randn((rows, vocabulary), generator=source) * spread).to(device)
 
 
+def draw_cut(
+    logits: Tensor, batch: SamplingBatch, cuts: list[int], sample: Callable[[Tensor, SamplingBatch], Sampled]
+) -> list[Sampled]:
+    """Each rank's draw."""
+    return draw_together(logits, cuts, lambda part, shards: sample(part, replace(batch, shards=shards)))
+
+
 def check(logits: Tensor, batch: SamplingBatch, cuts: list[int], *, triton: bool) -> Sampled:
     """All ranks' draw, which equals the whole one."""
     sample = triton_sample if triton else reference.sample
@@ -49,7 +57,7 @@ def check(logits: Tensor, batch: SamplingBatch, cuts: list[int], *, triton: bool
         .gather(-1, whole.token.unsqueeze(-1))
         .squeeze(-1)
     )
-    results = draw_together(logits, cuts, lambda part, shards: sample(part, replace(batch, shards=shards)))
+    results = draw_cut(logits, batch, cuts, sample)
     for result in results:
         assert torch.equal(result.token, whole.token)
         torch.testing.assert_close(result.logprob.double(), exact, rtol=1e-6, atol=1e-5)
@@ -90,6 +98,24 @@ def test_the_first_of_equals_is_taken_even_where_another_rank_has_it() -> None:
         batch = replace(batch_of([0.7 if all_greedy else 0.0] * 4, CPU), all_greedy=all_greedy)
         for cuts in ([2], [1, 2, 3], [3]):
             assert check(logits, batch, cuts, triton=False).token.tolist() == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("content", [torch.nan, INF, -INF])
+@pytest.mark.parametrize("place", [slice(None), 1200, 2])
+def test_rows_that_are_no_distribution_show_in_their_log_probabilities_on_every_rank(
+    place: int | slice, content: float, device: torch.device
+) -> None:
+    logits = logits_of(6, 1300, device)
+    logits[1::2, place] = content
+    bad = content != -INF or place == slice(None)
+    batch = batch_of([0.0, 0.0, 0.7, 0.7, 1.0, 1.0], device)
+    for sample in (triton_sample, reference.sample):
+        for each in (batch, replace(batch, all_greedy=True)):
+            results = draw_cut(logits, each, [500, 1100], sample)
+            for result in results:
+                assert result.logprob.isfinite().tolist() == [True, not bad] * 3
+                assert torch.equal(result.token, results[0].token)
+                assert ((result.token >= 0) & (result.token < 1300)).all()
 
 
 @outside

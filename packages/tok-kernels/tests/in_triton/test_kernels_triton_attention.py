@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,19 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.attention_cases import Case, Runs, Shape, build, flat, oracle
+from support.attention_cases import Case, Runs, Shape, build, flat, oracle, spoil, without_unseen
+from support.attention_checks import TOLERANCE, attend, check
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
-from tok_kernels.reference import attention as reference
 from tok_kernels.triton import attention, config, tiles
 from tok_kernels.triton import chunks as chunked
 from tok_kernels.triton.decode import decode_by_chunks
 from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.parts import new_parts
-
-# ‖out − expected‖ / ‖expected‖: scores and sums are float32; weights and results are of the queries' type.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-
 
 # The interpreter multiplies no bfloat16.
 DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
@@ -42,24 +37,6 @@ def small_device() -> Iterator[None]:
         if INTERPRETING:
             patch.setattr(config, "multiprocessors", lambda _device: 3)
         yield
-
-
-def attend(case: Case) -> Tensor:
-    """The kernels' result where all memory that they take holds NaN, or integers that index nothing, until written."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        return attention(case.q, case.cache, case.batch, case.scale)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def check(case: Case, expected: Tensor | None = None) -> None:
-    out = attend(case)
-    if expected is None:
-        expected = torch.tensor(oracle(case)[0])
-    assert out.dtype == case.q.dtype
-    difference = (out.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
-    assert float(difference) < TOLERANCE[case.q.dtype]
 
 
 def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8) -> None:
@@ -113,6 +90,31 @@ def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
     with pytest.MonkeyPatch.context() as patch:
         split_everything(patch, programs, keys)
         check(build(shape, device))
+
+
+@settings(max_examples=6 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, window=st.integers(1, 100), programs=st.integers(1, 4), keys=st.integers(1, 40))
+def test_a_window_hides_what_lies_before_it_from_each_query(
+    shape: Shape, window: int, programs: int, keys: int, device: torch.device
+) -> None:
+    case = without_unseen(build(shape, device), window)
+    check(case, window=window)
+    with pytest.MonkeyPatch.context() as patch:
+        split_everything(patch, programs, keys)
+        check(case, window=window)
+
+
+# Below a page, a block of keys and a tile of queries, about as long as a group's prefix, and beyond everything.
+@pytest.mark.parametrize("window", [1, 16, 40, 10_000])
+@pytest.mark.parametrize("split", [False, True])
+def test_windows_of_every_size_in_groups_decode_rows_and_prompts(
+    window: int, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split:
+        split_everything(monkeypatch)
+    case = build(replace(MIXED, head_dim=16), device)
+    check(without_unseen(case, window), window=window)
+    check(without_unseen(flat(case), window), window=window)
 
 
 def test_a_step_with_prefix_groups_equals_the_same_step_without(device: torch.device) -> None:
@@ -340,6 +342,24 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     check(replace(case, q=case.q * 0.0 + 1.0, cache=LayerCache(case.cache.k.sign() * 50.0, case.cache.v)))
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_nan_among_the_keys_that_a_query_sees_stays_nan_and_disturbs_no_other_sequence(
+    split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split:
+        split_everything(monkeypatch)
+    case = build(replace(MIXED, head_dim=16), device)
+    expected = torch.tensor(oracle(case)[0])
+    # A row's own key, the first page of a group of two rows (7 and 8), and a chunk's last key.
+    spoil(case, (1, int(case.batch.kv_len[1]) - 1), (8, 40), (-1, int(case.batch.kv_len[-1]) - 1))
+    chunk = int(case.batch.q_start[-2])
+    rest = [row for row in range(chunk) if row not in (1, 7, 8)]
+    for each in (case, flat(case)):
+        out = attend(each).double().cpu()
+        assert out[[1, 7, 8, -1]].isnan().all()
+        torch.testing.assert_close(out[rest], expected[rest], rtol=1e-5, atol=1e-5)
+
+
 def test_a_step_without_tokens_yields_no_rows(device: torch.device) -> None:
     case = build(MIXED, device)
     empty = torch.empty(0, dtype=torch.int32, device=device)
@@ -361,118 +381,5 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name(device: torch.device
     ):
         with pytest.raises(ValueError, match=message):
             attention(q, cache, case.batch, scale)
-
-
-# What follows needs a GPU's size, streams or compiler.
-
-GROUPED = Shape(page_size=16, kv_heads=2, group=4, head_dim=64, runs=(), prefill=(), seed=5)
-CUDA = torch.device("cuda")
-
-
-def runs_of(batch: int) -> Runs:
-    """`batch` rows in groups of 1 to 900, with prefixes of 0 to 5 pages and own tokens from 1 on."""
-    sizes = (1, 7, 900, 64)
-    runs: list[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]] = []
-    while batch:
-        size = min(sizes[len(runs) % 4], batch)
-        runs.append((len(runs) % 6, ((len(runs) % 2, tuple(1 + i % 50 for i in range(size))),)))
-        batch -= size
-    return tuple(runs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 2, 33, 264, 2048, 8192])
-def test_decode_batches_of_every_size_equal_the_reference(batch: int) -> None:
-    case = build(replace(GROUPED, runs=runs_of(batch)), CUDA, torch.bfloat16)
-    check(case, reference(case.q.float(), case.cache, case.batch, case.scale))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1500, 6000])
-def test_one_level_of_groups_in_a_full_batch_is_exact_when_replayed(rows: int) -> None:
-    runs = tuple((1 + i % 50, ((0, tuple(1 + j % 70 for j in range(rows // 100))),)) for i in range(100))
-    case = build(replace(GROUPED, runs=runs), CUDA, torch.bfloat16)
-    case = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1]))
-    attention(case.q, case.cache, case.batch, case.scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(case.q, case.cache, case.batch, case.scale)
-    expected = reference(case.q.float(), case.cache, case.batch, case.scale)
-    for _ in range(20):  # what starts before the kernel that it depends on has ended would differ now and then
-        out.fill_(torch.nan)
-        graph.replay()
-        assert float((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.gpu
-def test_one_long_sequence_is_split_among_many_programs() -> None:
-    case = build(replace(GROUPED, runs=((3, ((0, (1500,)),)),), prefill=((7, 1500),)), CUDA, torch.bfloat16)
-    check(case, reference(case.q.float(), case.cache, case.batch, case.scale))
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_step_on_a_cuda_device_never_waits_for_it() -> None:
-    case = build(replace(GROUPED, runs=runs_of(40), prefill=((70, 20),)), CUDA, torch.bfloat16)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        attention(case.q, case.cache, case.batch, case.scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_a_captured_step_is_replayed_with_other_lengths_groups_and_pages() -> None:
-    first, other = (
-        build(replace(GROUPED, runs=runs, prefill=prefill), CUDA, torch.bfloat16)
-        for runs, prefill in (
-            (((2, ((0, (5, 9, 40)), (1, (7,)))), (3, ((0, (3, 3)),))), ((30, 2), (1, 0))),
-            (((1, ((0, (12,)), (2, (1, 20)))), (0, ((0, (44, 5, 9)),))), ((11, 30), (20, 0))),
-        )
-    )
-    q, cache, batch = torch.empty_like(first.q), first.cache, first.batch
-    q.copy_(first.q)
-    levels = tuple(replace(level, max_rows=6, max_kv=96) for level in batch.levels)
-    batch = replace(batch, max_q=30, max_kv=128, levels=levels)
-    attention(q, cache, batch, first.scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, cache, batch, first.scale)
-    for name in ("slots", "q_start", "kv_len", "kv_start"):
-        getattr(batch, name).copy_(getattr(other.batch, name))
-    for level, new in zip(batch.levels, other.batch.levels, strict=True):
-        for name in ("row_start", "row_count", "slot", "kv_start", "kv_end"):
-            getattr(level, name).copy_(getattr(new, name))
-    width = min(batch.page_table.shape[1], other.batch.page_table.shape[1])
-    batch.page_table[:, :width] = other.batch.page_table[:, :width]
-    for ours, theirs in ((q, other.q), (cache.k, other.cache.k), (cache.v, other.cache.v)):
-        ours.copy_(theirs)
-    out.fill_(torch.nan)
-    graph.replay()
-    expected = torch.tensor(oracle(other)[0])
-    assert float((out.double().cpu() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.gpu
-def test_steps_of_other_sizes_compile_nothing_anew() -> None:
-    knobs = importlib.import_module("triton").knobs  # that package has no types
-
-    def step(batch: int, prefill: tuple[tuple[int, int], ...]) -> None:
-        shape = replace(GROUPED, head_dim=48, runs=runs_of(batch), prefill=prefill)
-        case = build(shape, CUDA, torch.bfloat16)
-        for each in (case, flat(case)):
-            attention(each.q, each.cache, each.batch, each.scale)
-
-    compiled: list[object] = []
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
-    try:
-        step(1, ((3, 300),))  # few rows: keys are split, and parts joined
-        step(1100, ())  # many: parts are chained
-        assert compiled  # this head size is no other test's
-        compiled.clear()
-        for batch, prefill in ((16, ((1, 0),)), (0, ((16, 16),) * 16), (600, ()), (1500, ((400, 0),)), (1, ())):
-            step(batch, prefill)
-    finally:
-        knobs.runtime.jit_cache_hook = before
-    assert compiled == []
+    with pytest.raises(ValueError, match="window is 0; allowed: None, or integers from 1"):
+        attention(case.q, case.cache, case.batch, case.scale, 0)

@@ -146,8 +146,24 @@ def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
     assert 0 <= int(result.token[1]) < 1300
     assert torch.equal(result.token[::2], healthy.token[::2])
     assert torch.equal(result.top_logprob[::2], healthy.top_logprob[::2])
+    assert result.logprob.isfinite().tolist() == [True, False, True]
     if content == -INF:
         assert result.logprob[1].item() == -INF
+
+
+def test_one_entry_that_is_no_number_shows_in_the_log_probability_of_its_row_alone(device: torch.device) -> None:
+    every, bad = list(edited_batches(12, 1300, device)), rows_of(device, 1, 3, 8, 10)
+    good = torch.ones(12, dtype=torch.bool, device=device).index_fill_(0, bad, False)
+    for batch in every[3:5]:
+        logits = logits_of(12, 1300, device)
+        healthy = sample(logits, batch)
+        logits[bad, rows_of(device, 3, 1024, 1299, 0)] = torch.tensor([torch.nan, INF, torch.nan, INF], device=device)
+        result = sample(logits, batch)
+        assert torch.equal(result.logprob.isfinite(), good)
+        assert torch.equal(reference.sample(logits, batch).logprob.isfinite(), good)
+        assert ((result.token >= 0) & (result.token < 1300)).all()
+        assert torch.equal(result.token[good], healthy.token[good])
+        assert torch.equal(result.logprob[good], healthy.logprob[good])
 
 
 def test_a_row_gets_the_same_token_alone_and_in_any_batch(device: torch.device) -> None:

@@ -33,16 +33,16 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
     if {one.name for one in among} == {TRITON} and not searches(shape, device):
         return TritonBackend()
     try:
-        return _backend(calibrate(shape, device, among, directory=directory), among)
+        return _backend(calibrate(shape, device, among, directory=directory), among, shape.cache_dtype)
     except (ImportError, OSError, RuntimeError):
         # What was known to be fastest can no longer be built here.
-        return _backend(calibrate(shape, device, among, directory=directory, anew=True), among)
+        return _backend(calibrate(shape, device, among, directory=directory, anew=True), among, shape.cache_dtype)
 
 
-def _backend(choice: Choice, among: list[Candidate]) -> Backend:
+def _backend(choice: Choice, among: list[Candidate], cache_dtype: torch.dtype) -> Backend:
     if set(choice.fastest.values()) == {TRITON}:
         return TritonBackend()
     chosen: dict[Phase, Candidate] = {one.phase: one for one in among if choice.fastest[one.phase] == one.name}
     planned = frozenset(phase for phase, one in chosen.items() if one.planned)
     name = ", ".join(f"{phase}: {chosen[phase].name}" for phase in PHASES)
-    return ComposedBackend(name, {phase: one.make() for phase, one in chosen.items()}, planned)
+    return ComposedBackend(name, {phase: one.make() for phase, one in chosen.items()}, planned, cache_dtype)

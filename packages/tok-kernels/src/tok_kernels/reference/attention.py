@@ -14,16 +14,21 @@ from tok_kernels.reference.kv import gather_heads
 from tok_kernels.reference.pieces import Piece, level_pieces, own_pieces
 
 
-def attention(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-    """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype.
+def attention(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype. With a
+    `window` a query sees that many positions at most, the last of them its own.
 
     Scores, softmax and sums are float32. Cache rows that no query may see are never read into a result, so
     they may hold NaN. A token that sees no key at all, and a token of no sequence, gets zeros.
     """
-    return attention_with_lse(q_THD, cache, batch, scale)[0]
+    return attention_with_lse(q_THD, cache, batch, scale, window)[0]
 
 
-def attention_with_lse(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> tuple[Tensor, Tensor]:
+def attention_with_lse(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """`attention` and the natural log-sum-exp of each query's scaled scores, float32 `[T, H]`; −inf without
     keys."""
     tokens, heads, size = q_THD.shape
@@ -32,10 +37,10 @@ def attention_with_lse(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, 
     out = q_THD.new_zeros((tokens + 1, heads, size), dtype=torch.float32)
     lse = q_THD.new_full((tokens + 1, heads), -torch.inf, dtype=torch.float32)
     if tokens:
-        for piece in own_pieces(batch, *sizes):
+        for piece in own_pieces(batch, *sizes, window):
             _store(out, lse, piece, _attend_piece(q_THD, cache, batch.page_table, piece, scale))
         for level in batch.levels:
-            for piece in level_pieces(level, batch, *sizes):
+            for piece in level_pieces(level, batch, *sizes, window):
                 part = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
                 before = out[piece.token_NQ], lse[piece.token_NQ]
                 _store(out, lse, piece, merge_states(*before, *part))
@@ -54,6 +59,8 @@ def _attend_piece(
     position = piece.start_N.unsqueeze(-1) + torch.arange(piece.width, device=q_THD.device)
     row = _cache_rows(page_table, piece, position, cache.page_size)
     seen_NQL = position.unsqueeze(1) < piece.limit_NQ.unsqueeze(-1)
+    if piece.first_NQ is not None:
+        seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
     q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
     return _dense(q_NQHD, gather_heads(cache.k, row).float(), gather_heads(cache.v, row).float(), seen_NQL)
 
@@ -83,8 +90,8 @@ def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> 
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weight = score.sub_(peak).exp_()
     total = weight.sum(-1, keepdim=True)
-    # A query without keys has a total of 0, and its stand-in may be NaN.
-    out = torch.where(total > 0, (weight @ v_NKLD) / total, 0.0)
+    # A query without keys has a total of 0, and its stand-in may be NaN. NaN among the keys that it sees stays NaN.
+    out = torch.where(total == 0, 0.0, (weight @ v_NKLD) / total)
     lse = peak + total.log()
     shape = (items, kv_heads, queries, group)
     return (

@@ -20,6 +20,7 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel
 # memory.
 _CPU_BUDGET = 1 << 20
 _BUDGET = 1 << 26
+_FAR = 1 << 40  # beyond every position
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,15 @@ class Piece:
     slot_N    int64: whose page table finds the keys
     start_N   int64: first position of the keys
     limit_NQ  int64: the query sees positions below this one; 0 where padded
-    width     host-side upper bound of the positions any query sees
+    first_NQ  int64: the first position that the query's window holds; None without a window
+    width     host-side upper bound of the positions from `start` to the last one any query sees
     """
 
     token_NQ: Tensor
     slot_N: Tensor
     start_N: Tensor
     limit_NQ: Tensor
+    first_NQ: Tensor | None
     width: int
 
 
@@ -45,7 +48,8 @@ class _Items:
     """N items before padding: item `i` has `count[i]` queries, tokens `first[i]` onwards, over keys `[start,
     end)`.
 
-    With `causal` its last query sees all the keys and each query before it one less; otherwise all see all.
+    With `length_T` None the item is causal: its last query sees all the keys and each query before it one less.
+    Otherwise each query sees all of them that the sequence of its token, `length_T` long, has in its window.
     """
 
     first: Tensor
@@ -53,28 +57,35 @@ class _Items:
     slot: Tensor
     start: Tensor
     end: Tensor
-    causal: bool
+    length_T: Tensor | None
 
     def __getitem__(self, part: slice) -> _Items:
         return _Items(
-            self.first[part], self.count[part], self.slot[part], self.start[part], self.end[part], self.causal
+            self.first[part], self.count[part], self.slot[part], self.start[part], self.end[part], self.length_T
         )
 
 
-def own_pieces(batch: AttentionBatch, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+def own_pieces(
+    batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
+) -> Iterator[Piece]:
     """Pieces in which every query meets its own sequence's keys: decode rows, then prefill chunks.
 
     `heads` is H and `row_size` is K × D, by which pieces are kept within the memory budget.
     """
     q_start = batch.q_start.long()
-    kv_len = batch.kv_len.long()
-    items = _Items(q_start[:-1], q_start.diff(), batch.slots.long(), batch.kv_start.long(), kv_len, causal=True)
+    start, end, count = batch.kv_start.long(), batch.kv_len.long(), q_start.diff()
+    if window is not None:  # of the first query
+        start = torch.maximum(start, end - count + 1 - window)
+    items = _Items(q_start[:-1], count, batch.slots.long(), start, end, length_T=None)
     decode, prefill = items[: batch.num_decode], items[batch.num_decode :]
-    yield from _cut(decode, 1, batch.max_kv, tokens, heads, row_size)
-    yield from _cut(prefill, batch.max_q, batch.max_kv, tokens, heads, row_size)
+    for part, max_q in ((decode, 1), (prefill, batch.max_q)):
+        max_kv = batch.max_kv if window is None else min(batch.max_kv, window + max_q - 1)
+        yield from _cut(part, max_q, max_kv, tokens, heads, row_size, window)
 
 
-def level_pieces(level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+def level_pieces(
+    level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
+) -> Iterator[Piece]:
     """Pieces in which each group's decode rows together meet the keys that they share; arguments as
     `own_pieces`."""
     items = _Items(
@@ -83,12 +94,14 @@ def level_pieces(level: CascadeLevel, batch: AttentionBatch, tokens: int, heads:
         slot=level.slot.long(),
         start=level.kv_start.long(),
         end=level.kv_end.long(),
-        causal=False,
+        length_T=batch.kv_len.long(),
     )
-    yield from _cut(items, level.max_rows, level.max_kv, tokens, heads, row_size)
+    yield from _cut(items, level.max_rows, level.max_kv, tokens, heads, row_size, window)
 
 
-def _cut(items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_size: int) -> Iterator[Piece]:
+def _cut(
+    items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_size: int, window: int | None
+) -> Iterator[Piece]:
     """Blocks of items, and of queries where one item alone is over the budget."""
     total = items.first.shape[0]
     if total == 0:
@@ -102,19 +115,31 @@ def _cut(items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_si
         width = _tight("max_kv", block.end - block.start, max_kv)
         q_step = max(1, budget // max(width * heads, 1))
         for q_begin in range(0, block_q, q_step):
-            yield _pad(block, range(q_begin, min(q_begin + q_step, block_q)), width, tokens)
+            yield _pad(block, range(q_begin, min(q_begin + q_step, block_q)), width, tokens, window)
 
 
-def _pad(items: _Items, queries: range, width: int, tokens: int) -> Piece:
+def _pad(items: _Items, queries: range, width: int, tokens: int, window: int | None) -> Piece:
     nth = torch.arange(queries.start, queries.stop, device=items.first.device)
     count, end = items.count.unsqueeze(-1), items.end.unsqueeze(-1)
     present = nth < count
-    limit = end - count + nth + 1 if items.causal else end
+    token = torch.where(present, items.first.unsqueeze(-1) + nth, tokens)
+    limit = end - count + nth + 1 if items.length_T is None else end
+    start, first = items.start, None
+    if window is not None:
+        first = limit - window
+        if items.length_T is not None:
+            first = items.length_T[token.clamp(max=len(items.length_T) - 1)] - window
+        start = torch.maximum(start, torch.where(present, first, _FAR).amin(-1))
+        if items.length_T is None:
+            width = min(width, window + len(queries) - 1)
+        else:
+            width = _tight("max_kv", items.end - start, width)
     return Piece(
-        token_NQ=torch.where(present, items.first.unsqueeze(-1) + nth, tokens),
+        token_NQ=token,
         slot_N=items.slot,
-        start_N=items.start,
+        start_N=start,
         limit_NQ=torch.where(present, limit, 0),
+        first_NQ=first,
         width=max(width, 1),
     )
 

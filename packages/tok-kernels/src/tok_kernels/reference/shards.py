@@ -59,7 +59,7 @@ def _normaliser(told_S4R: Tensor) -> tuple[Tensor, Tensor]:
     peak_SR, total_SR = told_S4R[:, 0].double(), told_S4R[:, 1].double()
     top = _finite(peak_SR.max(0).values)
     total = (total_SR * (peak_SR - top).exp()).sum(0)
-    return top.float(), torch.where(total > 0, total, 1.0).log().float()
+    return top.float(), torch.where(total == 0, 1.0, total).log().float()
 
 
 def _finite(peak: Tensor) -> Tensor:

@@ -11,8 +11,11 @@ from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.prefill import prefill
 
 
-def attention(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
+def attention(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> Tensor:
     """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype, contiguous.
+    With a `window` a query sees that many positions at most, the last of them its own.
 
     Scores, softmax and sums are float32; for bfloat16 and float16 the softmax weights are rounded to that type.
     Grids follow from host numbers alone, so that a step can be captured in a CUDA graph and replayed with other
@@ -20,7 +23,7 @@ def attention(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: fl
     no sequence, gets zeros. q may be strided but for its last axis; page sizes are powers of two, head_dim is at
     most 256. Raises ValueError for what the kernels do not compute.
     """
-    operands = Operands(q_THD, cache, batch.page_table, scale)
+    operands = Operands(q_THD, cache, batch.page_table, scale, window)
     operands.check()
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     # Only what follows the decode rows can be padding that no program writes.

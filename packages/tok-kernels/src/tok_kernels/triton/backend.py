@@ -72,8 +72,10 @@ class TritonBackend:
     def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
         write_kv(k_TKD, v_TKD, cache, index_T)
 
-    def attention(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-        return attention(q_THD, cache, batch, scale)
+    def attention(
+        self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+    ) -> Tensor:
+        return attention(q_THD, cache, batch, scale, window)
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         return sample(logits_RV, batch)

@@ -25,7 +25,7 @@ def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) ->
     groups without a row. A row in a group that has itself ended (`kv_len` not above `kv_start`) sees the shared
     keys alone.
     """
-    levels = [_items(level, batch.num_decode) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
+    levels = [_items(level, batch) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
     chunks = decode_chunks(operands, batch)
     if chunks is None and any(splits_pay(operands, items) for items in levels):
         chunks = one_chunk_each(batch.num_decode)
@@ -35,8 +35,9 @@ def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) ->
         _join(operands, batch, levels, chunks, out_THD)
 
 
-def _items(level: CascadeLevel, rows: int) -> Items:
+def _items(level: CascadeLevel, batch: AttentionBatch) -> Items:
     """Decode row b is query token b, and is in at most one group."""
+    rows = batch.num_decode
     return Items(
         *(level.row_start, level.row_count, level.slot, level.kv_start, level.kv_end),
         offset=0,
@@ -44,6 +45,7 @@ def _items(level: CascadeLevel, rows: int) -> Items:
         most_tokens=rows,
         most_tokens_each=min(level.max_rows, rows),
         most_keys=level.max_kv,
+        length=batch.kv_len,
     )
 
 

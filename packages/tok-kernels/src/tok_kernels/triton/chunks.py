@@ -52,9 +52,11 @@ def one_chunk_each(rows: int) -> Chunks:
 
 
 @triton.jit
-def blocks(start_ptr, len_ptr, row, present, KEYS: tl.constexpr):
+def blocks(start_ptr, len_ptr, row, present, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """Blocks of keys of rows; none of a row that has ended."""
     keys = tl.load(len_ptr + row, mask=present, other=0) - tl.load(start_ptr + row, mask=present, other=0)
+    if WINDOW:
+        keys = tl.minimum(keys, WINDOW)
     return tl.cdiv(tl.maximum(keys, 0), KEYS)
 
 
@@ -65,13 +67,13 @@ def chunks_of(row_blocks, blocks_each, most):
 
 
 @triton.jit
-def find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS: tl.constexpr):
+def find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The row that the `chunk`-th chunk of all belongs to (`rows`: there is none), how many lie before that row's
     first, and the blocks that a chunk is to hold."""
     total = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
-        total += tl.sum(blocks(start_ptr, len_ptr, row, row < rows, KEYS), 0)
+        total += tl.sum(blocks(start_ptr, len_ptr, row, row < rows, KEYS, WINDOW), 0)
     blocks_each = tl.maximum(tl.cdiv(total, wanted), tl.cdiv(least, KEYS))
     passed = 0
     skipped = 0
@@ -79,7 +81,7 @@ def find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS: tl.co
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
         present = row < rows
-        number = chunks_of(blocks(start_ptr, len_ptr, row, present, KEYS), blocks_each, most)
+        number = chunks_of(blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_each, most)
         number = tl.where(present, number, 0)
         ends = counted + tl.cumsum(number, 0)
         done = present & (ends <= chunk)

@@ -52,13 +52,15 @@ def _decode(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     FP16: tl.constexpr,
+    WINDOW: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRIOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the parts; otherwise it has all of a row's keys,
-    and its result is final. PRIOR: join with part 0. EARLY: the kernel before lets this one start before it ends."""
+    and its result is final. PRIOR: join with part 0. EARLY: the kernel before lets this one start before it ends.
+    WINDOW: the positions that a row sees, 0 for all."""
     if EARLY and CHUNKED:
         gdc_launch_dependents()
         gdc_wait()
@@ -67,7 +69,7 @@ def _decode(
     row = program // KV_HEADS
     if CHUNKED:
         chunk = row
-        row, skipped, blocks_each = find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS)
+        row, skipped, blocks_each = find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS, WINDOW)
         if row >= rows:
             return
     row = row.to(tl.int64)
@@ -75,11 +77,13 @@ def _decode(
     start = tl.load(start_ptr + row)
     end = tl.load(len_ptr + row)
     begin = start
+    if WINDOW:
+        begin = tl.maximum(start, end - WINDOW)
     if CHUNKED:
-        row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS)
+        row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
         number = chunks_of(row_blocks, blocks_each, most)
         share = tl.cdiv(row_blocks, number) * KEYS
-        begin = start + (chunk - skipped) * share
+        begin += (chunk - skipped) * share
         end = tl.minimum(end, begin + share)
         if (chunk == skipped) & (kv_head == 0):
             tl.store(chunks_ptr + 2 * row, skipped)
@@ -98,10 +102,10 @@ def _decode(
     top, total, acc = unseen(GROUP_PADDED, PADDED)
     limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
     top, total, acc = attend(
-        *(q, top, total, acc, limit, begin, end),
+        *(q, top, total, acc, limit, limit, begin, end),
         *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
         *(kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, True),
+        *(PAGE, KEYS, HEAD, PADDED, True, False),
     )
     if PRIOR:
         # The row's own keys do not wait for the prefix, which the kernel before may still be at.
@@ -123,7 +127,7 @@ def _decode(
 
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> Chunks | None:
     """How the rows' own keys are cut, from host bounds; None: not at all."""
-    return plan_chunks(batch.num_decode, _programs(operands), batch.max_kv)
+    return plan_chunks(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Parts, *, prior: bool) -> None:

@@ -206,7 +206,7 @@ def _pick(
         inside = _first_passed(weight, tl.cumsum(weight), rest, 0, BLOCK)
         found = tl.where(drawn, inside, found)
     own = tl.sum(tl.where(entry == found, value, 0.0)) - _finite(peak)
-    log_total = tl.log(tl.where(total > 0, total, 1.0))
+    log_total = tl.log(tl.where(total == 0, 1.0, total))  # NaN stays NaN
     tl.store(token + row, tl.minimum(block * BLOCK + found, vocabulary - 1).to(tl.int64))
     tl.store(logprob + row, own - log_total)
     tl.store(log_sum + row, _finite(peak) + log_total)

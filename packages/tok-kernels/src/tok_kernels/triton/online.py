@@ -17,6 +17,7 @@ def attend(
     top,
     total,
     acc,
+    first,
     limit,
     begin,
     end,
@@ -31,8 +32,10 @@ def attend(
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
-    """The state after the positions [begin, end); with MASKED a row sees only those below its `limit`.
+    """The state after the positions [begin, end); with MASKED a row sees only those below its `limit`, and with
+    WINDOWED, too, only those from its `first` on.
 
     Without MASKED their number is a multiple of KEYS. Of a page only rows before `end` are read.
     """
@@ -60,6 +63,10 @@ def attend(
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if MASKED:
             score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
+            if WINDOWED:
+                # Rows may see positions beyond `end`, too, in a later range.
+                seen = inside[None, :] & (position[None, :] >= first[:, None])
+                score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, 1) * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(score * scale - shift[:, None])
@@ -72,9 +79,10 @@ def attend(
 
 @triton.jit
 def computed(q, FP16: tl.constexpr):
-    """The queries in the dtype that scores are computed from; with FP16 cut to that type's range."""
+    """The queries in the dtype that scores are computed from; with FP16 cut to that type's range, but for NaN."""
     if FP16:
-        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        q = q.to(tl.float32)
+        q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q)).to(tl.float16)
     return q
 
 
@@ -89,7 +97,7 @@ def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr):
 def resume(lse_at, out_at, present, d_present):
     """The state that a partial result stands for; that of no keys where `present` is false or it saw none."""
     top = tl.load(lse_at, mask=present, other=float("-inf"))
-    seen = top > float("-inf")
+    seen = top != float("-inf")  # NaN has been seen
     acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
     return top, tl.where(seen, 1.0, 0.0), acc
 
@@ -107,8 +115,8 @@ def join(top, total, acc, other_top, other_total, other_acc):
 
 @triton.jit
 def finish(top, total, acc):
-    """Output and base-2 log-sum-exp of a state: zeros and −inf where no key was seen."""
-    seen = total > 0
+    """Output and base-2 log-sum-exp of a state: zeros and −inf where no key was seen. NaN stays NaN."""
+    seen = total != 0
     divisor = tl.where(seen, total, 1.0)
     out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
     return out, tl.where(seen, top + tl.log2(divisor), float("-inf"))

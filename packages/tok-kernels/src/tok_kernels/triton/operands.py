@@ -19,12 +19,14 @@ _CACHED = (*DTYPES, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Queries `[T, H, D]` of any token and head stride, one layer's cache, the page table `[S, P]`, the scale."""
+    """Queries `[T, H, D]` of any token and head stride, one layer's cache, the page table `[S, P]`, the scale, and the
+    number of positions that a query sees, its own included; None: all up to its own."""
 
     q: Tensor
     cache: LayerCache
     page_table: Tensor
     scale: float
+    window: int | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -64,6 +66,7 @@ class Operands:
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
             "FP16": self.fp16,
+            "WINDOW": self.window or 0,
         }
 
     def check(self) -> None:
@@ -86,6 +89,11 @@ class Operands:
         _require(size <= MOST_HEAD_DIM, "head_dim", size, f"at most {MOST_HEAD_DIM}")
         _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
         _require(self.scale > 0, "scale", self.scale, "positive")
+        _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")
+
+    def most_keys(self, bound: int, queries: int = 1) -> int:
+        """Of at most `bound` keys, those that so many consecutive queries can see together."""
+        return bound if self.window is None else min(bound, self.window + queries - 1)
 
 
 @lru_cache

@@ -20,7 +20,8 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
         number=batch.slots.shape[0] - base,
         most_tokens=q.shape[0] - base,
         most_tokens_each=batch.max_q,
-        most_keys=batch.max_kv,
+        most_keys=operands.most_keys(batch.max_kv, batch.max_q),
+        length=batch.kv_len,
     )
     splits = tile_splits(operands, items)
     if splits == 1:

@@ -106,4 +106,4 @@ def entry_of(
         likely = tl.exp2((value - _finite(block_peak)) * slope).to(tl.float64)
         place = tl.where(drawn, _first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
     chosen = tl.sum(tl.where(entry == place, value, 0.0)) - _finite(peak)
-    return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total > 0, total, 1.0))
+    return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total == 0, 1.0, total))

@@ -30,7 +30,8 @@ class Items:
     end[i])` found through the page table of `slot[i]`; all int32.
 
     With `count` None it is `first[i + 1] - first[i]`, and the item is causal: its last query stands at
-    `end[i] - 1`. Otherwise each query sees all. `most_tokens`, `most_tokens_each` and `most_keys` are host-side
+    `end[i] - 1`. Otherwise each query sees all, but where there is a window those that end with the last of the
+    `length` positions of its token's sequence. `most_tokens`, `most_tokens_each` and `most_keys` are host-side
     upper bounds of the tokens of all items, and of tokens and keys of any one.
     """
 
@@ -44,6 +45,7 @@ class Items:
     most_tokens: int
     most_tokens_each: int
     most_keys: int
+    length: Tensor
 
 
 @triton.jit
@@ -122,7 +124,9 @@ def _find(
         "prior",
         "part",
     ],
-    do_not_specialize_on_alignment=["first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=[
+        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "table_ptr")
+    ],
 )
 def _tiles(
     q_ptr,
@@ -134,6 +138,7 @@ def _tiles(
     slots_ptr,
     start_ptr,
     end_ptr,
+    length_ptr,
     offset,
     items,
     each,
@@ -160,6 +165,7 @@ def _tiles(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     FP16: tl.constexpr,
+    WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -169,8 +175,8 @@ def _tiles(
     """`each`: tiles that every item is given, or 0 where programs look for theirs. `splits`: into how many ranges the
     keys of a tile are cut at most, so that about `wanted` programs have one, of `least` keys or more; a part that
     has none is left as it is. `prior`: start from part 0; `part`: the part written by split 0, or −1: the result is
-    final. Row 0 of a part is token `base`. LEADS: the kernel launched next may start as soon as all programs of this
-    one have."""
+    final. Row 0 of a part is token `base`. WINDOW: the positions that a query sees, 0 for all. LEADS: the kernel
+    launched next may start as soon as all programs of this one have."""
     if LEADS:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -212,12 +218,26 @@ def _tiles(
         limit = tl.full([ROWS], 0, tl.int32) + end
         seen_by_all = end
         end_here = end
+    # Where each row's window begins. Nothing before the first of them is read, and behind the last no row is masked.
+    window = limit
+    if WINDOW:
+        if CAUSAL:
+            window = limit - WINDOW
+            start = tl.maximum(start, seen_by_all - WINDOW)
+            last_window = end_here - WINDOW
+        else:
+            window = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
+            start = tl.maximum(start, tl.min(tl.where(present, window, end), 0))
+            last_window = tl.max(tl.where(present, window, start), 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), used), tl.cdiv(least, KEYS)) * KEYS
     begin = start + split * share
     end_here = tl.minimum(end_here, begin + share)
     if (split > 0) & (begin >= end_here):
         return
-    whole = begin + tl.maximum(tl.minimum(end_here, seen_by_all) - begin, 0) // KEYS * KEYS
+    full = begin
+    if WINDOW:
+        full = tl.minimum(tl.maximum(begin, last_window), tl.maximum(begin, end_here))
+    whole = full + tl.maximum(tl.minimum(end_here, seen_by_all) - full, 0) // KEYS * KEYS
 
     d = tl.arange(0, PADDED)
     d_present = d < HEAD
@@ -230,13 +250,18 @@ def _tiles(
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
     table_ptr += slot * table_row
+    if WINDOW:
+        top, total, acc = attend(
+            *(q, top, total, acc, window, limit, begin, full, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+            *(PAGE, KEYS, HEAD, PADDED, True, True),
+        )
     top, total, acc = attend(
-        *(q, top, total, acc, limit, begin, whole, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, False),
+        *(q, top, total, acc, window, limit, full, whole, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+        *(PAGE, KEYS, HEAD, PADDED, False, False),
     )
     top, total, acc = attend(
-        *(q, top, total, acc, limit, whole, end_here, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, True),
+        *(q, top, total, acc, window, limit, whole, end_here, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+        *(PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
     )
     out, lse = finish(top, total, acc)
     if part < 0:
@@ -298,6 +323,7 @@ def attend_tiles(
         tiles, each = max(tiles, wanted), 0
     _tiles[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
+        items.length,
         *(items.offset, items.number, each, base, parts.rows),
         *(splits, wanted, config.TILE_SPLIT_KEYS, int(prior), part),
         *operands.runtime(),
