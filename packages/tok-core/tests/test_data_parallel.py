@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.gates import gated
+from support.patience import PATIENCE, until
 from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info, expected
 from support.tiny_models import make_model
@@ -26,7 +27,7 @@ from tok_core.worker.runner import Launched, Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 PROMPTS = random_prompts((5, 40, 33, 100, 17, 64, 3, 80), seed=1)
 SAMPLED = [
     SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, logprobs=1),
@@ -56,13 +57,6 @@ def wanted(path: Path) -> list[list[list[list[int]]]]:
     """What one replica generates."""
     with cpu_engine(path) as one:
         return [ids(one.generate(PROMPTS, params)) for params in ASKED]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.01)
 
 
 def test_two_threads_answer_like_one_and_share_the_work(path: Path, wanted: list[list[list[list[int]]]]) -> None:
@@ -148,13 +142,14 @@ async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         prompts = random_prompts((20,) * 8, seed=4)
         wanted = await asyncio.gather(*(engine.generate(prompt, params, stream=False).output() for prompt in prompts))
-        streams = [engine.generate(prompt, params, stream=i < 4) for i, prompt in enumerate(prompts)]
-        for stream in streams[:4]:
-            await anext(aiter(stream))
-        where = [engine._core._open.by_rid[stream._request.rid].parts[0].replica for stream in streams]
-        assert set(where[:4]) == set(where[4:]) == {0, 1}
-        failing.runner = manager_of(engine, 1).ports._runner  # type: ignore[attr-defined]
-        async with asyncio.timeout(60):
+        with gated(engine, 20, replica=0), gated(engine, 20, replica=1):
+            streams = [engine.generate(prompt, params, stream=i < 4) for i, prompt in enumerate(prompts)]
+            for stream in streams[:4]:
+                await anext(aiter(stream))
+            where = [engine._core._open.by_rid[stream._request.rid].parts[0].replica for stream in streams]
+            assert set(where[:4]) == set(where[4:]) == {0, 1}
+            failing.runner = manager_of(engine, 1).ports._runner  # type: ignore[attr-defined]
+        async with asyncio.timeout(PATIENCE):
             results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
         for i, result in enumerate(results):
             if where[i] == 1 and i < 4:
@@ -197,7 +192,7 @@ def test_a_start_that_fails_in_one_replica_is_told_and_ends_the_other(
 
     def set_up_but_for_one(config: EngineConfig, replica: int = 0) -> object:
         if replica == 1:
-            assert started.wait(60)
+            assert started.wait(PATIENCE)
             raise RuntimeError("no such device: 1")
         try:
             return set_up(config, replica)
@@ -229,19 +224,20 @@ async def test_two_process_replicas_answer_like_one_and_one_of_them_may_be_kille
             hit = [engine._core._open.by_rid[stream._request.rid].parts[0].replica == number for stream in running]
             assert sum(hit) == 4
             os.kill(replica(engine, number).children[role].pid, signal.SIGKILL)
-            killed = time.monotonic()
-            for stream, dies in zip(running, hit, strict=True):
-                if dies:
-                    with pytest.raises(EngineDead, match=role):
-                        await stream.output()
-            assert time.monotonic() - killed < 5
+            async with asyncio.timeout(PATIENCE):  # the step timeout is longer
+                for stream, dies in zip(running, hit, strict=True):
+                    if dies:
+                        with pytest.raises(EngineDead, match=role):
+                            await stream.output()
             health = engine.health()
             assert health.ok
             assert health.detail.startswith(f"replica {number} is restarting: the {role} process")
             assert ids([await engine.generate(PROMPTS[0], GREEDY).output()]) == wanted[0][:1]
             for stream, dies in zip(running, hit, strict=True):
-                if not dies:
-                    assert len((await stream.output()).outputs[0].token_ids) == 300
+                if not dies:  # it goes on
+                    async with asyncio.timeout(PATIENCE):
+                        assert sum([len((await anext(aiter(stream))).token_ids) for _ in range(50)]) >= 50
+                    stream.abort()
             await until(lambda: engine.stats()["replicas_ready"] == 2)
             assert engine.health().detail == ""
         assert [one["restarts"] for one in engine.replica_stats()] == [1, 1]

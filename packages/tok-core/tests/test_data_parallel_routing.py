@@ -78,6 +78,14 @@ def test_the_longest_beginning_decides() -> None:
     assert replicas(place(router, 2, longer)) == [1 - short]
 
 
+def test_prompts_with_different_salts_are_no_reason_to_prefer_a_replica() -> None:
+    affinity, prompt = Affinity(PAGE), tokens(64)
+    affinity.add(affinity.beginnings(prompt, b"one"), 3)
+    assert next(affinity.find(affinity.beginnings(prompt, b"one"), range(4)), None) == (64, [3])
+    for salt in (b"", b"other"):
+        assert next(affinity.find(affinity.beginnings(prompt, salt), range(4)), None) is None
+
+
 def test_a_dead_replica_has_no_beginnings() -> None:
     router = Router(2, PAGE)
     (share,) = place(router, 0, tokens(400))

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.gates import gated
+from support.patience import PATIENCE
 from support.teaching import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, EngineDead, InvalidField, SamplingParams
@@ -42,6 +44,13 @@ def params(**values: Any) -> SamplingParams:
 
 def tokens(engine: Engine, prompt: list[int] | str, **values: Any) -> list[int]:
     return engine.generate([prompt], params(**values))[0].outputs[0].token_ids
+
+
+def test_a_tenant_that_is_no_short_string_is_refused(engine: Engine) -> None:
+    prompt: list[int] = [1, 2, 3]
+    for tenant in ("a" * 257, None, 3):
+        with pytest.raises(InvalidField, match="tenant"):
+            engine._core.submit(prompt, params(), None, lambda _: None, stream=False, tenant=tenant)  # type: ignore[arg-type]
 
 
 def test_an_output_says_everything_about_its_request(engine: Engine, prompt: list[int]) -> None:
@@ -242,12 +251,14 @@ async def test_deltas_add_up_to_the_output(serving: AsyncEngine, prompt: list[in
     ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
     texts = {0: "", 1: "", 2: ""}
     count = 0
-    async for delta in stream:
-        ids[delta.index] += delta.token_ids
-        texts[delta.index] += delta.text
-        count += 1
+    with gated(serving, steps=8) as gate:
+        async for delta in stream:
+            gate.open()  # in the middle of all answers: what comes faster than it is read comes together
+            ids[delta.index] += delta.token_ids
+            texts[delta.index] += delta.text
+            count += 1
     whole = await serving.generate(prompt, asked).output()
-    assert count > 3  # tokens that come faster than they are read come together
+    assert count > 3
     assert [sample.token_ids for sample in whole.outputs] == list(ids.values())
     assert [sample.text for sample in whole.outputs] == list(texts.values())
 
@@ -277,7 +288,7 @@ async def test_first_come_is_first_served(serving: AsyncEngine) -> None:
 
 
 async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, prompt: list[int]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         stream = serving.generate(prompt, params(n=2))
         async for _ in stream:
             pass
@@ -292,7 +303,7 @@ async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, promp
 async def test_several_may_wait_for_one_stream_and_leave_without_the_others(
     serving: AsyncEngine, prompt: list[int]
 ) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         stream = serving.generate(prompt, params(n=2))
         waiting = [asyncio.create_task(stream.output()) for _ in range(3)]
         await asyncio.sleep(0)  # all of them wait now

@@ -54,6 +54,29 @@ def test_greedy_tokens_in_fp32_equal_those_of_transformers(path: Path) -> None:
             assert_all_given_back(manager_of(one))
 
 
+@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-window", "dynamic", "longrope", "yarn"])
+def test_windows_and_rope_scalings_in_fp32_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_theta": 1000.0, "rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0 + c / 16 for c in range(8)], "long_factor": [2.0 + c / 4 for c in range(8)]}
+    if kind == "dynamic":
+        del rope["original_max_position_embeddings"]
+    model = make_model(
+        kind if kind.endswith("window") else "llama",
+        tmp_path,
+        rope=None if kind.endswith("window") else rope,
+        max_positions=64 if kind in ("dynamic", "yarn") else 512,
+    )
+    wanted = reference_greedy(model, ASKED, 64)
+    for options in ({}, {"page_size": 4, "max_step_tokens": 64}):
+        with engine(model, dtype="float32", **options) as one:
+            for _ in range(2):
+                for output, (tokens, logprobs) in zip(one.generate(ASKED, GREEDY), wanted, strict=True):
+                    assert output.outputs[0].token_ids == list(tokens)
+                    got = [token.logprob for token in output.outputs[0].logprobs or []]
+                    np.testing.assert_allclose(got, logprobs, atol=1e-3)
+
+
 def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, n=8)
     answers = []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.engines import assert_all_given_back, manager_of
+from support.patience import PATIENCE, until, wait_until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, SamplingParams
 from tok_core.messages import Failed, StepInput, StepOutput, ToEngine
@@ -22,15 +21,20 @@ SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 class Fault:
-    """Raises in a step, each time it has been armed."""
+    """Raises after a number of steps, each time it has been armed."""
 
     def __init__(self) -> None:
-        self.armed = threading.Event()
+        self._left: int | None = None
+
+    def arm(self, steps: int = 0) -> None:
+        self._left = steps
 
     def strike(self) -> None:
-        if self.armed.is_set():
-            self.armed.clear()
-            raise RuntimeError("the device is gone")
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                self._left = None
+                raise RuntimeError("the device is gone")
 
 
 @pytest.fixture(params=["launch", "output"])
@@ -59,13 +63,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(model=str(path), device="cpu", kv_cache_tokens=8192, max_running=16, max_restarts=2)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.01)
-
-
 async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: EngineConfig, fault: Fault) -> None:
     await asyncio.to_thread(int)  # starts the thread in which the engine's start and close will run
     before = set(threading.enumerate())
@@ -75,10 +72,10 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
         expected = await engine.generate([1, 2, 3], SHORT).output()
         for times in (1, 2):
             # More than may run at once.
+            fault.arm(steps=20)  # in the middle of the first answers
             streams = [engine.generate([1, 2, 3 + i], LONG, stream=i % 2 == 0) for i in range(24)]
             assert (await anext(aiter(streams[0]))).token_ids
-            fault.armed.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
             assert [type(result) for result in results] == [EngineDead] * len(streams)
             assert "the device is gone" in str(results[-1])
@@ -88,8 +85,8 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
             assert engine.stats()["restarts"] == times
         assert_all_given_back(manager_of(engine))
         assert engine._core._ledger.blocks_used == 0
+        fault.arm(steps=3)  # once too often
         last = engine.generate([1, 2, 3], LONG)
-        fault.armed.set()  # once too often
         with pytest.raises(EngineDead, match="the device is gone"):
             await last.output()
         await until(lambda: engine.health().state == "failed")
@@ -105,13 +102,10 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
 def test_a_blocking_engine_raises_and_goes_on(config: EngineConfig, fault: Fault) -> None:
     with Engine(config, in_process=True) as engine:
         expected = engine.generate([[7, 8]], SHORT)
-        fault.armed.set()
+        fault.arm()
         with pytest.raises(EngineDead, match="the device is gone"):
             engine.generate([[7, 8], [9]], SHORT)
-        deadline = time.monotonic() + 60
-        while not engine.health().ok:
-            assert time.monotonic() < deadline, "service did not return"
-            time.sleep(0.01)
+        wait_until(lambda: engine.health().ok)
         again = engine.generate([[7, 8]], SHORT)
         assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
         assert_all_given_back(manager_of(engine))
@@ -131,7 +125,7 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
         def hear_late(message: ToEngine) -> None:
             if isinstance(message, Failed):
                 loop.call_soon_threadsafe(failing.set)
-                assert go_on.wait(60)
+                assert go_on.wait(PATIENCE)
             hear(message)
 
         monkeypatch.setattr(replica, "_report", hear_late)
@@ -143,7 +137,7 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
 
         monkeypatch.setattr(Runner, "launch", fail_once)
         kept, aborted = engine.generate([1, 2, 3], LONG), engine.generate([1, 2, 4], LONG)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             await failing.wait()
             try:
                 aborted.abort()

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.gates import gated
+from support.patience import until
 from support.tiny_models import make_model, reference_greedy, reference_logits, reference_model
 from tok_core import (
     AsyncEngine,
@@ -181,12 +183,12 @@ async def test_embeddings_that_nobody_waits_for_any_more_give_everything_back(di
     )
     await engine.start()
     try:
-        task = asyncio.create_task(engine.embed([PROMPTS[-1]] * 50, pooling="mean"))
-        while not engine.stats()["steps"]:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with gated(engine, steps=3) as gate:
+            task = asyncio.create_task(engine.embed([PROMPTS[-1]] * 50, pooling="mean"))
+            await until(gate.reached.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         await asyncio.to_thread(assert_all_given_back, manager_of(engine))
         assert_embedded(path, await engine.embed(PROMPTS), PROMPTS, "last")
     finally:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
 
 from support.engines import assert_all_given_back, manager_of, random_prompts
+from support.gates import gated
+from support.patience import PATIENCE, until, wait_until
 from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
@@ -55,8 +55,7 @@ async def test_both_replicas_are_restarted_under_load_and_every_answer_is_whole_
         before = done
         await engine.restart_replica(number)
         assert [one.state for one in engine.health().replicas] == ["ready", "ready"]
-        while done <= before:  # it serves on
-            await asyncio.sleep(0.01)
+        await until(lambda before=before: done > before)  # type: ignore[misc]  # it serves on
     stop.set()
     await asyncio.gather(*asking)
     assert engine.stats()["restarts"] == 2
@@ -70,26 +69,20 @@ async def test_both_replicas_are_restarted_under_load_and_every_answer_is_whole_
 async def test_the_only_replica_ends_its_requests_and_refuses_new_ones_until_it_is_back(tiny: Path) -> None:
     engine = AsyncEngine(config(tiny, 1), in_process=True)
     await engine.start()
-    stream = engine.generate([1, 2, 3], LONG)
-    await anext(stream.batches())
-    restart = asyncio.create_task(engine.restart_replica(0))
-    await until(lambda: engine.health().replicas[0].state == "draining")
-    assert not engine.health().ok
-    with pytest.raises(EngineDead, match="restart"):
-        engine.generate([1], LONG)
-    with pytest.raises(EngineError, match="replica 0 is draining already"):
-        await engine.restart_replica(0)
+    with gated(engine, steps=8):
+        stream = engine.generate([1, 2, 3], LONG)
+        await anext(stream.batches())
+        restart = asyncio.create_task(engine.restart_replica(0))
+        await until(lambda: engine.health().replicas[0].state == "draining")
+        assert not engine.health().ok
+        with pytest.raises(EngineDead, match="restart"):
+            engine.generate([1], LONG)
+        with pytest.raises(EngineError, match="replica 0 is draining already"):
+            await engine.restart_replica(0)
     assert len((await stream.output()).outputs[0].token_ids) == 100
     await restart
     assert (await engine.generate([1], LONG).output()).outputs[0].finish_reason == "length"
     await engine.close()
-
-
-async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def test_what_is_left_when_the_time_is_over_fails_and_the_replica_is_restarted(tiny: Path) -> None:
@@ -118,20 +111,13 @@ def restarting(core: EngineCore, number: int) -> tuple[threading.Thread, list[Ex
 
     def run() -> None:
         try:
-            core.restart_replica(number, 60.0)
+            core.restart_replica(number, PATIENCE)
         except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     return thread, errors
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def two_replicas() -> EngineCore:
@@ -151,7 +137,7 @@ def test_a_replica_that_dies_while_it_drains_is_started_once() -> None:
     before.die("it fell over")
     wait_until(lambda: core._fleet.lives[part.replica].replica not in (None, before))
     replica_of(core, part.replica).be_ready()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not errors
     assert core.stats()["restarts"] == 1
     for number in (0, 1):
@@ -170,7 +156,7 @@ def test_while_a_replica_drains_and_starts_the_other_gets_every_request() -> Non
     wait_until(lambda: core.health().replicas[0].state == "restarting" and replica_started(core, 0))
     assert core.health().ok
     replica_of(core, 0).be_ready()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not errors
     replica_of(core, 1).settle()
     assert all(request.ended() for request in requests)
@@ -185,7 +171,7 @@ def test_an_engine_closed_meanwhile_ends_the_restart() -> None:
     thread, errors = restarting(core, 0)
     wait_until(lambda: core.health().replicas[0].state == "restarting" and replica_started(core, 0))
     core.close()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert [type(error).__name__ for error in errors] == ["EngineClosed"]
 
 
@@ -199,7 +185,7 @@ class Undecided(Checker):
         super().__init__(LocalExaminer(Task("", 1, (0,))))
         self.answer: Future[str] = Future()
 
-    def begin(self, grammar: Grammar, most: int | None = None) -> Future[str]:
+    def begin(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
         return self.answer
 
 
@@ -226,7 +212,7 @@ def test_a_request_whose_grammar_is_checked_during_a_restart_is_computed_after_i
     assert not request.ended()
     assert not request.parts
     replica_of(core, 0).be_ready()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not errors
     assert [part.replica for part in request.parts] == [0]
     assert not core._placing.held
@@ -265,11 +251,11 @@ def test_an_engine_that_is_closed_while_its_replica_drains_waits_for_what_that_c
     request = core.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), None, lambda _: None, stream=True)
     thread, _ = restarting(core, 0)
     wait_until(lambda: core.health().replicas[0].state == "draining")
-    closing = threading.Thread(target=core.close, args=(60.0,))
+    closing = threading.Thread(target=core.close, args=(PATIENCE,))
     closing.start()
     replica_of(core, 0).settle()
     for one in (closing, thread):
-        one.join(60)
+        one.join(PATIENCE)
         assert not one.is_alive()
     assert request.error is None
     assert request.ended()

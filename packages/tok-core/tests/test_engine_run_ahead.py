@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.engines import random_prompts
+from support.patience import PATIENCE
 from support.teaching import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, SamplingParams
@@ -61,13 +62,13 @@ async def answers(path: Path, run_ahead: int | None, *, in_process: bool) -> Ans
         run_ahead=run_ahead,
     )
     engine = AsyncEngine(config, in_process=in_process)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await engine.start()
     try:
         await engine.generate(PROMPT, SHORT).output()
         cancelled = engine.generate(PROMPTS[-1], SamplingParams(max_tokens=100, ignore_eos=True))
         streams = [engine.generate(*one) for one in zip(PROMPTS, workload(), strict=True)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await anext(aiter(cancelled))
             cancelled.abort()
             outputs = [await stream.output() for stream in streams]

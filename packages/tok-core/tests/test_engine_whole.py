@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.engines import assert_all_given_back, manager_of, random_prompts
+from support.patience import PATIENCE
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
 from tok_core.assembly import OpenRequest, Told
@@ -186,7 +188,7 @@ async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop
     mailbox.streams = {one.rid: RequestStream(engine._core, one, mailbox.loop) for one in requests}
     mailbox.tell(requests)
     woken: list[int] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not woken or woken[-1] < len(requests):
             await asyncio.sleep(0)
             woken.append(sum(not stream._queued for stream in mailbox.streams.values()))
@@ -223,7 +225,7 @@ async def test_an_owner_that_has_not_looked_is_not_told_once_more_until_the_end(
 
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     request = engine._core.submit(PROMPT, params, None, hear, stream=True)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not told or not told[-1][0]:
             await asyncio.sleep(0.01)
     assert [ended for ended, _ in told] == [False, True]
@@ -232,10 +234,19 @@ async def test_an_owner_that_has_not_looked_is_not_told_once_more_until_the_end(
     assert (len(delta.token_ids), delta.finish_reason) == (40, "length")
 
 
+async def test_an_aborted_request_can_be_freed_of_its_log_probabilities(engine: AsyncEngine) -> None:
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=20, n=3, logprobs=2, ignore_eos=True), stream=False)
+    output = await stream.output()
+    assert [len(one.logprobs or ()) for one in output.outputs] == [20] * 3
+    stream.abort()
+    await asyncio.to_thread(stream.free)
+    assert not any(one.logprobs for one in output.outputs)
+
+
 async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> None:
     full = (await engine.generate(PROMPT, LONG, stream=False).output()).outputs
     rng = np.random.default_rng(1)
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(PATIENCE):
         for _ in range(12):
             stream = engine.generate(PROMPT, LONG, stream=False)
             await asyncio.sleep(float(rng.uniform(0, 0.2)))
@@ -294,6 +305,49 @@ def test_a_stream_that_ends_without_another_token_releases_what_may_have_begun_a
     assert "abc".endswith(last.text)
     assert last.text
     assert request.output().outputs[0].text == "abc"
+
+
+@pytest.mark.parametrize("top", [None, 0, 5])
+def test_what_is_left_unread_is_bounded_and_what_has_been_read_is_not_kept(path: Path, top: int | None) -> None:
+    most, width = 2_000_000, top or 0
+    params = SamplingParams(n=2, max_tokens=1 << 20, logprobs=top)
+    request = StreamedRequest(1, "one", [1], params, lambda _: None, Tokenizer.load(path))
+    request.bound(most)
+    progress = replace(
+        NOTHING_MORE,
+        logprob=np.full(2, -0.5, np.float32),
+        top_token=np.full((2, width), 1000, np.int32),
+        top_logprob=np.full((2, width), -1.5, np.float32),
+    )
+
+    def flooded() -> bool:
+        return request.flooded
+
+    def report(token: int) -> None:
+        request.advance(Told([0, 1], [token, token + 1], [0, 1], {1: (0, 2)}), {}, progress)
+
+    report(1)
+    request.take()
+    tracemalloc.start()
+    try:
+        held, kept = [], []
+        for _ in range(3):
+            before = tracemalloc.get_traced_memory()[0]
+            reports = 0
+            while not flooded():
+                report(1000 + reports)
+                reports += 1
+            held.append(tracemalloc.get_traced_memory()[0] - before)
+            assert sum(len(delta.token_ids) for delta in request.take()) == 2 * reports
+            assert not flooded()
+            kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert all(most / 3 < one < most * 1.05 for one in held), held
+    # Python keeps some thousand freed tuples of each size, and msgspec as many structs.
+    assert kept[2] - kept[0] < most / 20 + 2000 * 2 * 80, kept
+    request.abort("abort")
+    assert [delta.finish_reason for delta in request.take()] == ["abort"] * 2
 
 
 NOTHING_MORE = Progress(*NOTHING, [], Stats())

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from support.patience import wait_until
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, LocalExaminer, Task, refuse
-from tok_core.grammar.examiner import ProcessExaminer
+from tok_core.grammar.examiner import ProcessExaminer, process_checker
 
 GOOD = Grammar(kind="regex", value="a|b")
 BAD = Grammar(kind="regex", value="(a")
 HARD = Grammar(kind="json_schema", value=json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}))
+SLOW = msgspec.structs.replace(HARD, prefix="a")
 WAIT = 240
 
 
@@ -28,7 +31,7 @@ WAIT = 240
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     directory = tmp_path_factory.mktemp("checked")
     first = write_tokenizer(directory, 512)
-    return Task(str(directory), 512, (first + 1, first + 2), cpu_seconds=1, memory=256 << 20)
+    return Task(str(directory), 512, (first + 1, first + 2), cpu_seconds=1, memory=64 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def checker(examiner: ProcessExaminer) -> Iterator[Checker]:
     found = Checker(examiner)
     yield found
     found.close()
-    assert examiner._process is None
+    assert examiner.processes._process is None
 
 
 def verdict(checker: Checker, grammar: Grammar) -> str:
@@ -59,7 +62,7 @@ def test_a_verdict_says_what_is_allowed_and_is_known_from_then_on(checker: Check
 
 
 def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker: Checker, task: Task) -> None:
-    assert task.too_much == "grammars that take at most 1 s of a CPU and 256 MiB to compile"
+    assert task.too_much == "grammars that take at most 1 s of a CPU and 64 MiB to compile"
     assert verdict(checker, HARD) == task.too_much
     assert verdict(checker, Grammar(kind="regex", value="again")) == ""
     assert checker.begin(HARD).done()  # nobody is asked a second time
@@ -67,14 +70,37 @@ def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker:
 
 def test_a_process_that_is_killed_is_replaced(examiner: ProcessExaminer, checker: Checker) -> None:
     assert verdict(checker, Grammar(kind="regex", value="before")) == ""
-    process = examiner._process
+    process = examiner.processes._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    lost = Grammar(kind="regex", value="lost")
+    assert verdict(checker, Grammar(kind="regex", value="after")) == ""
+    process = examiner.processes._process
+    assert process is not None
+    lost = checker.begin(SLOW)
+    wait_until(lambda: examiner._worker is not None)
+    os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="has died"):
-        verdict(checker, lost)
-    assert verdict(checker, lost) == ""
+        lost.result(WAIT)
+    assert verdict(checker, Grammar(kind="regex", value="last")) == ""
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: Task) -> None:
+    """One caller leaves six grammars that take seconds: a small one of another caller is known at once."""
+    checker = process_checker(msgspec.structs.replace(task, cpu_seconds=5))
+    left = [checker.begin(msgspec.structs.replace(SLOW, suffix="x" * n), tenant="a") for n in range(6)]
+    assert verdict(checker, GOOD) == ""  # the caller of those does not keep all examiners busy
+    examiners = [one for one in checker._examiners if isinstance(one, ProcessExaminer)]
+    busy = [worker for one in examiners if (worker := one._worker) is not None]
+    assert len(busy) <= len(examiners) - 1
+    for one in left:
+        assert one.cancel() or one.done()
+    wait_until(lambda: all(one._worker is None for one in examiners))
+    assert all(worker.stopped for worker in busy)
+    again = checker.begin(SLOW)
+    again.cancel()
+    assert verdict(checker, Grammar(kind="regex", value="b")) == ""
+    checker.close()
 
 
 def test_what_takes_too_much_memory_is_refused(checker: Checker, task: Task) -> None:
@@ -117,6 +143,9 @@ class Gate:
         assert self.open.wait(WAIT)
         return ""
 
+    def stop(self) -> None:
+        """Whoever waits goes on."""
+
     def close(self) -> None:
         self.open.set()
 
@@ -143,13 +172,19 @@ def test_what_nobody_waits_for_any_more_is_not_examined_and_no_more_wait_than_ma
     checker.close()
 
 
-def test_two_examiners_are_asked_at_the_same_time() -> None:
+def test_two_examiners_are_asked_at_the_same_time_by_two_callers_and_none_by_one_alone() -> None:
     gates = Gate(), Gate()
     checker = Checker(*gates)
-    asked = [checker.begin(grammar) for grammar in (GOOD, BAD)]
+    asked = [checker.begin(Grammar(kind="regex", value=value), 3, "a") for value in "xyz"]
+    with pytest.raises(EngineError, match="3 other grammars"):
+        checker.begin(GOOD, 3, "a")
+    asked.append(checker.begin(GOOD, 3, "b"))  # whose queue is its own
     assert all(gate.reached.wait(WAIT) for gate in gates)
+    assert sorted(gates[0].seen + gates[1].seen) == [GOOD.value, "x"]
+    for gate in gates:
+        gate.open.set()
+    assert [one.result(WAIT) for one in asked] == [""] * 4
     checker.close()
-    assert [one.result(WAIT) for one in asked] == ["", ""]
 
 
 def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: Task) -> None:
@@ -160,7 +195,7 @@ def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: Task) -> N
 
 
 def test_where_no_process_can_be_started_nobody_waits_for_ever(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.grammar.examiner.sys.executable", "/no/such/python")
+    monkeypatch.setattr("tok_core.grammar.processes.sys.executable", "/no/such/python")
     checker = Checker(ProcessExaminer(task))
     with pytest.raises(EngineError, match=r"cannot be checked: .*No such file"):
         verdict(checker, GOOD)

@@ -20,9 +20,10 @@ import msgspec
 import pytest
 import torch
 
-from support.engines import assert_all_given_back, manager_of, random_prompts
+from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.schemas import random_schema, tokens_of
 from support.tiny_models import make_model, reference_logits
+from support.tiny_tokenizer import add_merges
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidField, RequestOutput, SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiler
@@ -185,6 +186,31 @@ async def test_each_kind_of_grammar_gives_its_kind_of_text(engine: AsyncEngine) 
     assert sample.text.startswith("{")
     if sample.finish_reason == "stop":
         assert isinstance(json.loads(sample.text), dict)
+
+
+SHARED = (["да", "нет"], ["é", "è"], ["正面", "消极"], ["日本語"], ["𝄞a", "𝄞b"], ["日本語", "日本諞"])
+
+
+@pytest.fixture(scope="module", params=[2, 3, 9], ids="tokens of up to {} bytes".format)
+def merging(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Tokens of these texts are parts of a character, or whole ones and more."""
+    model = make_model("llama", tmp_path_factory.mktemp("merging"))
+    add_merges(model, [text for texts in SHARED for text in texts], request.param)
+    with cpu_engine(model) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("texts", SHARED, ids=str)
+def test_texts_that_begin_with_the_same_part_of_a_character_are_written_whole(
+    merging: Engine, texts: list[str]
+) -> None:
+    choice = Grammar(kind="choice", value=json.dumps(texts))
+    schema = Grammar(kind="json_schema", value=json.dumps({"enum": texts}))
+    asked = [params(grammar, temperature=heat, n=n) for grammar in (choice, schema) for heat, n in ((0, 1), (2.0, 6))]
+    for one, output in zip(asked, merging.generate([[1, 2, 3]] * len(asked), asked), strict=True):
+        for sample in output.outputs:
+            assert sample.finish_reason == "stop"
+            assert (json.loads(sample.text) if one.grammar == schema else sample.text) in texts
 
 
 async def test_limits_and_stop_strings_cut_an_answer(engine: AsyncEngine) -> None:

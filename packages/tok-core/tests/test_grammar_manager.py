@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.guided import BYTES, COMPILER, expected_guided, guided_manager, prepare, spell, text_of
+from support.guided import BYTES, COMPILER, LateWorkers, expected_guided, guided_manager, prepare, spell, text_of
+from support.patience import PATIENCE, wait_until
 from support.schedules import (
     EOS,
     VOCAB,
@@ -35,9 +35,10 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.grammar.masks import Masks
+from tok_core.grammar.worker import IDLE
 from tok_core.manager import grouping
 from tok_core.manager.loop import Manager
-from tok_core.manager.masks import Masks
 from tok_core.manager.sequences import State
 from tok_core.messages import Cancel, Finished, ToManager
 
@@ -81,13 +82,16 @@ def ends_of(ports: SimulatedPorts) -> dict[tuple[int, int], Finished]:
     pages=st.sampled_from([20, 30, 64]),
     slots=st.integers(3, 8),
     budget=st.sampled_from([8, 17, 64]),
+    late=st.sampled_from([None, False, True]),
 )
 def test_every_sample_is_what_its_grammar_and_context_say(
-    seed: int, run_ahead: int, pp: int, pages: int, slots: int, budget: int
+    seed: int, run_ahead: int, pp: int, pages: int, slots: int, budget: int, late: bool | None
 ) -> None:
+    """Workers answer at once, late, or late and some are killed while they do nothing."""
     rng = random.Random(seed)
     info = engine_info(num_pages=pages, max_running=slots, max_step_tokens=budget)
-    manager, ports = guided_manager(info, run_ahead, pp=pp)
+    workers = None if late is None else LateWorkers(seed)
+    manager, ports = guided_manager(info, run_ahead, pp=pp, workers=workers)
     prepare(manager, GRAMMARS)
     shared = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
     prompts, params, arrivals = {}, {}, defaultdict(list)
@@ -98,7 +102,16 @@ def test_every_sample_is_what_its_grammar_and_context_say(
             n=rng.randint(1, 4), max_tokens=rng.randint(1, 30), seed=0, grammar=grammar, priority=rng.randrange(2)
         )
         arrivals[rng.randrange(30)].append(submit(rid, prompts[rid], params[rid]))
-    drive(manager, ports, arrivals)
+    kills = 2 if late else 0
+
+    def kill() -> bool:
+        nonlocal kills
+        if workers is not None and workers.all and kills and rng.random() < 0.1:
+            worker = rng.choice(workers.all)
+            worker.lost, worker.at, kills = True, IDLE, kills - 1
+        return False
+
+    drive(manager, ports, arrivals, until=kill)
     found, ends = tokens_of(ports), ends_of(ports)
     for rid, one in params.items():
         for sample in range(one.n):
@@ -114,6 +127,34 @@ def test_every_sample_is_what_its_grammar_and_context_say(
     assert manager.stats().output_tokens == sum(map(len, found.values()))
     assert_all_given_back(manager)
     assert not manager.table.followers
+
+
+def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
+    for seed in range(8):
+        workers = LateWorkers(seed)
+        manager, ports = guided_manager(engine_info(max_running=8), workers=workers)
+        prepare(manager, GRAMMARS[:1])
+        params = SamplingParams(n=2, max_tokens=30, seed=0, grammar=GRAMMARS[0])
+        blamed: list[int] = []
+
+        def lose(manager: Manager = manager, workers: LateWorkers = workers, blamed: list[int] = blamed) -> bool:
+            (guide,) = manager.guides._guides.values()
+            if not blamed and len(guide.waiting) > 2:
+                worker, follower = workers.all[0], guide.followers[max(guide.waiting)]
+                worker.lost, worker.at = True, follower.number
+                blamed.append(int(manager.table.rid[follower.slot]))
+            return False
+
+        drive(manager, ports, {0: [submit(rid, [rid], params) for rid in range(3)]}, until=lose)
+        (guilty,) = blamed
+        refused = [one for report in ports.reports for one in report.refused]
+        assert [rid for rid, _ in refused] == [guilty]
+        assert all(allowed.startswith("grammars whose texts take less") for _, allowed in refused)
+        found = tokens_of(ports)
+        for rid in {0, 1, 2} - {guilty}:
+            assert all(found[rid, sample] == expected_guided([rid], sample, params) for sample in range(2))
+        assert_all_given_back(manager)
+        manager.close()
 
 
 def test_text_that_has_to_come_is_not_drawn_but_computed_at_once() -> None:
@@ -190,7 +231,7 @@ class Slow(Compiler):
         self.go = threading.Event()
 
     def compile(self, grammar: Grammar) -> Compiled:
-        assert self.go.wait(60)
+        assert self.go.wait(PATIENCE)
         return super().compile(grammar)
 
 
@@ -323,33 +364,33 @@ def drive_waiting(
     manager: Manager, ports: SimulatedPorts, messages: list[ToManager], until: Callable[[], bool]
 ) -> None:
     """Turns, while threads compile, until it is true."""
-    deadline = time.monotonic() + 60
     ports.inbox += messages
-    while not until():
-        assert time.monotonic() < deadline
+
+    def holds() -> bool:
         manager.turn()
-        time.sleep(0.001)
+        return until()
+
+    wait_until(holds)
 
 
-def test_grammars_that_nobody_waits_for_any_more_are_kept_if_compiled_and_given_up_if_not() -> None:
+def test_grammars_that_nobody_waits_for_any_more_are_given_up_and_others_are_kept() -> None:
     slow = Slow()
     manager, ports = guided_manager(engine_info(), compiler=slow)
-    library = manager.guides._library
     asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
     for rid, params in enumerate(asked):
         manager._submit(submit(rid, [1], params))
-    running = library._pending[GRAMMARS[0]]
-    drive_waiting(manager, ports, [], running.running)
-    drive_waiting(manager, ports, [Cancel(rid) for rid in range(3)], lambda: len(library._pending) == 1)
-    slow.go.set()
-    drive_waiting(manager, ports, [], lambda: not library._pending)
-    assert list(library._ready) == [GRAMMARS[0]]
-    assert library._bytes > 0
+    assert len(manager.guides._guides) == 3
+    drive(manager, ports, {0: [Cancel(rid) for rid in range(3)]})
+    assert not manager.guides._guides
     assert_all_given_back(manager)
+    slow.go.set()
+    prepare(manager, GRAMMARS[:1])
+    drive(manager, ports, {0: [submit(4, [1], asked[0])]})
+    assert tokens_of(ports)[4, 0] == expected_guided([1], 0, asked[0])
+    (guide,) = manager.guides._guides.values()
+    assert (guide.requests, guide.followers) == ({}, {})
     manager.close()
-    (thread,) = library._threads._threads
-    thread.join(60)
-    assert not thread.is_alive()
+    assert not manager.guides._guides
 
 
 def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +463,10 @@ def test_the_process_that_compiles_loads_neither_torch_nor_transformers(tmp_path
         import sys
         import tok_core.processes.manager
         from tok_core.grammar import Grammar
-        from tok_core.grammar.library import loader
+        from tok_core.grammar.local import loader
 
         guide = loader({str(tmp_path)!r}, 512, [{end}])().compile(Grammar(kind="regex", value="a+b"))
         assert guide.matcher().accept_string("aab")
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE)

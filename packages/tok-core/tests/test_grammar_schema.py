@@ -183,7 +183,57 @@ REFUSED: list[tuple[Any, str]] = [
     ({"anyOf": []}, "anyOf as a list"),
     ([], "a schema, an object"),
     ({"type": "object", "unknownKeyword": 1}, "'unknownKeyword'"),
+    ({"oneOf": [{"minimum": 5}, {"maxLength": 3}]}, "oneOf"),
+    ({"oneOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"type": "null"}]}, "oneOf"),
+    ({"oneOf": [{"enum": ["a", 1]}, {"minimum": 3}]}, "oneOf"),
+    ({"type": "array", "contains": {"type": "null"}}, "'contains' (at $)"),
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}, "'uniqueItems' (at $)"),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, "'propertyNames' (at $)"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' (at $)"),
+    ({"then": {}, "else": {}}, "'then' (at $)"),
+    ({"allOf": [{"not": {"type": "null"}}, {"type": "null"}]}, "'not' (at $)"),
+    ({"allOf": [{"prefixItems": [{"type": "null"}]}, {"prefixItems": 3}]}, "prefixItems as a list"),
+    ({"type": "array", "items": {"type": "null"}, "unevaluatedItems": {"type": "null"}}, "'unevaluatedItems'"),
 ]
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "[1, 1e999]", '{"a": 1e400}'])
+def test_numbers_beyond_what_readers_hold_are_refused(tiny: Tiny, text: str) -> None:
+    for name, value in (("const", text), ("enum", f"[0, {text}]"), ("enum", f"[[{text}]]")):
+        with pytest.raises(InvalidField, match=f"allowed: {name} with numbers of at most"):
+            tiny.compiler.compile(Grammar(kind="json_schema", value=f'{{"{name}": {value}}}'))
+    for name in ("minimum", "maximum", "multipleOf", "maxLength", "maxItems"):
+        with pytest.raises(InvalidField, match="grammar is"):
+            tiny.compiler.compile(
+                Grammar(kind="json_schema", value=f'{{"type": ["number", "string", "array"], "{name}": {text}}}')
+            )
+
+
+COMBINED: list[Any] = [
+    {"type": "array", "allOf": [{"prefixItems": [{}, {"type": "integer"}]}, {"items": {"enum": [1, "a", None]}}]},
+    {
+        "type": "array",
+        "minItems": 3,
+        "allOf": [
+            {"prefixItems": [{"type": "boolean"}], "items": {"type": ["integer", "null"]}},
+            {"prefixItems": [{}, {"type": "null"}], "items": {"enum": [3, None, "b"]}},
+        ],
+    },
+    {"type": "array", "allOf": [{"items": {"enum": [1, 2]}}, {"items": {"enum": [2, 3]}}], "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "null"}, False, {"type": "null"}]},
+    {"type": "array", "unevaluatedItems": False},
+    {"type": "array", "prefixItems": [{"enum": [1]}, {"enum": [2]}], "unevaluatedItems": False},
+    {"type": "array", "items": {"enum": [1]}, "unevaluatedItems": False, "maxItems": 3},
+    {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 1},
+    {"oneOf": [{"type": "integer", "minimum": 5, "maximum": 9}, {"type": "string", "maxLength": 3}, {"const": None}]},
+]
+
+
+@pytest.mark.parametrize("schema", COMBINED, ids=lambda schema: json.dumps(schema)[:60])
+def test_combined_keywords_hold_together(tiny: Tiny, schema: Any) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for text in tiny.texts(schema, 30):
+        check(schema, text)
 
 
 @pytest.mark.parametrize(("schema", "why"), REFUSED, ids=lambda value: json.dumps(value)[:60])

@@ -145,9 +145,10 @@ def test_no_more_samples_are_looked_at_than_the_step_has_tokens_for() -> None:
     manager = make_manager(engine_info(max_running=64, num_pages=4096, max_model_len=64))[0]
     for rid in range(50):
         manager._take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
-    admission, waiting = manager.scheduler.admission, manager.scheduler.waiting
+    admission, waiting, shares = manager.scheduler.admission, manager.scheduler.waiting, manager.scheduler.shares
     for budget, starts in ((1, 1), (20, 1), (21, 2), (61, 4), (10_000, 50)):
-        assert admission.count(waiting, {}, 0.0, budget) == starts
+        allowed, _ = admission.count(lambda most: shares.turns(most, waiting.classes()), waiting, {}, 0.0, budget)
+        assert allowed == starts
 
 
 @pytest.mark.parametrize(("pages", "prompt", "length"), [(100, 8, 320), (100, 16, 160), (200, 600, 100)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,17 +10,35 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from tok_core.manager.leaves import Node
+from tok_core.manager.leaves import Insertion, Node
 from tok_core.manager.pages import PageAllocator
-from tok_core.manager.prefix_tree import Insertion, PrefixTree
+from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import EMPTY, Int32
 
 PAGE = 2
 NUM_PAGES = 40
 Tokens = tuple[int, ...]
 
+SHADE = 100
+SALTS = (b"", b"a" * 16, b"b" * 16)
+
+
+def shaded(tokens: Iterable[int], shade: int) -> Tokens:
+    """The tokens as the model keeps them for a salt: it knows no salts, but other tokens for each."""
+    return tuple(token % SHADE + SHADE * shade for token in tokens)
+
+
+def shade_of(tokens: Tokens) -> int:
+    return tokens[0] // SHADE if tokens else 0
+
+
+def salt_of(tokens: Tokens) -> bytes:
+    return SALTS[shade_of(tokens)]
+
+
+shades = st.integers(0, len(SALTS) - 1)
 # Few distinct pages, so that paths meet, part and end inside of each other.
-token_lists = st.lists(st.integers(0, 1), max_size=7 * PAGE).map(tuple)
+token_lists = st.builds(shaded, st.lists(st.integers(0, 1), max_size=7 * PAGE), shades)
 
 
 def paths(pages: int) -> st.SearchStrategy[Tokens]:
@@ -89,24 +108,26 @@ def prefixes(tokens: Tokens) -> list[Tokens]:
 
 
 def array(tokens: Tokens) -> Int32:
-    return np.array(tokens, np.int32)
+    """The tokens as the tree is given them."""
+    return np.array(tokens, np.int32) % SHADE
 
 
 def contents(tree: PrefixTree) -> dict[Tokens, int]:
-    """Every page in the tree by the tokens from the start to its end."""
+    """Every page in the tree by the tokens, in their salt's shade, from the start to its end."""
     found: dict[Tokens, int] = {}
-    stack: list[tuple[Tokens, Node]] = [((), tree.root)]
+    stack: list[tuple[Tokens, int, Node]] = [((), 0, tree.root)]
     while stack:
-        start, node = stack.pop()
-        whole = start + tuple(node.tokens.tolist())
+        start, shade, node = stack.pop()
+        whole = start + shaded(node.tokens.tolist(), shade)
         own = prefixes(whole)[len(start) // PAGE :]
         found |= dict(zip(own, node.pages.tolist(), strict=True))
         for key, child in node.children.items():
+            below = SALTS.index(key[: -4 * PAGE]) if node is tree.root else shade
             if isinstance(child, Node):
-                stack.append((whole, child))
+                stack.append((whole, below, child))
                 continue
             leaf = child.row(key)
-            own = prefixes(whole + tuple(leaf.tokens.tolist()))[len(whole) // PAGE :]
+            own = prefixes(whole + shaded(leaf.tokens.tolist(), below))[len(whole) // PAGE :]
             found |= dict(zip(own, leaf.pages.tolist(), strict=True))
     return found
 
@@ -152,9 +173,14 @@ class TreeMachine(RuleBasedStateMachine):
         self.extended(holder, more)
         self.unlock(holder)
 
-    @rule(holder=holders, rows=st.integers(1, 4).flatmap(lambda k: st.lists(paths(k), min_size=2, max_size=6)))
-    def samples_end(self, holder: Holder, rows: list[Tokens]) -> None:
+    @rule(
+        holder=holders,
+        rows=st.integers(1, 4).flatmap(lambda k: st.lists(paths(k), min_size=2, max_size=6)),
+        shade=shades,
+    )
+    def samples_end(self, holder: Holder, rows: list[Tokens], shade: int) -> None:
         """So many samples of one prompt leave equally many pages to the tree, one after the other, and go."""
+        rows = [shaded(row, shade_of(holder.tokens) if holder.tokens else shade) for row in rows]
         length = len(rows[0]) // PAGE
         pages = self.fresh(len(rows) * length)
         if pages is None:
@@ -165,7 +191,7 @@ class TreeMachine(RuleBasedStateMachine):
         seen = {*self.model.page}
         first = [holder.tokens + row[:PAGE] for row in rows]
         known = [row for row in range(len(rows)) if first[row] in seen or first[row] in first[:row]]
-        given = self.tree.extend_each(holder.node, np.array(rows, np.int32), pages)
+        given = self.tree.extend_each(holder.node, np.array(rows, np.int32) % SHADE, pages, salt_of(rows[0]))
         expected: list[int] = []
         for row in sorted(range(len(rows)), key=lambda row: row in known):  # what is new comes first
             expected += self.model.add(holder.tokens, rows[row], pages[row].tolist())
@@ -185,7 +211,7 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = tokens[: len(tokens) // PAGE * PAGE]
         pages = self.fresh(len(tokens) // PAGE)
         if pages is not None:
-            self.added(self.tree.insert(array(tokens), pages), (), tokens, pages)
+            self.added(self.tree.insert(array(tokens), pages, salt_of(tokens)), (), tokens, pages)
 
     @rule(tokens=token_lists)
     def insert_with_the_cached_pages(self, tokens: Tokens) -> None:
@@ -197,7 +223,7 @@ class TreeMachine(RuleBasedStateMachine):
         if own is not None:
             known = [self.model.page[prefix] for prefix in prefixes(cached)]
             pages = np.concatenate((array(tuple(known)), own))
-            added = self.added(self.tree.insert(array(tokens), pages), (), tokens, pages)
+            added = self.added(self.tree.insert(array(tokens), pages, salt_of(tokens)), (), tokens, pages)
             assert not len(added.duplicates)
         self.unlock(Holder(cached, node))
 
@@ -219,7 +245,7 @@ class TreeMachine(RuleBasedStateMachine):
         """Without locks everything can be evicted, in the model's order, and nothing is left."""
         if self.tree.root.locks:
             for tokens in list(self.model.locked):
-                self.unlock(Holder(tokens, self.tree.match(array(tokens)).node))
+                self.unlock(Holder(tokens, self.tree.match(array(tokens), salt_of(tokens)).node))
                 self.model.touch(tokens)
         freed = self.tree.evict(NUM_PAGES + 1)
         assert freed.tolist() == self.model.evict(NUM_PAGES)
@@ -229,10 +255,11 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.check()
 
     def matched(self, tokens: Tokens) -> Node:
-        match = self.tree.match(array(tokens))
+        depths = self.tree.depths(array(tokens), salt_of(tokens))
+        match = self.tree.match(array(tokens), salt_of(tokens))
         cached = self.model.cached(tokens)
         self.model.touch(cached)
-        assert match.length == len(cached) == match.node.depth * PAGE
+        assert match.length == len(cached) == match.node.depth * PAGE == depths[1] * PAGE
         assert match.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(cached)]
         return match.node
 
@@ -255,9 +282,11 @@ class TreeMachine(RuleBasedStateMachine):
         more = more[: len(more) // PAGE * PAGE]
         if pages is None:
             pages, more = EMPTY, ()
+        if holder.tokens:
+            more = shaded(more, shade_of(holder.tokens))
         alone = self.model.locked.count(holder.tokens) == 1 == holder.node.locks
         leaf = alone and holder.tokens and not holder.node.children
-        added = self.tree.extend(holder.node, array(more), pages)
+        added = self.tree.extend(holder.node, array(more), pages, salt_of(more))
         assert not leaf or added.node is holder.node
         whole = holder.tokens + more
         if leaf:  # the lock is where the leaf ends now
@@ -284,6 +313,22 @@ TestTreeAndAllocator = TreeMachine.TestCase
 
 def pages(first: int, count: int) -> Int32:
     return np.arange(first, first + count, dtype=np.int32)
+
+
+def test_prompts_with_different_salts_share_no_page_and_leave_nothing_behind() -> None:
+    tree, salts = PrefixTree(4), [b"", *(bytes([number]) * 16 for number in range(200))]
+    for number, salt in enumerate(salts):
+        assert tree.depths(pages(0, 16), salt) == (0, 0)
+        added = tree.insert(pages(0, 16), own := pages(4 * number, 4), salt)
+        assert added.pages.tolist() == tree.match(pages(0, 16), salt).pages.tolist() == own.tolist()
+        assert tree.continues(tree.root, pages(0, 4), salt)
+        assert not tree.continues(tree.root, pages(0, 4), b"of another " + bytes(5))
+        node = tree.match(pages(0, 8), salt).node
+        assert tree.continues(node, pages(8, 4), b"any, as a salt counts at the root only")
+    tree.check()
+    assert len(tree.evict(4 * len(salts))) == 4 * len(salts)
+    assert not tree.root.children
+    tree.check()
 
 
 def test_a_match_inside_a_node_splits_it_and_leaves_id_and_locks_with_the_lower_part() -> None:

@@ -49,7 +49,8 @@ class QueueOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def take(self) -> None:
-        pending = self.queue.pop()
+        pending = next(iter(self.queue))
+        assert self.queue.take(pending)
         assert pending.order == min(self.waiting)
         self.waiting.remove(pending.order)
         self.taken.append(pending)

@@ -34,6 +34,7 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     cancelled: int | None
+    salt: bytes
 
 
 @dataclass
@@ -74,7 +75,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             priority=draw(st.sampled_from([0, 0, 0, -1, 5])),
         )
         cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 120)))
-        arrivals.append(Arrival(draw(st.integers(0, 30)), prompt, params, cancelled))
+        salt = draw(st.sampled_from([b"", b"", 16 * b"a", 16 * b"b"]))
+        arrivals.append(Arrival(draw(st.integers(0, 30)), prompt, params, cancelled, salt))
     info = engine_info(
         max_model_len=max_len,
         num_pages=-(-max_len // page_size) * draw(st.integers(1, 4)),
@@ -112,7 +114,7 @@ def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenari
     hurry(manager, cycle(scenario.hurries), scenario.deferral)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
-        messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params))
+        messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params, salt=one.salt))
     for rid, one in enumerate(scenario.arrivals):
         if one.cancelled is not None:
             messages.setdefault(one.turn + one.cancelled, []).append(Cancel(rid))

@@ -146,9 +146,9 @@ def test_search_and_stream_agree_with_a_search_of_the_whole_text(
     case: tuple[Tokenizer, list[int], list[str]], sizes: list[int]
 ) -> None:
     tokenizer, ids, stops = case
-    sets = StopSets(tokenizer.vocab_size + 1, [], tokenizer.pieces)
+    sets = StopSets(tokenizer.vocab_size + 1, [], tokenizer.pieces, tokenizer.special_ids)
     hit = search(sets, sets.acquire(SamplingParams(stop=tuple(stops))), ids)
-    assert hit == whole_text_search(tokenizer.pieces_of(ids), stops)
+    assert hit == whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
 
     ids = ids if hit is None else ids[: hit.token_count]
     cut = None if hit is None else hit.cut
@@ -160,7 +160,9 @@ def test_search_and_stream_agree_with_a_search_of_the_whole_text(
         shown += detokeniser.push(ids[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
         assert expected.startswith(shown)
-    assert shown + detokeniser.finish(cut) == expected
+    shown += detokeniser.finish(cut)
+    assert shown == expected == tokenizer.continuation(np.array(ids, np.int32), cut)
+    assert not any(stop in shown for stop in stops)
 
 
 def open_end(text: bytes, stop: bytes) -> int:
@@ -173,15 +175,16 @@ def test_the_stream_withholds_only_what_may_begin_a_stop_string(
     case: tuple[Tokenizer, list[int], list[str]],
 ) -> None:
     tokenizer, ids, stops = case
-    hit = whole_text_search(tokenizer.pieces_of(ids), stops)
+    hit = whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
     ids = ids if hit is None else ids[: hit.token_count - 1]
     detokeniser = Detokeniser(tokenizer, stops)
     shown = ""
     for count in range(1, len(ids) + 1):
         shown += detokeniser.push(ids[count - 1 : count])
-        text = b"".join(tokenizer.pieces_of(ids[:count]))
+        text, visible = (b"".join(tokenizer.pieces_of(ids[:count], hide)) for hide in (False, True))
         waiting = max(open_end(text, stop.encode()) for stop in stops)
         whole = text_before(tokenizer, ids[:count], len(text) - waiting)
+        whole = whole[: len(visible) - max(open_end(visible, stop.encode()) for stop in stops)]
         kept = whole.decode(errors="replace")
         # All of it but an unfinished character at its end, which a whole decode shows as one U+FFFD.
         assert shown in (kept, kept.removesuffix("\ufffd"))
@@ -292,6 +295,21 @@ def test_a_special_token_can_be_a_stop_string() -> None:
     set_id = sets.acquire(SamplingParams(stop=("<a>",)))
     assert flags(sets, set_id, [0, 1, special]) == [0, 0, MAYBE_STRING]
     assert sets.find(set_id, np.array([0, special], np.int32)) == StopHit("<a>", 2, 2)
+
+
+@pytest.mark.parametrize("hidden", [1, 2, 9])
+def test_a_stop_string_is_found_across_special_tokens_that_are_not_shown(hidden: int) -> None:
+    tokenizer = tokenizer_of([b"xa", b"by", b"a", b"b"])
+    special = tokenizer.pieces.index(b"<a>")
+    sets = StopSets(tokenizer.vocab_size, [], tokenizer.pieces, tokenizer.special_ids)
+    set_id = sets.acquire(SamplingParams(stop=("ab",)))
+    ids = [0, *[special] * hidden, 1]
+    assert search(sets, set_id, ids) == StopHit("ab", len(ids), 1)
+    detokeniser = Detokeniser(tokenizer, ["ab"])
+    assert [detokeniser.push_one(token) for token in ids] == ["x"] + [""] * (hidden + 1)
+    assert detokeniser.finish(1) == ""
+    assert search(sets, set_id, [2, special, 0, special]) is None
+    assert search(sets, set_id, [2, special, 2, special, 3]) == StopHit("ab", 5, 4)
 
 
 def test_end_ids_and_stop_ids_are_flagged_each_by_its_bit() -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from support.engines import cpu_engine
 from support.tiny_models import KINDS, LLAMA3_ROPE, make_model
 from tok_core.errors import ModelError
 from tok_core.model import ARCHITECTURES, read_config
-from tok_core.model.config import SUPPORTED_ARCHITECTURES
+from tok_core.model.config import ARCHITECTURES_OF, SUPPORTED_ARCHITECTURES
+from tok_core.model.config_keys import ALLOWED, ALLOWED_BY, HARMLESS, HONOURED, HONOURED_BY
 from tok_kernels import Llama3Scaling
 
 LLAMA: Mapping[str, object] = {
@@ -78,7 +81,7 @@ def test_rope_type_may_be_called_type(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, {"rope_scaling": scaling})).rope_scaling == LLAMA3_SCALING
 
 
-def test_scaling_without_original_length_counts_from_the_longest_context(tmp_path: Path) -> None:
+def test_llama3_scaling_without_original_length_counts_from_the_longest_context(tmp_path: Path) -> None:
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
     config = read_config(write(tmp_path, {"rope_parameters": scaling}))
     assert config.rope_scaling == replace(LLAMA3_SCALING, original_max_positions=1024)
@@ -91,7 +94,7 @@ def test_what_old_llama_configs_leave_out_has_their_defaults(tmp_path: Path) -> 
 
 
 def test_only_qwen2_always_has_qkv_biases(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, {"architectures": ["Qwen2ForCausalLM"]}))
+    config = read_config(write(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "attention_bias": False}))
     assert (config.qkv_bias, config.o_bias) == (True, False)
     config = read_config(write(tmp_path, {"attention_bias": True, "mlp_bias": True}))
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
@@ -121,15 +124,73 @@ def test_generation_config_has_the_last_word_on_eos(
     assert read_config(tmp_path).eos_token_ids == expected
 
 
-def test_sliding_window_that_no_layer_uses_is_no_obstacle(tmp_path: Path) -> None:
-    unused: list[dict[str, object]] = [
-        {"sliding_window": 128},
-        {"sliding_window": 128, "use_sliding_window": False},
-        {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2},
-        {"layer_types": ["full_attention"] * 2},
-    ]
-    for changes in unused:
-        assert read_config(write(tmp_path, changes)).num_layers == 2
+QWEN2: Mapping[str, object] = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL: Mapping[str, object] = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+TYPES = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "windows"),
+    [
+        (LLAMA, {}, (None, None)),
+        (LLAMA, {"sliding_window": None, "use_sliding_window": False}, (None, None)),
+        (LLAMA, {"sliding_window": 128, "use_sliding_window": False}, (None, None)),
+        (LLAMA, {"sliding_window": 1024}, (None, None)),
+        (LLAMA, {"layer_types": ["full_attention"] * 2}, (None, None)),
+        (QWEN2, {}, (None, None)),
+        (QWEN2, {"sliding_window": 128}, (None, None)),
+        (QWEN2, {"sliding_window": 128, "use_sliding_window": False, "max_window_layers": 0}, (None, None)),
+        (QWEN2, {"sliding_window": 128, "use_sliding_window": True}, (None, None)),
+        (QWEN2, {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, (None, None)),
+        (QWEN2, {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, (None, 128)),
+        (QWEN2, {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 0}, (128, 128)),
+        (QWEN2, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, None)),
+        (QWEN2, {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 0}, (None, None)),
+        (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "layer_types": TYPES}, (None, 8)),
+        (QWEN2, {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, (None, None)),
+        # transformers' own default where a layer slides and nothing says how far
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
+            (4096, 4096),
+        ),
+        (MISTRAL, {"max_position_embeddings": 8192}, (4096, 4096)),
+        (MISTRAL, {}, (None, None)),
+        (MISTRAL, {"sliding_window": None, "max_position_embeddings": 8192}, (None, None)),
+        (MISTRAL, {"sliding_window": 128}, (128, 128)),
+        (MISTRAL, {"sliding_window": 128, "layer_types": ["sliding_attention"] * 2}, (128, 128)),
+        (MISTRAL, {"sliding_window": None, "layer_types": ["full_attention"] * 2}, (None, None)),
+        # a context that scaling stretches beyond the window
+        (MISTRAL, {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, (1024, 1024)),
+    ],
+)
+def test_the_window_of_every_layer_is_read(
+    base: Mapping[str, object], changes: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert read_config(write(tmp_path, changes, {**base, "num_key_value_heads": 2})).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (LLAMA, {"sliding_window": 128}, "sliding_window is 128; allowed: null, or use_sliding_window false"),
+        (LLAMA, {"use_sliding_window": True}, "use_sliding_window is True; allowed: false"),
+        (LLAMA, {"layer_types": TYPES}, "layer_types is .*; allowed: full_attention"),
+        (QWEN2, {"sliding_window": 128, "layer_types": TYPES}, "layer_types is .* full_attention .there is no sliding"),
+        (QWEN2, {"layer_types": ["full_attention"]}, "layer_types is .*; allowed: one entry for each of 2 layers"),
+        (QWEN2, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is .*; allowed: full_attention"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0; allowed: an integer of at"),
+        (QWEN2, {"use_sliding_window": "no"}, "use_sliding_window is 'no'; allowed: true or false"),
+        (MISTRAL, {"sliding_window": 8, "layer_types": TYPES}, "layer_types is .*; allowed: sliding_attention"),
+        (MISTRAL, {"sliding_window": 8, "use_sliding_window": False}, "use_sliding_window is False; allowed: true, or"),
+        (MISTRAL, {"sliding_window": None, "layer_types": TYPES}, "layer_types is .*; allowed: full_attention"),
+    ],
+)
+def test_windows_that_contradict_each_other_are_refused(
+    base: Mapping[str, object], changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_config(write(tmp_path, changes, base))
 
 
 REQUIRED = (
@@ -160,7 +221,7 @@ def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel.*LlamaForCausalLM, Qwen2.*, Qwen3ForCausalLM",
+            r"GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Qwen2.*, Qwen3ForCausalLM",
         ),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'.*list of strings"),
         ({"vocab_size": 0}, "vocab_size is 0; allowed: an integer of at least 1"),
@@ -171,7 +232,7 @@ def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of 4"),
         ({"num_attention_heads": 7}, "num_attention_heads is 7; allowed: a divisor of hidden_size"),
         ({"head_dim": 15}, "head_dim is 15; allowed: an even number"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: .silu. or .swish."),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; allowed: float32, float16, bfloat16"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'"),
         ({"eos_token_id": 512}, "eos_token_id is 512; allowed: token ids from 0 to 511"),
@@ -181,17 +242,6 @@ def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "awq"}},
             "quantization_config: quantised by 'awq'; supported: float32",
         ),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding-window.*full attention",
-        ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type is 'yarn'; allowed: default, llama3",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: rope_type is 'dynamic'"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; allowed: a JSON object"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -200,9 +250,31 @@ def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
         ({"rope_parameters": {**LLAMA3_ROPE, "factor": None}}, "rope_parameters: factor is missing"),
         (
             {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
-            "high_freq_factor is 1.0; allowed: more",
+            "high_freq_factor is 1.0; it must be above low",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; allowed: 1.0"),
+        ({"is_causal": False}, "is_causal is False; allowed: true"),
+        ({"is_causal": None}, "is_causal is None; allowed: true"),
+        ({"is_causal": 1}, "is_causal is 1; allowed: true"),
+        ({"attention_multiplier": 0.0078125}, "attention_multiplier is 0.0078125; allowed: null"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0; allowed: 1.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; allowed: null"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads is .*; allowed: {}"),
+        ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config is .*; allowed: {}"),
+        ({"add_cross_attention": True}, "add_cross_attention is True; allowed: false"),
+        ({"rope_interleaved": True}, "rope_interleaved is True; allowed: false"),
+        ({"no_rope_layers": [0, 1]}, "no_rope_layers"),
+        ({"vision_config": {}}, "vision_config is {}; allowed: null"),
+        ({"quantization": {"bits": 4}}, "quantization is .*; allowed: null"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "mistral"},
+            r"architectures is .'LlamaForCausalLM'.; allowed: MistralForCausalLM, MistralModel .model_type is 'mis",
+        ),
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures is"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
+        ({"norm_type": "layernorm"}, "not known here: norm_type; if they change nothing, ignore them by --ignore-con"),
+        ({"a": 1, "b": False, "c": None}, "not known here: a, b; .*--ignore-config-keys a,b "),
     ],
 )
 def test_what_cannot_be_served_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -228,3 +300,57 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
 
 def test_every_architecture_that_reads_can_be_built() -> None:
     assert set(ARCHITECTURES) == set(SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM", None])
+def test_a_model_type_says_what_its_architectures_do(name: str | None, tmp_path: Path) -> None:
+    named = {"architectures": None if name is None else [name]}
+    assert read_config(write(tmp_path, {**named, "model_type": "llama"})).architecture == "LlamaForCausalLM"
+    if name is not None:
+        assert read_config(write(tmp_path, named)).architecture == "LlamaForCausalLM"
+
+
+def test_unknown_keys_are_passed_over_on_demand(tmp_path: Path) -> None:
+    plain = read_config(write(tmp_path, {}))
+    path = write(tmp_path, {"norm_type": "layernorm", "odd": 1})
+    assert read_config(path, ("norm_type", "odd", "another")) == plain
+    with pytest.raises(ModelError, match="not known here: odd;"):
+        read_config(path, ("norm_type",))
+    for key in ("hidden_size", "is_causal", "use_cache"):
+        with pytest.raises(ModelError, match=f"{key} cannot be ignored; allowed: keys that are not known"):
+            read_config(path, (key,))
+
+
+def test_an_engine_passes_unknown_keys_over_on_demand(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**values, "norm_type": "rms"}))
+    with pytest.raises(ModelError, match="not known here: norm_type"), cpu_engine(path):
+        pass
+    with cpu_engine(path, ignore_config_keys=("norm_type",)) as engine:
+        assert engine.info.max_model_len == 1024
+
+
+def test_every_key_stands_in_one_table() -> None:
+    for family in ARCHITECTURES_OF:
+        honoured, allowed = HONOURED | HONOURED_BY[family], {**ALLOWED, **ALLOWED_BY.get(family, {})}
+        assert not honoured & HARMLESS
+        assert not HARMLESS & allowed.keys()
+        assert not HONOURED & allowed.keys()
+        theirs = AutoConfig.for_model(family).to_dict()
+        assert not [key for key in theirs if key not in honoured | HARMLESS | allowed.keys()]
+    base = PreTrainedConfig().to_dict().keys() | GenerationConfig._get_default_generation_params().keys()
+    assert not [key for key in base if key not in HONOURED | HARMLESS | ALLOWED.keys()]
+
+
+def test_what_is_absent_is_as_in_transformers(tmp_path: Path) -> None:
+    """Keys that an old or a hand-written file leaves out, and what null means in their place."""
+    for family in ("llama", "mistral", "qwen2"):
+        base = {**LLAMA, "architectures": None, "model_type": family, "num_attention_heads": 32, "hidden_size": 128}
+        for changes in ({},) if family == "mistral" else ({}, {"num_key_value_heads": None}):
+            left_out: dict[str, object] = dict.fromkeys(("num_key_value_heads", "eos_token_id", "bos_token_id"), ...)
+            path = write(tmp_path, {**left_out, **changes}, base)
+            ours, theirs = read_config(path), AutoConfig.from_pretrained(path, local_files_only=True)
+            assert ours.num_kv_heads == theirs.num_key_value_heads
+            assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+            assert ours.bos_token_id == theirs.bos_token_id

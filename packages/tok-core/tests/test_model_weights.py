@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
 
-from support.tiny_models import KINDS, make_model
+from support.engines import cpu_engine
+from support.tiny_models import KINDS, make_model, reference_greedy
+from tok_core import SamplingParams
 from tok_core.errors import ModelError
-from tok_core.model import CausalLM, build, dummy, load, read_config
+from tok_core.model import CausalLM, build, dummy, load, read_config, weights
 from tok_core.model.targets import targets
+from tok_core.model.weights import as_stored
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
@@ -97,10 +102,94 @@ def test_what_follows_from_the_rest_may_stand_in_the_file(tmp_path: Path) -> Non
     plain = loaded(path)
 
     def add_derived(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = torch.zeros(512, 64)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
     edit(path, add_derived)
+    assert_equal_parameters(loaded(path), plain)
+
+
+def without_prefix(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+def test_names_may_lack_the_prefix(kind: str, tmp_path: Path) -> None:
+    path = make_model(kind, tmp_path)
+    plain = loaded(path)
+    edit(path, without_prefix)
+    assert "layers.0.self_attn.q_proj.weight" in load_file(path / WEIGHTS)
+    assert_equal_parameters(loaded(path), plain)
+    edit(path, lambda tensors: tensors.update({"rotary_emb.inv_freq": torch.zeros(8)}))
+    assert_equal_parameters(loaded(path), plain)
+    edit(path, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 64)}))
+    with pytest.raises(ModelError, match=rf"{WEIGHTS}: tensor score\.weight \[2, 64\] has no place"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("shard_size", ["50KB", "1GB"])
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_what_save_pretrained_writes_is_read(
+    kind: str, auto: type[AutoModel | AutoModelForCausalLM], shard_size: str, tmp_path: Path
+) -> None:
+    path = make_model(kind, tmp_path / "one", tied=True)
+    model = auto.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1 or shard_size == "1GB"
+    assert_equal_parameters(loaded(tmp_path / "saved"), loaded(path))
+
+
+def test_a_saved_base_model_that_is_not_tied_lacks_its_head(tmp_path: Path) -> None:
+    path = make_model("llama-untied", tmp_path / "one")
+    AutoModel.from_pretrained(path, local_files_only=True).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ModelError, match=r"missing tensors: lm_head\.weight \[512, 64\]$"):
+        loaded(tmp_path / "saved")
+
+
+def test_a_tensor_with_and_without_prefix_is_named(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    edit(path, lambda tensors: tensors.update({"norm.weight": torch.ones(64)}))
+    with pytest.raises(ModelError, match=r"tensor (model\.)?norm\.weight is stored twice"):
+        loaded(path)
+
+
+def add_head(path: Path) -> None:
+    """Gives a tied model's checkpoint an LM head that differs from the embedding in its last rows."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[300:] *= -1
+        tensors["lm_head.weight"] = head
+
+    edit(path, add)
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_head_that_differs_from_a_tied_embedding_is_used_as_in_transformers(
+    prefixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 100)
+    path = make_model("llama", tmp_path)
+    config = read_config(path)
+    assert as_stored(config, path) is config
+    add_head(path)
+    if not prefixed:
+        edit(path, without_prefix)
+    assert as_stored(config, path) == replace(config, tied=False)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        loaded(path)
+    ((tokens, _),) = reference_greedy(path, [[1, 2, 3]], 16)
+    with cpu_engine(path) as engine:
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    assert output.outputs[0].token_ids == tokens
+
+
+def test_a_tied_model_may_store_its_head_in_place_of_the_embedding(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    plain = loaded(path)
+    edit(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     assert_equal_parameters(loaded(path), plain)
 
 

@@ -33,6 +33,7 @@ MODELS = {
     "llama": {},
     "llama-untied": {"biases": True, "vocab_size": 515},
     "qwen2": {"tied": False},
+    "qwen2-window": {},
     "qwen3": {"tied": True, "biases": True},
 }
 ROWS_CUT, DECODES_WHOLE, ALL_WHOLE = 0, 10, 1000  # by the number of tokens up to which a step is whole everywhere
@@ -91,7 +92,7 @@ def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
                 assert all(map(np.array_equal, found, first))  # nothing later can differ between ranks
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+@pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen2-window"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_one_after_the_other_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
     path = model_path(directory, kind)
@@ -106,7 +107,7 @@ def test_a_stage_holds_its_own_layers_by_their_numbers_in_the_checkpoint(directo
         for place in places(3, 1):
             model = build(config, choose(CPU), CPU, torch.float32, place)
             names[kind, place.stage] = {name.removeprefix("model.") for name, _ in model.named_parameters()}
-            assert model.local == replace(config, num_layers=1)
+            assert model.local == replace(config, num_layers=1, windows=(None,))
     for (_, stage), found in names.items():
         layers = {name.split(".")[1] for name in found if name.startswith("layers")}
         assert layers == {str(stage)}

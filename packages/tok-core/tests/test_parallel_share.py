@@ -28,6 +28,7 @@ LLAMA_8B = ModelConfig(
     rope_base=500_000.0,
     rope_scaling=None,
     max_positions=8192,
+    windows=(None,) * 32,
     tied=False,
     qkv_bias=False,
     o_bias=False,

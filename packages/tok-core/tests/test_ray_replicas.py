@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from support.engines import cpu_engine, random_prompts
+from support.patience import until
 from support.ray_nodes import two_nodes
 from support.tiny_models import make_model
 from tok_core import (
@@ -62,13 +63,6 @@ def cluster() -> Iterator[str]:
 
 def config(path: Path, cluster: str, **options: int) -> EngineConfig:
     return EngineConfig(model=str(path), ray=cluster, device="cpu", kv_cache_tokens=16_384, max_running=32, **options)  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.05)
 
 
 def nothing_is_left(pids: list[int]) -> bool:
@@ -121,6 +115,24 @@ async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
     await until(lambda: nothing_is_left(pids))
 
 
+async def test_a_process_that_hangs_on_a_node_is_killed_and_replaced(path: Path, cluster: str) -> None:
+    engine = AsyncEngine(config(path, cluster, step_timeout=8))
+    await engine.start()
+    try:
+        for role in ("worker", "manager"):
+            stream = engine.generate([1, 2, 3], LONG)
+            await anext(aiter(stream))
+            pids = [where.pid for where in actors_of(engine)[0].whereabouts.values()]
+            os.kill(actors_of(engine)[0].whereabouts[role].pid, signal.SIGSTOP)
+            with pytest.raises(EngineDead, match=r"hung|stuck"):
+                await asyncio.wait_for(stream.output(), 200)
+            await until(lambda: engine.health().ok, 200)
+            assert len((await engine.generate([1, 2, 3], GREEDY).output()).outputs[0].token_ids) == 24
+            await until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))  # type: ignore[misc]
+    finally:
+        await engine.close()
+
+
 ENGINE = """
 import json, sys, time
 from tok_core import Engine, EngineConfig, SamplingParams
@@ -154,9 +166,13 @@ async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path
     join_cluster(settings)
     reports: list[ToEngine] = []
     deaths: list[str] = []
-    missing = RayReplica(settings, 0, reports.append, lambda _, reason: deaths.append(reason), model="/not/here")
+
+    def died(replica: object, reason: str, *, by_request: bool = False) -> None:
+        deaths.append(reason)
+
+    missing = RayReplica(settings, 0, reports.append, died, model="/not/here")
     missing.start()
-    given_up = RayReplica(settings, 1, reports.append, lambda _, reason: deaths.append(reason), model=str(path))
+    given_up = RayReplica(settings, 1, reports.append, died, model=str(path))
     given_up.start()
     given_up.close()
     await until(lambda: bool(deaths))
@@ -191,8 +207,8 @@ async def test_room_given_back_while_it_is_being_made_is_free_again(path: Path, 
         await until(lambda: nothing_is_left([]))
 
 
-def not_to_be_called(*told: object) -> None:
-    raise AssertionError(told)
+def not_to_be_called(*told: object, **options: object) -> None:
+    raise AssertionError((told, options))
 
 
 def test_of_several_that_have_ended_at_once_the_others_cause_is_told(path: Path, cluster: str) -> None:

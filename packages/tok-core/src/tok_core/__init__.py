@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tok_core.config import EngineConfig
-from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
+from tok_core.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    InvalidField,
+    ModelError,
+    RequestFailed,
+    TokError,
+)
 from tok_core.outputs import Completion, Delta, EmbeddingOutput, Pooling, RequestOutput, Timings, TokenLogprob
 from tok_core.sampling import SamplingParams
 
@@ -26,6 +34,7 @@ __all__ = [
     "InvalidField",
     "ModelError",
     "Pooling",
+    "RequestFailed",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",

@@ -34,9 +34,9 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def beginnings(self, tokens: Int32) -> list[Beginning]:
-        """Those of a prompt that may be found, the shortest first."""
-        found, start, key = [], 0, 0
+    def beginnings(self, tokens: Int32, salt: bytes = b"") -> list[Beginning]:
+        """Those of a prompt that may be found, the shortest first. Prompts of different salts have none in common."""
+        found, start, key = [], 0, hash(salt)
         for length in self._lengths:
             if length > len(tokens):
                 break

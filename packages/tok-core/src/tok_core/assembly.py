@@ -42,11 +42,16 @@ class OpenRequest(ABC):
     error       set where the engine could not go on
     each_token  it is told of each token, not only of the ends of its samples
     told        its owner has been told of news that it has not taken: of more it need not be told, unless it has ended
+    flooded     its owner has left more tokens than it may: it is told of that by every further report
     pooling     how its prompt is embedded, if that is what is asked for
+    tenant      an opaque name of the caller; "" if unknown
+    salt        as of `Submit`
     """
 
     each_token: bool
     pooling: Pooling | None = None
+    tenant: str = ""
+    salt: bytes = b""
 
     def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
         self.rid = rid
@@ -60,6 +65,7 @@ class OpenRequest(ABC):
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
         self.told = False
+        self.flooded = False
         self.lock = threading.RLock()
         self._left = params.n
         self._news: list[Delta] = []
@@ -71,9 +77,12 @@ class OpenRequest(ABC):
         return self._left == 0 or self.error is not None
 
     def take(self) -> list[Delta]:
-        """What is new since the last call, in order. After `ended` was seen, this is the last of it."""
+        """What is new since the last call, in order. After `ended` was seen, this is the last of it.
+
+        May set `error`: what has come cannot be made into text. The owner then has to abort the request.
+        """
         with self.lock:
-            self.told = False
+            self.told = self.flooded = False
             news, self._news = self._news, []
             return news
 
@@ -110,6 +119,9 @@ class OpenRequest(ABC):
     def fail(self, error: TokError) -> None:
         """Ends it with an error."""
         self.error = error
+
+    def free(self) -> None:  # noqa: B027  # most hold little
+        """Drop the log-probabilities of a request whose output nobody wants, some at a time; for a thread."""
 
     def output(self) -> RequestOutput:
         """The whole request, once it is done without error."""

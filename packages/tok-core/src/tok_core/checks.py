@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from hashlib import blake2b
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from tok_core.errors import InvalidField
 from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling import SamplingParams
 
+MAX_CACHE_SALT = 4096  # characters
+MAX_TENANT = 256  # characters of a caller's name: more than any hash has
 FEW = 64  # numbers that Python compares sooner than NumPy
 
 
@@ -37,6 +40,21 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
             if token >= info.vocab_size:
                 raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
     return tokens
+
+
+def salt_of(cache_salt: str | None) -> bytes:
+    """Return the salt as the manager takes it: 16 bytes, none for None. Raise InvalidField for what is no salt."""
+    if cache_salt is None:
+        return b""
+    if type(cache_salt) is not str or not 1 <= len(cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidField("cache_salt", cache_salt, f"a string of 1 to {MAX_CACHE_SALT} characters")
+    return blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise InvalidField for what cannot name a caller."""
+    if type(tenant) is not str or len(tenant) > MAX_TENANT:
+        raise InvalidField("tenant", tenant, f"a string of at most {MAX_TENANT} characters")
 
 
 def least_room(params: SamplingParams) -> int:

@@ -37,8 +37,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format          dummy: random weights, for measuring speed without a checkpoint
     generation_config    auto: `EngineInfo.sampling_defaults` are what the model's generation_config.json sets; none:
                          there are none
+    ignore_config_keys   keys of the model's config.json to pass over although nothing here knows them; without it they
+                         are refused, since they may change what the model computes; None: none
     kv_cache_dtype       of the cached keys and values; auto: as dtype; fp8, or fp8_e4m3: one byte a number, without
-                         a scale, cut to ±448
+                         a scale, cut to ±448; what that costs is measured at the start, and logged
     page_size            tokens a page of the KV cache holds, a power of two
     kv_cache_tokens      positions the KV cache holds; None: what the memory allows
     gpu_memory_fraction  share of the GPU's memory that weights, cache and activations may take together
@@ -54,7 +56,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_groups        read prefixes shared by running sequences once a step
     run_ahead            steps that may be queued at the worker before their tokens are back; None: two, or more
                          where steps are short
-    step_timeout         seconds after which a step that has not come back means that the worker is stuck
+    step_timeout         seconds after which a step that has not come back, or a process whose main loop has not turned,
+                         means that the replica hangs: it is killed and started anew
+    start_timeout        seconds for which a start may make no progress (no tensor loaded, no kernel measured, no graph
+                         captured, by any process of a replica) before it is given up
     max_restarts         how often within `restart_window` seconds a replica may be started anew
     seed                 of dummy weights
     eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
@@ -73,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: BackendName = "auto"
     load_format: LoadFormat = "auto"
     generation_config: GenerationConfig = "auto"
+    ignore_config_keys: tuple[str, ...] | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     page_size: int = 16
     kv_cache_tokens: int | None = None
@@ -89,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_groups: bool = True
     run_ahead: int | None = None
     step_timeout: float = 600.0
+    start_timeout: float = 600.0
     max_restarts: int = 3
     restart_window: float = 300.0
     seed: int = 0
@@ -107,6 +114,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
         _choice("generation_config", self.generation_config, get_args(GenerationConfig))
+        keys = self.ignore_config_keys
+        if keys is not None and not (isinstance(keys, tuple) and all(isinstance(key, str) and key for key in keys)):
+            raise InvalidField("ignore_config_keys", keys, "a tuple of keys of config.json")
         _at_least("page_size", self.page_size, 1)
         if self.page_size & (self.page_size - 1) or self.page_size > 1024:
             raise InvalidField("page_size", self.page_size, "powers of two from 1 to 1024")
@@ -135,7 +145,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _at_least("seed", self.seed, 0)
         if self.seed and self.load_format != "dummy":
             raise InvalidField("seed", self.seed, "nothing unless load_format is dummy (requests have their own)")
-        for field in ("restart_window", "step_timeout"):
+        for field in ("restart_window", "step_timeout", "start_timeout"):
             value = getattr(self, field)
             if not _is_number(value) or not value > 0:
                 raise InvalidField(field, value, "seconds above 0")

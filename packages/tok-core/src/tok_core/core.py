@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import itertools
+import logging
+import os
 import random
 import threading
 import time
@@ -14,20 +17,21 @@ from pathlib import Path
 import msgspec
 
 from tok_core.assembly import OpenRequest, Sink
-from tok_core.checks import check_request
+from tok_core.checks import check_request, check_tenant, salt_of
 from tok_core.config import EngineConfig
 from tok_core.embedding import EmbedRequest
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.fleet import Fleet, Health
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, LocalExaminer, Task, refuse
-from tok_core.grammar.examiner import ProcessExaminer
+from tok_core.grammar.examiner import process_checker
 from tok_core.hub import resolve
 from tok_core.ledger import Ledger
 from tok_core.messages import EngineInfo, Int32
 from tok_core.open_requests import OpenRequests
 from tok_core.outputs import Ending, Pooling
 from tok_core.placing import Placing
+from tok_core.processes.replica import Replica
 from tok_core.reporting import Reporting
 from tok_core.routing import Asked, Router
 from tok_core.sampling import SamplingParams, seeded
@@ -38,13 +42,17 @@ from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 from tok_core.whole import WholeRequest
 
+log = logging.getLogger("tok_core")
+
 DRAIN_LOOK = 0.1  # seconds between looks at what a replica still computes
+_FORKED = "the engine belongs to process {}, and a process forked from that cannot use it; start another one here"
 
 
 class EngineCore:
     """Thread-safe. Callbacks of requests run on the replicas' reporting threads.
 
-    Locks are taken in this order: a request's own, then the core's.
+    Locks are taken in this order: a request's own, then the core's. A process forked from the one that made the core
+    has none of its threads, and locks in any state: there every call raises EngineClosed or returns at once.
     """
 
     def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
@@ -68,6 +76,9 @@ class EngineCore:
         self._numbers = itertools.count(1)
         self._random = random.Random()  # of the process: asking the system each time is slow while others compute
         self._begun = False
+        self._process = os.getpid()
+        self._closer: int | None = None  # the thread that closes
+        self._closed = threading.Event()
         self._checker: Checker | None = None
         self.chat_template: ChatTemplate | None = None
 
@@ -83,6 +94,7 @@ class EngineCore:
 
     def start(self) -> None:
         """Blocks until ready. To be called once. Raises what kept the engine from starting."""
+        self._require_own_process()
         with self._lock:
             if self._begun or self._fleet.closed:
                 raise EngineClosed("an engine starts once")
@@ -94,22 +106,48 @@ class EngineCore:
         self._fleet.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
         self._fleet.await_start()
         task = Task(str(path), self.info.vocab_size, self.info.eos_token_ids)
-        # Two of them: a grammar that takes its whole time does not keep all others waiting.
-        self._checker = Checker(LocalExaminer(task)) if self._in_process else Checker(*map(ProcessExaminer, [task] * 2))
+        self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
 
     def close(self, drain: float = 0.0) -> None:
-        """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the replicas."""
+        """Wait up to `drain` seconds for open requests, end the others with EngineClosed, then end the replicas.
+
+        A second call returns when the first one is done.
+        """
+        if not self._in_own_process():
+            return
         with self._changed:
             self._changed.wait_for(lambda: not len(self._open) or not self._fleet.computes, drain)
-            if self._fleet.closed:
-                return
-            atexit.unregister(self.close)
-            replicas = self._fleet.shut()
+            first, replicas = not self._fleet.closed, self._fleet.shut()
+            if first:
+                self._closer = threading.get_ident()
+        if first:
+            try:
+                self._end(replicas)
+            finally:
+                self._closed.set()
+                atexit.unregister(self.close)  # not before: an interpreter that exits meanwhile waits for the end
+        elif self._closer != threading.get_ident():
+            self._closed.wait()
+
+    def close_soon(self) -> None:
+        """Close in a thread of its own. For a finalizer, which may run while its thread holds any lock."""
+        if self._in_own_process() and not self._fleet.closed:
+            _thread.start_new_thread(self.close, ())  # `Thread.start` takes locks
+
+    def _end(self, replicas: list[Replica]) -> None:
         for replica in replicas:
             replica.close()
         self._fail_open(lambda: EngineClosed("the engine was closed"))
         if self._checker is not None:
             self._checker.close()
+
+    def _in_own_process(self) -> bool:
+        return os.getpid() == self._process
+
+    def _require_own_process(self) -> None:
+        """Raise EngineClosed in a forked process."""
+        if not self._in_own_process():
+            raise EngineClosed(_FORKED.format(self._process))
 
     def submit(
         self,
@@ -120,6 +158,8 @@ class EngineCore:
         *,
         stream: bool,
         later: bool = False,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> OpenRequest:
         """A new request, told of token by token if `stream`, else of a sample at a time, when that has ended.
 
@@ -128,16 +168,20 @@ class EngineCore:
         Raises InvalidField for what cannot be served, EngineDead while nothing is. A grammar that has not been checked
         yet is while the request is open: if it is refused, the request ends with InvalidField.
         """
+        self._require_own_process()
         self._placing.require_ready()
+        check_tenant(tenant)
+        salt = salt_of(cache_salt)
         ids = self.encode(prompt)
         tokens = self.check(ids, params)
-        verdict = None if params.grammar is None else self.verdict(params.grammar)
+        verdict = None if params.grammar is None else self.verdict(params.grammar, tenant=tenant)
         if verdict is not None and params.grammar is not None and verdict.done():
             refuse(params.grammar, verdict.result())
             verdict = None
         if params.seed is None:
             params = seeded(params, self._random.getrandbits(63))
         request = self._make_request(request_id or self._new_id(), ids, params, sink, stream)
+        request.tenant, request.salt = tenant, salt
         try:
             asked = self._placing.ask(request, tokens)
             self._placing.open(request, None if verdict is not None else asked, later=later)
@@ -148,11 +192,12 @@ class EngineCore:
             verdict.add_done_callback(lambda done: self._place_checked(request, asked, done))
         return request
 
-    def verdict(self, grammar: Grammar, most: int | None = None) -> Future[str]:
+    def verdict(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
         """What is allowed in place of the grammar, "" if it is itself; see `Checker.begin`."""
+        self._require_own_process()
         if self._checker is None:
             raise EngineClosed("the engine has not been started")
-        return self._checker.begin(grammar, most)
+        return self._checker.begin(grammar, most, tenant)
 
     def _place_checked(self, request: OpenRequest, asked: Asked, verdict: Future[str]) -> None:
         """The grammar of an open request has been checked."""
@@ -170,14 +215,24 @@ class EngineCore:
         tell([request])
 
     def embed(
-        self, ids: list[int], params: SamplingParams, pooling: Pooling, sink: Sink, tokens: Int32
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        pooling: Pooling,
+        sink: Sink,
+        tokens: Int32,
+        tenant: str = "",
+        salt: bytes = b"",
     ) -> EmbedRequest:
         """A new request for the embedding of a prompt, by `params` without tokens. Raises as `submit` does.
 
         tokens  what `check` has made of the prompt
+        salt    as `salt_of` returns it
         """
+        self._require_own_process()
         self._placing.require_ready()
         request = EmbedRequest(next(self._numbers), self._new_id(), ids, params, pooling, sink)
+        request.tenant, request.salt = tenant, salt
         self._placing.open(request, self._placing.ask(request, tokens))
         return request
 
@@ -194,7 +249,8 @@ class EngineCore:
 
     def flush(self) -> None:
         """Sends what was to be sent later."""
-        self._fleet.flush()
+        if self._in_own_process():
+            self._fleet.flush()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
@@ -211,21 +267,24 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with reason "abort". One that is not open is left alone."""
-        request = self._open.named(request_id)
+        request = self._open.named(request_id) if self._in_own_process() else None
         if request is not None:
             self._abort(request)
 
     def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
         """Aborts those of the requests that are still open; their samples finish with `reason`."""
-        for request in self._open.some(rids):
+        for request in self._open.some(rids) if self._in_own_process() else ():
             self._abort(request, reason)
 
     def _abort(self, request: OpenRequest, reason: Ending = "abort") -> None:
         with request.lock:
-            if request.ended():
-                return
             self._placing.withdraw(request)
-            request.abort(reason)
+            if not request.ended():
+                try:
+                    request.abort(reason)
+                except Exception as error:
+                    log.exception("request %s cannot be aborted", request.request_id)
+                    request.fail(told_as(error))
         tell([request])
 
     @property
@@ -235,6 +294,7 @@ class EngineCore:
 
     def restart_replica(self, number: int, drain: float) -> None:
         """Blocks until the replica, started anew, serves again; see `AsyncEngine.restart_replica`."""
+        self._require_own_process()
         if not 0 <= number < self._config.dp:
             raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
         replica = self._fleet.drain(number)
@@ -245,14 +305,18 @@ class EngineCore:
 
     def health(self) -> Health:
         """Whether requests are served now, and by which replicas."""
+        if not self._in_own_process():
+            return Health(False, "closed", _FORKED.format(self._process))
         return self._fleet.health()
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges, of all replicas together; see `Fleet.stats`."""
+        self._require_own_process()
         return self._fleet.stats()
 
     def replica_stats(self) -> list[dict[str, float]]:
         """The same of each replica."""
+        self._require_own_process()
         return self._fleet.replica_stats()
 
     def check(self, ids: list[int], params: SamplingParams) -> Int32:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from tok_core.assembly import OpenRequest
+from tok_core.checks import check_tenant, salt_of
 from tok_core.embedding import EmbedRequest, check_embedding
 from tok_core.errors import InvalidField
 from tok_core.messages import Int32
@@ -32,11 +33,15 @@ class Embedder:
         normalize: bool,
         dimensions: int | None,
         priority: int,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> None:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         self._core = core
         self._pooling = check_embedding(pooling, dimensions, core.info.hidden_size)
+        check_tenant(tenant)
+        self._caller = tenant, salt_of(cache_salt)
         self._normalize, self._dimensions = normalize, dimensions
         self._params = SamplingParams(max_tokens=0, seed=0, priority=priority)
         self._prompts = [self._checked(index, prompt) for index, prompt in enumerate(prompts)]
@@ -48,7 +53,7 @@ class Embedder:
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
         with self._aborting():
             for ids, tokens in self._prompts:
-                self._add(self._core.embed(ids, self._params, self._pooling, arrived.put, tokens))
+                self._add(self._core.embed(ids, self._params, self._pooling, arrived.put, tokens, *self._caller))
             while self._left:
                 self._note(arrived.get())
         return self._outputs()
@@ -63,7 +68,7 @@ class Embedder:
 
         with self._aborting():
             for index, (ids, tokens) in enumerate(self._prompts):
-                self._add(self._core.embed(ids, self._params, self._pooling, tell, tokens))
+                self._add(self._core.embed(ids, self._params, self._pooling, tell, tokens, *self._caller))
                 if index % BATCH == BATCH - 1:
                     await asyncio.sleep(0)
             while self._left:

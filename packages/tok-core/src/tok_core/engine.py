@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 from tok_core.assembly import OpenRequest
+from tok_core.checks import salt_of
 from tok_core.config import EngineConfig
 from tok_core.core import EngineCore
 from tok_core.embedder import Embedder
@@ -35,6 +37,8 @@ class _Base:
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         self._core = EngineCore(config, in_process=in_process)
+        # Threads hold the core and never this object: an engine dropped without `close` ends its processes.
+        weakref.finalize(self, self._core.close_soon).atexit = False  # at exit the core has a hook of its own
 
     @property
     def info(self) -> EngineInfo:
@@ -77,7 +81,7 @@ class _Base:
 
 
 class Engine(_Base):
-    """Generates for lists of prompts. Starts when constructed; a context manager.
+    """Generates for lists of prompts. Starts when constructed; a context manager. Closes when nothing refers to it.
 
     config      see `EngineConfig`
     in_process  manager and worker run in a thread of this process, not in processes of their own
@@ -94,22 +98,34 @@ class Engine(_Base):
             raise
 
     def generate(
-        self, prompts: Sequence[Prompt], params: Params | None = None, *, progress: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | None = None,
+        *,
+        progress: bool = False,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in the order of the prompts; `params` are one for all or one each.
+
+        cache_salt  requests with different ones share nothing in the prefix cache
 
         Raises InvalidField before anything runs if any prompt cannot be served, EngineDead if a process dies.
         """
         outputs: list[RequestOutput | None] = [None] * len(prompts)
-        for index, output in self._run(prompts, params, progress):
+        for index, output in self._run(prompts, params, progress, cache_salt):
             outputs[index] = output
         return [output for output in outputs if output is not None]
 
     def stream(
-        self, prompts: Sequence[Prompt], params: Params | None = None, *, progress: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | None = None,
+        *,
+        progress: bool = False,
+        cache_salt: str | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Index of the prompt and its output, in order of completion."""
-        return self._run(prompts, params, progress)
+        """Index of the prompt and its output, in order of completion. `cache_salt`: as of `generate`."""
+        return self._run(prompts, params, progress, cache_salt)
 
     def embed(
         self,
@@ -119,6 +135,7 @@ class Engine(_Base):
         normalize: bool = True,
         dimensions: int | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
         """The embedding of each prompt, float32 `[N]`, in the order of the prompts.
 
@@ -126,10 +143,12 @@ class Engine(_Base):
         normalize   to length 1
         dimensions  only the first so many are wanted, at most the model's hidden size N; None: all
         priority    as of `SamplingParams`
+        cache_salt  as of `generate`
 
         Raises InvalidField before anything runs if any prompt cannot be embedded, EngineDead if a process dies.
         """
-        return Embedder(self._core, prompts, pooling, normalize, dimensions, priority).run()
+        options = pooling, normalize, dimensions, priority, "", cache_salt
+        return Embedder(self._core, prompts, *options).run()
 
     def close(self) -> None:
         """Ends the engine; open requests get EngineClosed."""
@@ -144,8 +163,9 @@ class Engine(_Base):
         self.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Params | None, progress: bool
+        self, prompts: Sequence[Prompt], params: Params | None, progress: bool, cache_salt: str | None
     ) -> Iterator[tuple[int, RequestOutput]]:
+        salt_of(cache_salt)  # refuses what is no salt before anything runs
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         each = _one_each(params, len(prompts))
@@ -160,7 +180,10 @@ class Engine(_Base):
             try:
                 for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
                     later = i % SENT != SENT - 1 and i != len(ids) - 1
-                    index[self._core.submit(prompt, one, None, arrived.put, stream=False, later=later).rid] = i
+                    request = self._core.submit(
+                        prompt, one, None, arrived.put, stream=False, later=later, cache_salt=cache_salt
+                    )
+                    index[request.rid] = i
                 yield from self._collect(index, arrived, bar)
             finally:
                 self._core.abort_all(index)
@@ -180,7 +203,7 @@ class Engine(_Base):
 
 
 class AsyncEngine(_Base):
-    """Serves requests as they come. `start` it within a running event loop."""
+    """Serves requests as they come. `start` it within a running event loop. Closes when nothing refers to it."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         super().__init__(config, in_process=in_process)
@@ -217,19 +240,26 @@ class AsyncEngine(_Base):
         *,
         request_id: str | None = None,
         stream: bool = True,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is.
 
         A grammar is compiled beside the event loop, unless it is known; if it is then refused, reading the stream
         raises InvalidField. To know before: `check_grammar`.
 
-        stream  True: a delta for each token, as it comes; tokens that come faster than they are read are read
-                together. False: one for each sample, when it has ended; this takes far less of the CPU
+        stream      True: a delta for each token, as it comes; tokens that come faster than they are read are read
+                    together. False: one for each sample, when it has ended; this takes far less of the CPU
+        tenant      an opaque name of the caller, such as a hash of its API key; "" if unknown. Callers of one class
+                    (`priority`) get equal shares of the engine while they compete for it
+        cache_salt  requests with different ones share nothing in the prefix cache
         """
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop, self._core)
-        return self._mailbox.submit(prompt, params or SamplingParams(), request_id, stream=stream)
+        return self._mailbox.submit(
+            prompt, params or SamplingParams(), request_id, stream=stream, tenant=tenant, cache_salt=cache_salt
+        )
 
     async def embed(
         self,
@@ -239,19 +269,26 @@ class AsyncEngine(_Base):
         normalize: bool = True,
         dimensions: int | None = None,
         priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """The same as `Engine.embed`. Prompts are read in a thread. Cancelled, it aborts what is open."""
+        """The same as `Engine.embed`. Prompts are read in a thread. Cancelled, it aborts what is open.
+
+        tenant, cache_salt  as of `generate`
+        """
+        options = pooling, normalize, dimensions, priority, tenant, cache_salt
         # Thousands of long prompts take seconds to be checked.
-        embedder = await asyncio.to_thread(Embedder, self._core, prompts, pooling, normalize, dimensions, priority)
+        embedder = await asyncio.to_thread(Embedder, self._core, prompts, *options)
         return await embedder.run_async()
 
-    async def check_grammar(self, grammar: Grammar, *, most: int | None = None) -> None:
+    async def check_grammar(self, grammar: Grammar, *, most: int | None = None, tenant: str = "") -> None:
         """Waits until the grammar has been compiled, which is done once. Raises InvalidField("grammar") if it cannot be
         followed, EngineError where it cannot be told.
 
-        most  raises EngineError, too, where it is unknown and so many others are being compiled
+        most    raises EngineError, too, where it is unknown and so many others of the tenant are being compiled
+        tenant  as of `generate`: several are served in turn
         """
-        refuse(grammar, await asyncio.wrap_future(self._core.verdict(grammar, most)))
+        refuse(grammar, await asyncio.wrap_future(self._core.verdict(grammar, most, tenant)))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with reason "abort"."""

@@ -4,6 +4,7 @@ TokError
 ├── InvalidField (ValueError)   one named field of a configuration or a request has a value that is not allowed
 ├── ModelError                  a model directory cannot be served: unknown architecture, missing or misshapen tensors
 └── EngineError                 the engine cannot go on with a request
+    ├── RequestFailed           the request cannot be computed, now or later; others are not concerned
     ├── EngineDead              a process of the engine died while the request was open
     └── EngineClosed            the engine was closed, or has not been started
 """
@@ -36,8 +37,20 @@ class EngineError(TokError):
     """The engine cannot go on with a request."""
 
 
+class RequestFailed(EngineError):
+    """The request cannot be computed, now or later. The engine goes on with others."""
+
+
 class EngineDead(EngineError):
-    """A process of the engine died while the request was open."""
+    """A process of the engine died while the request was open, or nothing serves.
+
+    first_class  the smallest `priority` of the requests that were open when the replica died, this one among them:
+                 any of them may be at fault; None where this one was not open
+    """
+
+    def __init__(self, message: str, first_class: int | None = None) -> None:
+        super().__init__(message)
+        self.first_class = first_class
 
 
 class EngineClosed(EngineError):
@@ -62,5 +75,7 @@ def from_wire(kind: str, arguments: tuple[Argument, ...]) -> TokError:
     if kind == "InvalidField":
         field, value, allowed = arguments
         return InvalidField(str(field), value, str(allowed))
-    kinds = {one.__name__: one for one in (ModelError, EngineError, EngineDead, EngineClosed)}
+    kinds: dict[str, type[TokError]] = {
+        one.__name__: one for one in (ModelError, EngineError, RequestFailed, EngineDead, EngineClosed)
+    }
     return kinds.get(kind, EngineError)(*arguments)

@@ -11,16 +11,17 @@ from importlib.util import find_spec
 from typing import Literal, assert_never
 
 import msgspec
+import numpy as np
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, from_wire
 from tok_core.life import Life, ReplicaState, total
-from tok_core.messages import EngineInfo, Failed, Progress, Stats, ToEngine, ToManager
+from tok_core.messages import EMPTY, EngineInfo, Failed, Progress, Silence, Stats, ToEngine, ToManager
 from tok_core.processes.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
 
 log = logging.getLogger("tok_core")
 
-EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
+EngineState = Literal["starting", "ready", "unresponsive", "restarting", "failed", "closed"]
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
@@ -102,9 +103,9 @@ class Fleet:
             life = self.lives[number]
             if self._closed:
                 raise EngineClosed(self.detail)
-            if life.state not in ("ready", "failed"):
+            if life.state not in ("ready", "unresponsive", "failed"):
                 raise EngineError(f"replica {number} is {life.state} already")
-            if life.state == "ready":
+            if life.state != "failed":
                 life.drain()
                 self._changed.notify_all()
             return life.replica
@@ -161,7 +162,7 @@ class Fleet:
     @property
     def computes(self) -> bool:
         """Whether any of them goes on with what it has, be it that it gets nothing new."""
-        return not self._closed and any(life.state in ("ready", "draining") for life in self.lives)
+        return not self._closed and any(life.state in ("ready", "unresponsive", "draining") for life in self.lives)
 
     @property
     def state(self) -> EngineState:
@@ -173,6 +174,8 @@ class Fleet:
             return "failed" if "failed" in states else "starting"
         if "ready" in states:
             return "ready"
+        if "unresponsive" in states:
+            return "unresponsive"
         return "restarting" if states & {"draining", "restarting"} else "failed"
 
     @property
@@ -210,7 +213,22 @@ class Fleet:
         with self._changed:
             outbox, self._outbox = self._outbox, {}
             for replica, messages in outbox.items():
-                replica.send(messages)
+                try:
+                    replica.send(messages)
+                except Exception:  # one of them is at fault: send each by itself
+                    self._send_each(replica, messages)
+
+    def _send_each(self, replica: Replica, messages: list[ToManager]) -> None:
+        failed = []
+        for message in messages:
+            try:
+                replica.send([message])
+            except Exception as error:
+                log.exception("a request cannot be sent to its replica")
+                failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
+        number = next((life.number for life in self.lives if life.replica is replica), None)
+        if failed and number is not None:  # in a thread: a request's lock comes before the one that is held here
+            threading.Thread(target=self._report, args=(number, failures(failed)), daemon=True).start()
 
     def stats(self) -> dict[str, float]:
         """`Stats`, summed over the replicas' lives; `restarts`, `replicas` and `replicas_ready` count replicas."""
@@ -246,6 +264,14 @@ class Fleet:
                     life.be_ready(message)
                     self._note_ready()
                 self._settled()
+            case Silence():
+                with self._changed:
+                    life.hear(message)
+                    self._changed.notify_all()
+                if message.detail:
+                    log.warning("replica %d: %s", life.number, message.detail)
+                else:
+                    self._settled()
             case Failed():
                 # The first to fail tells why; others may fail because of it, before they are ended.
                 life.failure = life.failure or from_wire(message.kind, message.arguments)
@@ -259,13 +285,13 @@ class Fleet:
             self.info = msgspec.structs.replace(together(infos), model_id=self._model_id)
         self._changed.notify_all()
 
-    def _die(self, life: Life, replica: Replica, reason: str) -> None:
+    def _die(self, life: Life, replica: Replica, reason: str, *, by_request: bool = False) -> None:
         """Tells of the death, and starts the replica anew unless that has been done too often."""
         with self._changed:
             if self._closed or replica is not life.replica:
                 return
             started = life.state != "starting"
-            again = life.die(reason)
+            again = life.die(reason, by_request=by_request)
             detail = life.detail
             self._changed.notify_all()
         if started:
@@ -307,6 +333,12 @@ def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, 
     from tok_core.processes.ray_replica import RayReplica
 
     return partial(RayReplica, model=config.model)
+
+
+def failures(failed: list[tuple[int, str]]) -> Progress:
+    """A report that tells of nothing but requests that failed, and why."""
+    numbers, none, some = np.empty(0, np.int64), EMPTY, np.empty(0, np.float32)
+    return Progress(numbers, none, none, some, EMPTY.reshape(0, 0), some.reshape(0, 0), [], [], [], [], Stats(), failed)
 
 
 def _dict(stats: Stats) -> dict[str, float]:

@@ -113,7 +113,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     """
     device = choose_device(config, 0, Place())  # one rank is measured, alone
     dtype = choose_dtype(config.dtype, device)
-    model = read_config(resolve(config.model, config.data_dir))
+    model = read_config(resolve(config.model, config.data_dir), config.ignore_config_keys or ())
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")

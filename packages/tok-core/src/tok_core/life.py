@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from tok_core.errors import TokError
-from tok_core.messages import EngineInfo, Stats
+from tok_core.messages import EngineInfo, Silence, Stats
 
 if TYPE_CHECKING:
     from tok_core.processes.replica import Replica
 
-ReplicaState = Literal["starting", "ready", "draining", "restarting", "failed"]
-"""Draining: it ends what it computes, and gets nothing new, until it is restarted."""
+ReplicaState = Literal["starting", "ready", "unresponsive", "draining", "restarting", "failed"]
+"""Unresponsive: a process of it shows no sign of life, and it gets nothing new until all do again or it is killed.
+Draining: it ends what it computes, and gets nothing new, until it is restarted."""
 
 GAUGES = (
     *("requests_running", "requests_waiting", "sequences_running"),
@@ -51,6 +52,7 @@ class Life:
         self._window = window
         self._clock = clock
         self._deaths: deque[float] = deque()  # within the window
+        self._counted: deque[float] = deque()  # those of them that count against the restarts allowed
         self._before = Stats()  # counters of the managers before this one
         self._now = Stats()
 
@@ -66,13 +68,27 @@ class Life:
         """Counters since its first start, and gauges."""
         return total((self._before, self._now))
 
-    def die(self, reason: str) -> bool:
-        """It has ended; whether it is to be started anew."""
+    def die(self, reason: str, *, by_request: bool = False) -> bool:
+        """Note that it has ended; return whether it is to be started anew.
+
+        by_request  what it was asked to compute is to blame: once it has served, that does not count against the
+                    restarts allowed
+        """
         started = self.state != "starting"
-        again = started and self._may_restart()
+        again = started and self._may_restart(counts=not by_request or self.state == "restarting")
         self.state, self.detail = "restarting" if again else "failed", self._why(reason, started)
         self._end(again)
         return again
+
+    def hear(self, silence: Silence) -> None:
+        """Processes of it have fallen silent, or are heard again."""
+        if silence.detail and self.state == "ready":
+            self.state = "unresponsive"
+        elif not silence.detail and self.state == "unresponsive":
+            self.state = "ready"
+        elif self.state != "starting":
+            return
+        self.detail = silence.detail
 
     def drain(self) -> None:
         """It is to end what it computes, and to be started anew after that."""
@@ -95,12 +111,15 @@ class Life:
         times = len(self._deaths) - 2
         return min(FIRST_PAUSE * 2.0**times, LONGEST_PAUSE) if times >= 0 else 0.0
 
-    def _may_restart(self) -> bool:
+    def _may_restart(self, *, counts: bool) -> bool:
         now = self._clock()
-        while self._deaths and now - self._deaths[0] > self._window:
-            self._deaths.popleft()
+        for deaths in (self._deaths, self._counted):
+            while deaths and now - deaths[0] > self._window:
+                deaths.popleft()
         self._deaths.append(now)
-        return len(self._deaths) <= self._most_restarts
+        if counts:
+            self._counted.append(now)
+        return not counts or len(self._counted) <= self._most_restarts
 
     def _why(self, reason: str, started: bool) -> str:
         """What to tell of a death: the process's own words where it had any."""

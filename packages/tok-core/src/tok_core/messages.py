@@ -31,7 +31,8 @@ class Submit(msgspec.Struct, tag=True):
     """A new request. `rid` is the engine's number for it; `params.seed` is set.
 
     first_sample: of `params.n`; others of the same request may be with another replica. `pooling`: an embedding of the
-    prompt is wanted, made so; `params.max_tokens` is 0 then.
+    prompt is wanted, made so; `params.max_tokens` is 0 then. `tenant`: an opaque name of the caller; "" if unknown.
+    `salt`: 16 bytes, or none; requests with different ones share nothing in the prefix cache.
     """
 
     rid: int
@@ -39,6 +40,8 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     first_sample: int = 0
     pooling: Pooling | None = None
+    tenant: str = ""
+    salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -199,7 +202,9 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
 
     `sampling_defaults`: fields of SamplingParams that the model's makers set, for requests that leave them out. An
     engine is told whole SamplingParams and applies none by itself; the server does. `few_tokens`, `async_tokens`:
-    those of the `TensorParallel`; None without one, and `async_tokens` where no step overlaps.
+    those of the `TensorParallel`; None without one, and `async_tokens` where no step overlaps. Prompts of more than
+    `short_prompt` tokens are rotated otherwise than those of fewer, and where `lengths_apart` says so, otherwise than
+    those of any other length: they share no cached page with them.
     """
 
     vocab_size: int
@@ -217,6 +222,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     sampling_defaults: dict[str, int | float] = {}
     few_tokens: int | None = None
     async_tokens: int | None = None
+    short_prompt: int | None = None
+    lengths_apart: bool = False
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -229,6 +236,19 @@ class Failed(msgspec.Struct, tag=True):
 
     kind: str
     arguments: tuple[str | int | float, ...]
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A process of a replica is alive, and its main loop has turned so often; see `tok_core.heartbeat`."""
+
+    role: str
+    turns: int
+
+
+class Silence(msgspec.Struct, tag=True, frozen=True):
+    """Processes of a replica show no sign of life, `detail` says which; empty: all do again."""
+
+    detail: str
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):  # no part of a cycle
@@ -310,7 +330,7 @@ class Progress(msgspec.Struct, tag=True):
     has: a sample's tokens stand in the order in which they follow one another. `scores` come no later than the first
     token of their request, `embedded` no later than its end. `cached` is `[(rid, prompt tokens found in the cache), …]`
     for requests whose first sample was admitted; `failed` is `[(rid, why), …]` for requests of which there is nothing
-    more to come.
+    more to come; `refused` is `[(rid, what is allowed), …]` for those of them whose grammar takes too much.
     """
 
     rid: np.ndarray
@@ -326,11 +346,13 @@ class Progress(msgspec.Struct, tag=True):
     stats: Stats
     failed: list[tuple[int, str]] = []
     rounds: list[int] = []
+    refused: list[tuple[int, str]] = []
 
     @property
     def figures_only(self) -> bool:
         """Whether `stats` are all that it tells."""
-        return not (len(self.rid) or self.finished or self.scores or self.embedded or self.cached or self.failed)
+        ends = self.finished or self.failed or self.refused
+        return not (len(self.rid) or ends or self.scores or self.embedded or self.cached)
 
     def news(self) -> list[Scores | Embedded]:
         """What it tells of prompts."""
@@ -365,7 +387,8 @@ class Launch(msgspec.Struct):
 
 
 ToManager = Submit | Cancel
-ToEngine = Progress | EngineInfo | Failed
+ToEngine = Progress | EngineInfo | Failed | Silence
+FromProcess = Progress | EngineInfo | Failed | Beat
 FromWorker = StepOutput | EngineInfo
 
 

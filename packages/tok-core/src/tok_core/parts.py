@@ -33,12 +33,19 @@ def number(rid: int, index: int) -> int:
 
 
 def submit(
-    rid: int, index: int, part: Part, tokens: Int32, params: SamplingParams, pooling: Pooling | None = None
+    rid: int,
+    index: int,
+    part: Part,
+    tokens: Int32,
+    params: SamplingParams,
+    pooling: Pooling | None = None,
+    tenant: str = "",
+    salt: bytes = b"",
 ) -> Submit:
     """What the manager is told of a part."""
     if len(part.samples) != params.n:
         params = msgspec.structs.replace(params, n=len(part.samples))
-    return Submit(number(rid, index), tokens, params, part.samples.start, pooling)
+    return Submit(number(rid, index), tokens, params, part.samples.start, pooling, tenant, salt)
 
 
 def of_requests(progress: Progress) -> Progress:
@@ -48,5 +55,7 @@ def of_requests(progress: Progress) -> Progress:
     for news in progress.news():
         news.rid &= OWN
     failed = [(rid & OWN, reason) for rid, reason in progress.failed]
+    refused = [(rid & OWN, allowed) for rid, allowed in progress.refused]
     cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= OWN]  # as the first part found it
-    return msgspec.structs.replace(progress, rid=progress.rid & np.int64(OWN), cached=cached, failed=failed)
+    rids = progress.rid & np.int64(OWN)
+    return msgspec.structs.replace(progress, rid=rids, cached=cached, failed=failed, refused=refused)

@@ -51,7 +51,8 @@ class Placing:
 
     def ask(self, request: OpenRequest, tokens: Int32) -> Asked:
         """What is to be placed. `tokens`: the request's prompt."""
-        return self._router.ask(request.rid, tokens, request.params, self.info.max_model_len - len(tokens))
+        room = self.info.max_model_len - len(tokens)
+        return self._router.ask(request.rid, tokens, request.params, room, request.salt)
 
     def open(self, request: OpenRequest, asked: Asked | None, *, later: bool = False) -> None:
         """Takes the request in, and gives it its replicas; `asked` None: it gets them later.
@@ -71,7 +72,7 @@ class Placing:
     def place_or_hold(self, request: OpenRequest, asked: Asked) -> None:
         """Of an accepted request: where no replica serves for now, it waits. Raises EngineDead where none ever will."""
         with self._lock:
-            if self._fleet.state == "restarting":
+            if self._fleet.state in ("restarting", "unresponsive"):
                 self.held.append((request, asked))
                 return
             self.require_ready()
@@ -121,9 +122,10 @@ class Placing:
         with self._lock:
             self._router.forget(replica)
             hit = self._requests.of_replica(replica)
+            first = min((one.params.priority for one in hit if one.error is None), default=None)
         which = f" (replica {replica})" if self._router.several else ""
         error = f"the request was open when {reason}{which}"
-        tell([request for request in hit if not self._rescue(request, replica, error)])
+        tell([request for request in hit if not self._rescue(request, replica, EngineDead(error, first))])
 
     def _place(self, request: OpenRequest, asked: Asked, *, later: bool = False) -> None:
         split = request.params.prompt_logprobs is None  # else each would compute them
@@ -134,10 +136,11 @@ class Placing:
 
     def _send(self, request: OpenRequest, index: int, tokens: Int32, *, later: bool = False) -> None:
         part = request.parts[index]
-        message = parts.submit(request.rid, index, part, tokens, request.params, request.pooling)
+        caller = request.tenant, request.salt
+        message = parts.submit(request.rid, index, part, tokens, request.params, request.pooling, *caller)
         self._fleet.send(part.replica, message, later=later)
 
-    def _rescue(self, request: OpenRequest, replica: int, error: str) -> bool:
+    def _rescue(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
         """Whether the request goes on; if not, it has failed."""
         with request.lock:
             try:
@@ -146,7 +149,7 @@ class Placing:
             except Exception:
                 log.exception("request %s cannot be computed anew", request.request_id)
             self.withdraw(request)
-            request.fail(EngineDead(error))
+            request.fail(EngineDead(str(error), error.first_class))  # its own: raising one notes where
             return False
 
     def _replay(self, request: OpenRequest, lost: int) -> bool:

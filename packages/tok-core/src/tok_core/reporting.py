@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 from tok_core import parts
 from tok_core.assembly import OpenRequest
 from tok_core.delivery import NO_ENDS, Delivery, sort_out
-from tok_core.errors import EngineError, TokError
+from tok_core.errors import InvalidField, RequestFailed, TokError
 from tok_core.ledger import Ledger
 from tok_core.messages import Progress
 from tok_core.open_requests import OpenRequests
 from tok_core.placing import Placing
 from tok_core.routing import Router
-from tok_core.telling import tell
+from tok_core.telling import tell, told_as
 from tok_core.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tok_core")
 
 
 class Reporting:
@@ -32,7 +35,7 @@ class Reporting:
         self.tokenizer: Tokenizer | None = None
 
     def deliver(self, replica: int, progress: Progress) -> None:
-        """Hands out what one report brought: one call a sink."""
+        """Hands out what one report brought: one call a sink. What cannot be handed to a request fails that request."""
         if progress.figures_only:
             return
         if self._router.several:
@@ -44,15 +47,25 @@ class Reporting:
             begun = self._requests.some(brought.begun)
             changed = self._requests.some(brought.rids())
             prompts = [(open_ones[news.rid], news) for news in progress.news() if news.rid in open_ones]
+        faults: list[tuple[OpenRequest, Exception]] = []
         for request, news in prompts:
             with request.lock:
-                request.learn(news)
+                try:
+                    request.learn(news)
+                except Exception as error:
+                    faults.append((request, error))
         now = time.monotonic()
         for request in begun:
             request.begin(now)
-        tell(self._advance(changed, brought, progress))
         for rid, reason in progress.failed:
-            self._fail(rid, EngineError(reason))
+            for request in self._requests.some([rid]):
+                self._fail(request, RequestFailed(reason))
+        for rid, allowed in progress.refused:
+            for request in self._requests.some([rid]):
+                grammar = request.params.grammar
+                self._fail(request, InvalidField("grammar", grammar.value if grammar is not None else "", allowed))
+        self._fail_faulty(faults)
+        tell(self._advance(changed, brought, progress))
 
     def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
         """What the open requests and the router are to know of a report."""
@@ -68,32 +81,42 @@ class Reporting:
                 self._router.end(replica, rid, open_ones[rid].params, ends)
 
     def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
-        """Those whose owners are to be told."""
+        """Those whose owners are to be told. Fails those that cannot take in the report."""
         heard, over = [], []
+        faults: list[tuple[OpenRequest, Exception]] = []
         for request in requests:
             ends = brought.ends.get(request.rid, NO_ENDS)
             with request.lock:  # an abort comes before or after
                 if request.ended():
                     continue
-                request.advance(brought.told, ends, progress)
+                try:
+                    request.advance(brought.told, ends, progress)
+                except Exception as error:
+                    faults.append((request, error))
+                    continue
                 if ends and request.ended():
                     over.append(request)
                     if request.each_token or request.params.n > 1:  # its owner may read the end at once: its id is free
                         self._placing.forget([request])
-                elif request.told:
+                elif request.told and not request.flooded:
                     continue  # and its owner has not looked since
                 request.told = True
                 heard.append(request)
         if over:
             self._placing.forget(over)
             self._ledger.close_all([request.rid for request in over])
+        self._fail_faulty(faults)
         return heard
 
-    def _fail(self, rid: int, error: TokError) -> None:
-        for request in self._requests.some([rid]):
-            with request.lock:
-                if request.ended():
-                    return
-                self._placing.withdraw(request)
-                request.fail(error)
-            tell([request])
+    def _fail_faulty(self, faults: list[tuple[OpenRequest, Exception]]) -> None:
+        for request, error in faults:
+            log.error("request %s cannot be answered", request.request_id, exc_info=error)
+            self._fail(request, told_as(error))
+
+    def _fail(self, request: OpenRequest, error: TokError) -> None:
+        with request.lock:
+            if request.error is not None or not self._requests.some([request.rid]):
+                return  # it has failed or was aborted meanwhile
+            self._placing.withdraw(request)
+            request.fail(error)
+        tell([request])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 from tok_core.assembly import OpenRequest
 from tok_core.core import EngineCore
 from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
 from tok_core.sampling import SamplingParams
+from tok_core.streamed import StreamedRequest
 
 WOKEN = 16  # streams that have news and are told of it in one turn of an event loop
 
@@ -21,7 +22,7 @@ class RequestStream:
     Deltas of its samples interleave. Raises EngineDead if a process dies. Leaving early? Call `abort`.
     """
 
-    __slots__ = ("_core", "_left", "_loop", "_news", "_queued", "_readers", "_request", "_unread")
+    __slots__ = ("_core", "_flooded", "_left", "_loop", "_news", "_queued", "_readers", "_request", "_unread")
 
     def __init__(self, core: EngineCore, request: OpenRequest, loop: asyncio.AbstractEventLoop) -> None:
         self._core = core
@@ -31,6 +32,7 @@ class RequestStream:
         self._queued = False  # to be told that there is news
         self._news = False  # it has been told, and nothing taken since
         self._unread: deque[Delta] = deque()
+        self._flooded: Callable[[], None] | None = None
         self._left = request.params.n  # samples whose last delta has not been read
 
     @property
@@ -66,6 +68,20 @@ class RequestStream:
     def abort(self, reason: Ending = "abort") -> None:
         """Ends the request, if it still runs: samples that have not finished do so now, with `reason`."""
         self._core.abort_all([self._request.rid], reason)
+
+    def bound(self, most: int, flooded: Callable[[], None]) -> None:
+        """Keep nothing that has been read, so that there is no `output`; call `flooded` while more is unread.
+
+        most  bytes of tokens and log-probabilities that may wait to be read, about. More may come all the same:
+              `flooded`, called on the event loop at each report, is to read them or to `abort`.
+        """
+        assert isinstance(self._request, StreamedRequest), "only a request with stream=True has deltas to be read"
+        self._request.bound(most)
+        self._flooded = flooded
+
+    def free(self) -> None:
+        """Drop the log-probabilities of an aborted request, some at a time; there is no `output` then. For a thread."""
+        self._request.free()
 
     async def output(self) -> RequestOutput:
         """Waits for the whole request."""
@@ -114,9 +130,10 @@ class RequestStream:
                 await reader
                 continue  # another may have waited for it, too
             error = self._request.error  # before: what comes before it is then taken
-            self._news = error is not None  # that stays
             self._unread += self._request.take()
+            self._news = self._request.error is not None  # that stays
             if error is not None and not self._unread:
+                self.abort()  # it may be open still: what it took could not be made into text
                 raise error
 
     def wake(self) -> None:
@@ -144,10 +161,19 @@ class Mailbox:
         self._waking = False
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None, *, stream: bool
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        *,
+        stream: bool,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """A new request of the loop. Raises as `EngineCore.submit` does."""
-        request = self._core.submit(prompt, params, request_id, self._sink, stream=stream, later=True)
+        request = self._core.submit(
+            prompt, params, request_id, self._sink, stream=stream, later=True, tenant=tenant, cache_salt=cache_salt
+        )
         if not self._sending:
             self._sending = True
             self.loop.call_soon(self._send)
@@ -164,6 +190,8 @@ class Mailbox:
         for request in requests:
             find = self.streams.pop if request.ended() else self.streams.get
             stream = find(request.rid, None)
+            if stream is not None and request.flooded and stream._flooded is not None:
+                stream._flooded()
             if stream is not None and not stream._queued:
                 stream._queued = True
                 self._queue.append(stream)

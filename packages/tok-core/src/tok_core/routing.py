@@ -48,9 +48,9 @@ class Router:
         """Whether there is a choice."""
         return len(self.outstanding) > 1
 
-    def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int) -> Asked:
+    def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int, salt: bytes = b"") -> Asked:
         """What is to be placed."""
-        return Asked(rid, tokens, params, room, self.affinity.beginnings(tokens) if self.several else ())
+        return Asked(rid, tokens, params, room, self.affinity.beginnings(tokens, salt) if self.several else ())
 
     def place(self, asked: Asked, samples: range, ready: Sequence[int], *, split: bool) -> list[Share]:
         """Chooses among the replicas `ready`, at least one; several of them where `split` and that is worth it."""

@@ -12,6 +12,7 @@ from tok_core.errors import InvalidField
 from tok_core.grammar import Grammar
 
 MAX_N = 16_384
+MAX_PRIORITY = 1 << 41  # either way: room for a server's classes beside those of its clients
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
@@ -179,7 +180,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "stop": _stops,
     "stop_token_ids": _stop_ids,
     "ignore_eos": _switch,
-    "priority": _integer(-INT63 - 1, INT63),
+    "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY),
     "logprobs": _integer(0, MAX_LOGPROBS),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "grammar": _grammar,

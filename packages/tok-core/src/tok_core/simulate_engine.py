@@ -12,6 +12,7 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
+from tok_core.heartbeat import HEARTBEAT, TURN
 from tok_core.messages import EngineInfo, Int64, Launch, StepInput
 from tok_core.processes import child
 from tok_core.processes.replica import Death, ProcessReplica, Report
@@ -79,7 +80,8 @@ def _run_worker(
     outputs.send(info)
     over = time.monotonic()
     while True:
-        step = steps.wait(None)
+        HEARTBEAT.turned()
+        step = steps.wait(TURN)
         if step is not None:
             over = max(over, time.monotonic()) + step_seconds
             output = worker.run(step, step_seconds)

@@ -6,6 +6,7 @@ tokens in one delta, and costs less for it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -13,16 +14,22 @@ from tok_core.assembly import OpenRequest, Sink, Told, token_logprob
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, Ending, TokenLogprob
 from tok_core.sampling import SamplingParams
+from tok_core.telling import told_as
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
 
+log = logging.getLogger("tok_core")
+
 NOTHING = (0, 0)
+
+# Bytes that a token takes until its owner takes it: as a number in a list; with its log-probability; each likely one.
+TOKEN_BYTES, LOGPROB_BYTES, LIKELY_BYTES = 40, 180, 150
 
 
 class _Sample:
-    """What one sample has so far: `fresh` tokens, which its owner has not taken, and those taken."""
+    """What one sample has so far: `fresh` tokens, which its owner has not taken, and those taken, `count` in number."""
 
-    __slots__ = ("detokeniser", "end", "fresh", "logprobs", "taken", "text", "token_ids")
+    __slots__ = ("count", "detokeniser", "end", "fresh", "logprobs", "taken", "text", "token_ids")
 
     def __init__(self, detokeniser: Detokeniser | None, logprobs: bool) -> None:
         self.detokeniser = detokeniser
@@ -31,6 +38,7 @@ class _Sample:
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] | None = [] if logprobs else None
         self.end: Finished | None = None
+        self.count = 0
         self.taken = False  # whether a delta of it has been
 
 
@@ -53,7 +61,17 @@ class StreamedRequest(OpenRequest):
         self._samples = [
             _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
         ]
+        self._keeps = True
+        self._taken = 0  # tokens
+        self._most_unread: int | None = None  # tokens
         self._changed: dict[int, None] = {}  # samples with something to take, in the order in which it came
+
+    def bound(self, most: int) -> None:
+        """Keep nothing that has been taken; set `flooded` while more than `most` bytes of tokens wait to be."""
+        logprobs = self.params.logprobs
+        each = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES + logprobs * LIKELY_BYTES)
+        with self.lock:
+            self._keeps, self._most_unread = False, most // each
 
     def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
         first, end = told.bounds.get(self.rid, NOTHING)
@@ -69,22 +87,29 @@ class StreamedRequest(OpenRequest):
                 sample.logprobs.append(token_logprob(self.params, token, told.rows[i], progress))
         for index, how in ends.items():
             self._end(index, how)
+        if self._most_unread is not None and self.output_tokens - self._taken > self._most_unread:
+            self.flooded = True
 
     def take(self) -> list[Delta]:
         with self.lock:
-            self._note_changes()
+            if self.error is None:
+                try:
+                    self._note_changes()
+                except Exception as error:
+                    log.exception("request %s cannot be answered", self.request_id)
+                    self.fail(told_as(error))
             return super().take()
 
     def runs(self, samples: range) -> bool:
         return any(self._samples[index].end is None for index in samples)
 
     def restart(self, samples: range) -> bool:
-        return not any(self._samples[index].token_ids or self._samples[index].fresh for index in samples)
+        return not any(self._samples[index].count or self._samples[index].fresh for index in samples)
 
     def abort(self, reason: Ending) -> None:
         for index, sample in enumerate(self._samples):
             if sample.end is None:
-                self._end(index, Finished(self.rid, index, reason, len(sample.token_ids) + len(sample.fresh)))
+                self._end(index, Finished(self.rid, index, reason, sample.count + len(sample.fresh)))
 
     def _end(self, index: int, end: Finished) -> None:
         self._samples[index].end = end
@@ -104,8 +129,13 @@ class StreamedRequest(OpenRequest):
             logprobs = logprobs[len(logprobs) - len(ids) :] or None
         prompt_logprobs = None if sample.taken else self.prompt_logprobs()
         sample.fresh, sample.taken = [], True
-        sample.token_ids += ids
-        sample.text.append(text)
+        sample.count += len(ids)
+        self._taken += len(ids)
+        if self._keeps:
+            sample.token_ids += ids
+            sample.text.append(text)
+        elif sample.logprobs is not None:
+            sample.logprobs = []
         if end is None:
             return Delta(index, ids, text, logprobs, None, None, prompt_logprobs)
         sample.detokeniser = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
 from tok_core.assembly import OpenRequest, Sink
-from tok_core.errors import EngineClosed, EngineError, TokError
+from tok_core.errors import EngineClosed, RequestFailed, TokError
 
 log = logging.getLogger("tok_core")
 
@@ -30,4 +30,4 @@ def told_as(error: Exception) -> TokError:
         return error
     if isinstance(error, CancelledError):
         return EngineClosed("the engine was closed")
-    return EngineError(f"the request cannot be computed: {type(error).__name__}: {error}")
+    return RequestFailed(f"the request cannot be computed: {type(error).__name__}: {error}")

@@ -14,10 +14,11 @@ from tok_core.text.tokenizer import Tokenizer
 
 
 class Transcripts(NamedTuple):
-    """All of the samples of a request that end with a report, in the report's order."""
+    """All of the samples of a request that end with a report, in the report's order; why one has no text is in its
+    place."""
 
     token_ids: list[list[int]]
-    texts: list[str]
+    texts: list[str | Exception]
 
 
 def transcribe(ends: Sequence[Finished], ledger: Ledger, tokenizer: Tokenizer | None) -> dict[int, Transcripts]:
@@ -27,7 +28,12 @@ def transcribe(ends: Sequence[Finished], ledger: Ledger, tokenizer: Tokenizer | 
     bounds = [0, *np.cumsum(counts).tolist()]
     values = tokens.tolist()
     ids = [values[first:last] for first, last in pairwise(bounds)]
-    texts = [""] * len(ids) if tokenizer is None else _texts(ends, ids, tokens, bounds, tokenizer)
+    texts: list[str | Exception] = [""] * len(ids)
+    if tokenizer is not None:
+        try:
+            texts = _texts(ends, ids, tokens, bounds, tokenizer)
+        except Exception:  # one of them is at fault: make each text by itself
+            texts = [_text_or_error(end, one, tokenizer) for end, one in zip(ends, ids, strict=True)]
     found: dict[int, Transcripts] = {}
     for end, one, text in zip(ends, ids, texts, strict=True):
         mine = found.get(end.rid)
@@ -40,7 +46,7 @@ def transcribe(ends: Sequence[Finished], ledger: Ledger, tokenizer: Tokenizer | 
 
 def _texts(
     ends: Sequence[Finished], ids: list[list[int]], tokens: Int32, bounds: list[int], tokenizer: Tokenizer
-) -> list[str]:
+) -> list[str | Exception]:
     pieces = tokenizer.shown(tokens)
     return [
         # An end token is never shown, whether or not its tokenizer calls it special.
@@ -49,3 +55,12 @@ def _texts(
         else tokenizer.continuation(np.array(one, np.int32), end.cut)
         for end, one, (first, last) in zip(ends, ids, pairwise(bounds), strict=True)
     ]
+
+
+def _text_or_error(end: Finished, ids: list[int], tokenizer: Tokenizer) -> str | Exception:
+    tokens = np.array(ids, np.int32)
+    try:
+        (text,) = _texts([end], [ids], tokens, [0, len(ids)], tokenizer)
+        return text
+    except Exception as error:
+        return error

@@ -12,6 +12,8 @@ from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogpr
 from tok_core.sampling import SamplingParams
 from tok_core.text.tokenizer import Tokenizer
 
+FREED = 4096  # log-probabilities, each of which may have 20 likely tokens
+
 
 class WholeRequest(OpenRequest):
     """A request whose owner is told of each sample once, when it has ended. Until then its tokens are in the ledger.
@@ -49,6 +51,8 @@ class WholeRequest(OpenRequest):
         if len(ends) < self._left:  # else all of it goes at once
             self._ledger.drop(self.rid, ends)
         for end, ids, text in zip(ends.values(), *told.whole[self.rid], strict=True):
+            if isinstance(text, Exception):
+                raise text
             self._end(end.sample, ids, text, end.reason, end.stop)
 
     def runs(self, samples: range) -> bool:
@@ -70,6 +74,11 @@ class WholeRequest(OpenRequest):
             if done is None:
                 self._end(index, *self._so_far(index), reason)
         self._ledger.close(self.rid)
+
+    def free(self) -> None:
+        for logprobs in self._logprobs or ():
+            while logprobs:  # freeing millions at once would hold the interpreter
+                del logprobs[-FREED:]
 
     def fail(self, error: TokError) -> None:
         super().fail(error)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from tok_core.errors import EngineError, InvalidField, TokError
 from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.probe import too_wide
 
 if TYPE_CHECKING:
-    from tok_core.grammar.compiler import Compiler
+    from tok_core.grammar.compiler import Compiled, Compiler
 
 MOST_KNOWN: Final = 16_384
-CPU_SECONDS: Final = 60
-MEMORY: Final = 4 << 30
+CPU_SECONDS: Final = 5
+MEMORY: Final = 192 << 20
 
 
 class Task(msgspec.Struct, frozen=True):
-    """For whom grammars are examined, and what one may take.
+    """For whom grammars are examined and followed, and what one may take.
 
     model, vocab_size, end_ids  a model's directory, how many ids it makes, and which of them end a text
-    cpu_seconds, memory         seconds of a CPU, and bytes, for each grammar; only where a process of its own examines
+    cpu_seconds, memory         seconds of a CPU, and bytes, that compiling may take
+    token_seconds               seconds of a CPU that may pass until what follows a token is known
+    sequence_seconds            seconds that a sequence may take, beside `mean_seconds` for each of its tokens
+    niceness                    by how much the processes give way to others from their start
+
+    The sequences of one grammar may take half of `memory`. All of these bind worker processes only.
     """
 
     model: str
@@ -33,23 +39,37 @@ class Task(msgspec.Struct, frozen=True):
     end_ids: tuple[int, ...]
     cpu_seconds: int = CPU_SECONDS
     memory: int = MEMORY
+    token_seconds: float = 1.0
+    sequence_seconds: float = 5.0
+    mean_seconds: float = 0.01
+    niceness: int = 0
 
     @property
     def too_much(self) -> str:
         """What is allowed instead of a grammar that takes more."""
         return f"grammars that take at most {self.cpu_seconds} s of a CPU and {self.memory >> 20} MiB to compile"
 
+    @property
+    def too_slow(self) -> str:
+        """What is allowed instead of a grammar whose texts take more."""
+        bounds = f"{self.token_seconds:g} s of a CPU a token and {self.memory >> 21} MiB"
+        return f"grammars whose texts can be followed in at most {bounds}: fewer alternatives that begin alike"
+
 
 class Examiner(Protocol):
     """Who compiles a grammar to see whether that can be done.
 
-    stoppable  whether `close` ends an `examine` that another thread is in
+    stoppable  whether `stop` and `close` end an `examine` that another thread is in
     """
 
     stoppable: bool
 
     def examine(self, grammar: Grammar) -> str:
         """What is allowed instead of it, "" if it is itself. Takes its time. Errors: EngineError."""
+        ...
+
+    def stop(self) -> None:
+        """From another thread: a stoppable `examine` raises EngineError soon."""
         ...
 
     def close(self) -> None:
@@ -71,7 +91,10 @@ class LocalExaminer:
 
         if self._compiler is None:
             self._compiler = Compiler.load(self._task.model, self._task.vocab_size, self._task.end_ids)
-        return verdict(self._compiler, grammar, self._task)
+        return verdict(self._compiler, grammar, self._task)[0]
+
+    def stop(self) -> None:
+        """Nothing can be stopped."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -80,15 +103,16 @@ class LocalExaminer:
 class _Check:
     """A grammar that is being checked, or will be, and the futures of those who wait for it."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, tenant: str) -> None:
         self.grammar = grammar
+        self.tenant = tenant  # who asked first
         self.callers: list[Future[str]] = []
-        self.begun = False
+        self.examiner: Examiner | None = None
 
     @property
     def left(self) -> bool:
-        """Nobody waits for it any more, and nothing has been done for it."""
-        return not self.begun and all(caller.cancelled() for caller in self.callers)
+        """Nobody waits for it any more."""
+        return all(caller.cancelled() for caller in self.callers)
 
     def let_go(self) -> list[Future[str]]:
         """Those who are still to be told, each of whom is told once."""
@@ -97,77 +121,113 @@ class _Check:
 
 
 class Checker:
-    """Asks examiners about grammars, each about one after the other. Thread-safe."""
+    """Asks examiners about grammars, each about one after the other. Thread-safe.
+
+    Of several callers those that keep fewer examiners busy come first; no caller keeps all of several examiners busy.
+    """
 
     def __init__(self, *examiners: Examiner) -> None:
         self._examiners = examiners
         self._idle = list(examiners)
         self._known: OrderedDict[bytes, str] = OrderedDict()  # verdicts by digest
-        self._open: dict[bytes, _Check] = {}
-        self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(len(examiners), "grammar-checks")
+        self._open: dict[bytes, _Check] = {}  # in order of arrival
+        self._changed = threading.Condition(threading.RLock())
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def begin(self, grammar: Grammar, most: int | None = None) -> Future[str]:
+    def begin(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
         """What is allowed instead of the grammar, "" if it is itself; done at once where that is known.
 
-        The future is the caller's own: cancelled, it is no other's loss. Where nobody can tell, it raises EngineError.
+        The future is the caller's own: cancelled, it is no other's loss, and a check for nobody is stopped. Where
+        nobody can tell, it raises EngineError.
 
-        most  raises EngineError where the grammar is unknown and so many others are being checked
+        most    raises EngineError where the grammar is unknown and so many others of the tenant are being checked
+        tenant  an opaque name of the caller; "" if unknown
         """
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
-        with self._lock:
+        with self._changed:
             if key in self._known:
                 self._known.move_to_end(key)
                 return _done(self._known[key])
             if self._closed:
                 raise _closed()
-            if key not in self._open:
-                self._check_room(most)
-                self._open[key] = _Check(grammar)
-                self._threads.submit(self._check, key, self._open[key])
+            check = self._open.get(key)
+            if check is None or (check.left and check.examiner is not None):  # the latter is being stopped
+                self._check_room(most, tenant)
+                self._open.pop(key, None)
+                check = self._open[key] = _Check(grammar, tenant)
+                self._start_thread()
             caller: Future[str] = Future()
-            self._open[key].callers.append(caller)
-            return caller
+            check.callers.append(caller)
+            self._changed.notify()
+        caller.add_done_callback(lambda caller: self._leave(key, check) if caller.cancelled() else None)
+        return caller
 
     def close(self) -> None:
         """Checks under way fail, but one that cannot be stopped: nobody waits for its end."""
-        with self._lock:
+        with self._changed:
             self._closed = True
+            self._changed.notify_all()
         for examiner in self._examiners:
             examiner.close()
-        self._threads.shutdown(wait=all(one.stoppable for one in self._examiners), cancel_futures=True)
-        with self._lock:
+        for thread in self._threads if all(one.stoppable for one in self._examiners) else ():
+            thread.join()
+        with self._changed:
             left, self._open = list(self._open.values()), {}
             callers = [caller for check in left for caller in check.let_go()]
         _tell(callers, _closed())
 
-    def _check_room(self, most: int | None) -> None:
-        if most is None or len(self._open) < most:
+    def _check_room(self, most: int | None, tenant: str) -> None:
+        if most is None:
             return
-        for key in [key for key, check in self._open.items() if check.left]:
-            del self._open[key]
-        if len(self._open) >= most:
+        if sum(check.tenant == tenant for check in self._open.values()) >= most:
             raise EngineError(f"{most} other grammars are being checked already; allowed: to try again later")
 
-    def _check(self, key: bytes, check: _Check) -> None:
-        """Examines the grammar, unless nobody waits for it, and tells those who do."""
-        with self._lock:
-            if check.left and self._open.get(key) is check:
-                del self._open[key]
-            if check.left or self._closed:
+    def _leave(self, key: bytes, check: _Check) -> None:
+        """A caller does not wait any more."""
+        with self._changed:
+            if not check.left:
                 return
-            check.begun = True
-            examiner = self._idle.pop()
-        found = _examined(examiner, check.grammar)
-        with self._lock:
-            self._idle.append(examiner)
-            if isinstance(found, str):
-                self._learn(key, found)
-            if self._open.get(key) is check:
+            if self._open.get(key) is check and check.examiner is None:
                 del self._open[key]
-            callers = check.let_go()
-        _tell(callers, found)
+            if check.examiner is not None and check.examiner.stoppable:
+                check.examiner.stop()
+
+    def _start_thread(self) -> None:
+        if len(self._threads) < len(self._examiners):
+            name = f"grammar-checks-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _run(self) -> None:
+        """Examines one grammar after the other and tells those who wait for it."""
+        while True:
+            with self._changed:
+                while not self._closed and (found := self._next()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                assert found is not None
+                key, check = found
+                check.examiner = examiner = self._idle.pop()
+            result = _examined(examiner, check.grammar)
+            with self._changed:
+                self._idle.append(examiner)
+                if isinstance(result, str):
+                    self._learn(key, result)
+                if self._open.get(key) is check:
+                    del self._open[key]
+                callers = check.let_go()
+                check.examiner = None
+                self._changed.notify_all()
+            _tell(callers, result)
+
+    def _next(self) -> tuple[bytes, _Check] | None:
+        """The first check, of the callers with the fewest under way; None where none may begin."""
+        busy = Counter(check.tenant for check in self._open.values() if check.examiner is not None)
+        most = max(1, len(self._examiners) - 1)
+        waiting = [(key, one) for key, one in self._open.items() if one.examiner is None and busy[one.tenant] < most]
+        return min(waiting, key=lambda pair: busy[pair[1].tenant], default=None)
 
     def _learn(self, key: bytes, found: str) -> None:
         self._known[key] = found
@@ -202,15 +262,19 @@ def _closed() -> EngineError:
     return EngineError("grammars cannot be checked any more: the engine was closed")
 
 
-def verdict(compiler: Compiler, grammar: Grammar, task: Task) -> str:
-    """What is allowed instead of the grammar, "" if it is itself."""
+def verdict(compiler: Compiler, grammar: Grammar, task: Task) -> tuple[str, Compiled | None]:
+    """What is allowed instead of the grammar, or "" and the grammar compiled."""
     try:
-        compiler.compile(grammar)
+        compiled = compiler.compile(grammar)
     except InvalidField as error:
-        return error.allowed
+        return error.allowed, None
     except MemoryError:
-        return task.too_much
-    return ""
+        return task.too_much, None
+    try:
+        wide = too_wide(compiled)
+    except RuntimeError:  # without memory
+        wide = True
+    return (task.too_slow, None) if wide else ("", compiled)
 
 
 def refuse(grammar: Grammar, found: str) -> None:

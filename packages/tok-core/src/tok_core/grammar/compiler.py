@@ -35,6 +35,7 @@ class Compiler:
     pieces    bytes of each id, b"" for those that are no text; missing ones are none
     end_ids   what may follow a text that is complete; at least one
     encode    the ids that the tokenizer makes of a text, without any of its own
+    threads   that compile; None: one a CPU, MOST_THREADS at most
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Compiler:
         vocab_size: int,
         end_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]] = lambda text: (),
+        threads: int | None = None,
     ) -> None:
         self.words = -(-vocab_size // 32)
         self._pieces = pieces
@@ -52,15 +54,22 @@ class Compiler:
         self._begin = np.array([piece[0] if piece else -1 for piece in known], np.int16)
         ends = [token for token in end_ids if token < vocab_size]
         info = xgrammar.TokenizerInfo(known, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=ends)
-        threads = min(MOST_THREADS, os.cpu_count() or 1)
+        threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
     @classmethod
-    def load(cls, model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None) -> Self:
+    def load(
+        cls,
+        model: str,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        tokenizer: Tokenizer | None = None,
+        threads: int | None = None,
+    ) -> Self:
         """For the tokenizer of a model directory, loaded unless it is given. Errors: ModelError."""
         tokenizer = tokenizer or Tokenizer.load(model)
         pieces = [b"" if token in tokenizer.special_ids else piece for token, piece in enumerate(tokenizer.pieces)]
-        return cls(pieces, vocab_size, end_ids, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        return cls(pieces, vocab_size, end_ids, lambda text: tokenizer.encode(text, add_special_tokens=False), threads)
 
     def _lead(self, text: str) -> tuple[int, ...]:
         """The ids by which the text begins, whatever follows it: all but the last of its own, which might be another.

@@ -56,6 +56,9 @@ def array_of(schema: Schema, path: str, value: Value, rules: Rules) -> str:
     if not isinstance(firsts, list):
         raise Unsupported("prefixItems as a list of schemas")
     least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
+    firsts = firsts[: next((index for index, one in enumerate(firsts) if one is False), None)]
+    if len(firsts) < len(schema.get("prefixItems", [])):  # type: ignore[arg-type]
+        rest = False
     if rest is False:
         most = len(firsts) if most is None else min(most, len(firsts))
     if most is not None and most < least:

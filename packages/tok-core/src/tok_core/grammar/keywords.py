@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -43,6 +44,10 @@ def constraints(schema: Json, path: str) -> dict[str, Json]:
         elif name in _NEUTRAL and value in _NEUTRAL[name]:
             if name == "unevaluatedProperties" and "additionalProperties" not in schema:
                 found["additionalProperties"] = False
+            if name == "unevaluatedItems" and "items" not in schema:
+                found["items"] = False
+        elif name == "uniqueItems" and value is True and schema.get("maxItems") in (0, 1):
+            continue  # one item is unique
         elif name not in NOTES and not name.startswith("x-") and (name, path) != ("$id", "$"):
             raise Unsupported(f"schemas without {name[:80]!r} (at {path}), which a grammar cannot say")
     return found
@@ -79,12 +84,14 @@ def both(one: Schema, other: Schema, path: str) -> dict[str, Json]:
             found[name] = value
         elif name in _COMBINED:
             found[name] = _COMBINED[name](found[name], value)
-        elif name not in ("properties", "additionalProperties", "type", "items", "const", "enum"):
+        elif name not in ("properties", "additionalProperties", "type", "items", "prefixItems", "const", "enum"):
             raise Unsupported(f"schemas that do not demand two of {name!r} at once (at {path})")
     if "type" in one and "type" in other:
         found["type"] = list[Json](sorted(_common_types(kinds(one, path), kinds(other, path))))
     if "items" in one and "items" in other:
         found["items"] = _all_of(one["items"], other["items"])
+    if "prefixItems" in one or "prefixItems" in other:
+        found["prefixItems"] = _prefix_items(one, other)
     if "properties" in one or "properties" in other:
         found["properties"] = _properties(one, other, path)
     if "additionalProperties" in one and "additionalProperties" in other:
@@ -101,10 +108,22 @@ def listed_values(schema: Schema, path: str) -> list[Json] | None:
     values = schema.get("enum")
     if values is not None and not isinstance(values, list):
         raise Unsupported(f"enum with a list of values (at {path})")
+    for name in ("enum", "const"):
+        if not _finite(schema.get(name)):
+            raise Unsupported(f"{name} with numbers of at most 1.7976931348623157e308 (at {path})")
     if "const" in schema:
         const = schema["const"]
         return [const] if values is None or any(same(const, value) for value in values) else []
     return values
+
+
+def _finite(value: Json) -> bool:
+    """Whether no number in it is beyond what JSON's readers hold."""
+    if isinstance(value, list):
+        return all(map(_finite, value))
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def properties_of(schema: Schema, path: str) -> dict[str, Json]:
@@ -162,6 +181,17 @@ def _properties(one: Schema, other: Schema, path: str) -> dict[str, Json]:
                 parts.append(schema["additionalProperties"])
         found[name] = parts[0] if len(parts) == 1 else _all_of(*parts)
     return found
+
+
+def _prefix_items(one: Schema, other: Schema) -> list[Json]:
+    """Those of both, place by place; where only one of them has a place, it has to be what the other says of items."""
+    mine, theirs = one.get("prefixItems", []), other.get("prefixItems", [])
+    if not isinstance(mine, list) or not isinstance(theirs, list):
+        raise Unsupported("prefixItems as a list of schemas")
+    count = max(len(mine), len(theirs))
+    here = [*mine, *[one.get("items", True)] * (count - len(mine))]
+    there = [*theirs, *[other.get("items", True)] * (count - len(theirs))]
+    return [_all_of(*pair) for pair in zip(here, there, strict=True)]
 
 
 def _all_of(*parts: Json) -> Json:

@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 from tok_core.grammar.characters import Unsupported
 from tok_core.grammar.containers import array_of, object_of
 from tok_core.grammar.keywords import (
+    TYPES,
     Json,
     Schema,
     both,
@@ -134,14 +135,16 @@ class SchemaRules:
                 raise Unsupported(f"oneOf of which plainly no two are valid at once (at {path}), or anyOf")
 
     def _disjoint(self, one: Schema, other: Schema, path: str) -> bool:
-        """Whether plainly no value is valid under both: by type, by value, or by a property that both require."""
+        """Whether plainly no value that is written under one is valid under the other: by type, by value, or by a
+        property that both require. A schema without `type` holds for types that its keywords are not about."""
         self._rules.work(_comparing(one, other))
         mine, theirs = listed_values(one, path), listed_values(other, path)
         if mine is not None and theirs is not None:
             return not any(same(x, y) for x in mine for y in theirs)
-        if not _base(one, path) & _base(other, path):
+        both_valid = _written(one, path) & _valid(other, path) | _written(other, path) & _valid(one, path)
+        if not both_valid:
             return True
-        if _base(one, path) | _base(other, path) != {"object"}:
+        if both_valid != {"object"}:
             return False
         here, there = properties_of(one, path), properties_of(other, path)
         shared = here.keys() & there.keys() & required_by(one, path) & required_by(other, path)
@@ -204,11 +207,18 @@ def _too_many(path: str) -> Unsupported:
     return Unsupported(f"schemas of at most {MOST_OPTIONS} alternatives (at {path})")
 
 
-def _base(schema: Schema, path: str) -> set[str]:
-    """The types of what is valid, integers being numbers."""
+def _written(schema: Schema, path: str) -> set[str]:
+    """The types of what is written under the schema, integers being numbers."""
     values = listed_values(schema, path)
     found = kinds(schema, path) if values is None else {kind_of(value) for value in values}
     return {"number" if kind == "integer" else kind for kind in found}
+
+
+def _valid(schema: Schema, path: str) -> set[str]:
+    """The types of what is valid under the schema, integers being numbers."""
+    if "type" in schema or listed_values(schema, path) is not None:
+        return _written(schema, path)
+    return set(TYPES) - {"integer"}
 
 
 def _is_of(value: Json, allowed: frozenset[str]) -> bool:

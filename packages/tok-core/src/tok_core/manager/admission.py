@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.forecast import Reserve, admissible
 from tok_core.manager.headroom import Headroom
 from tok_core.manager.lengths import Float64, LengthModel
@@ -14,6 +16,7 @@ from tok_core.manager.pace import Pace
 from tok_core.manager.paging import Paging
 from tok_core.manager.queue import WaitingQueue
 from tok_core.manager.sequences import Pending, SequenceTable, State
+from tok_core.manager.shares import Turn
 from tok_core.manager.stems import Stems
 from tok_core.messages import Int64
 
@@ -26,6 +29,9 @@ TYPICAL = 256  # of these, spread evenly, at most: few would say now this, now t
 DRAWN = 2048  # samples of theirs, each with a further length of its own
 KNOWN = 256  # samples at most that are to finish beyond as many as run, for lengths to be known rather than guessed
 GUESSED = 0.7  # share of the pages in which samples start until then
+
+
+Turns = Callable[[int], Iterator[Turn]]
 
 
 class Demand(NamedTuple):
@@ -80,29 +86,46 @@ class Admission:
     def _guesses(self, running: int) -> bool:
         return self.lengths.finished <= running + min(running, KNOWN)
 
-    def count(self, waiting: WaitingQueue, reserved: dict[int, int], step: float, budget: int) -> int:
-        """How many of the waiting samples may start in `step`, in their order.
+    def count(
+        self,
+        turns: Turns,
+        waiting: WaitingQueue,
+        reserved: dict[int, int],
+        step: float,
+        budget: int,
+        priority: int | None = None,
+    ) -> tuple[int, list[Turn]]:
+        """Return how many of the waiting samples may start in `step`, and the turns in which they do.
 
+        turns     returns whose turn it is to start, in order, where so many samples may
         reserved  how many forks each prefilling leader (by slot) still has to come: they count as running
         budget    tokens that the step may still compute: those are not looked at that no token is left for
+        priority  lower classes than this one give up what they hold; None: nobody does
         """
         table = self.table
-        slots = table.free_slots - sum(reserved.values())
-        if slots <= 0 or not waiting:
-            return 0
         running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        slots = table.free_slots
+        if priority is not None:
+            lower = table.priority[running] > priority
+            slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
+            running = running[~lower]
+            reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
+        slots -= sum(reserved.values())
+        if slots <= 0 or not waiting:
+            return 0, []
         common = self.paging.depth_in_common(running)
         held = self._running(running, common, reserved)
         used = int((-(-held.length // self.paging.page_size) - held.shared).sum())
-        capacity = self._capacity(int((table.num_shared[running] - common).sum()))
-        samples = self._candidates(waiting, slots, capacity - used, budget)
+        capacity = self._capacity(int((table.num_shared[running] - common).sum()), priority)
+        samples, chosen = self._candidates(turns(slots), capacity - used, budget)
         fitting = len(samples.length)
         if self._at_limit(held) + self._at_limit(samples) > capacity:
             guessed = self._guesses(len(running))
-            stream = not guessed and self._stream(waiting, capacity, step)
+            stream = priority is None and not guessed and self._stream(waiting, capacity, step)
             fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
-        self.pace.observe(used, capacity, waits=fitting < len(samples.length))
-        return fitting if len(running) else max(1, fitting)
+        if priority is None:
+            self.pace.observe(used, capacity, waits=fitting < len(samples.length))
+        return (fitting if len(running) else max(1, fitting)), chosen
 
     def _at_limit(self, samples: Samples) -> int:
         """Pages that are enough even if nobody ends before its limit, and all do so at once."""
@@ -142,11 +165,20 @@ class Admission:
             self.pace.draw(step, *self._typical(waiting), self.paging.page_size)
         return self.pace.bears(capacity)
 
-    def _capacity(self, freed: int) -> int:
-        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each."""
-        draining = self.table.in_state(State.DRAIN)
-        own = self.table.num_pages[draining] - self.table.num_shared[draining]
-        return self.paging.num_pages - (self.paging.locked + self.stems.tails + int(own.sum()) - freed)
+    def _capacity(self, freed: int, priority: int | None = None) -> int:
+        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each.
+
+        priority  lower classes than this one give up what they hold; None: nobody does
+        """
+        table, draining = self.table, self.table.in_state(State.DRAIN)
+        locked, tails = int(self.paging.locked), self.stems.tails
+        if priority is not None:
+            draining = draining[table.priority[draining] <= priority]
+            nodes, tails = self.stems.held(priority)
+            holding = (table.state != State.FREE) & (table.num_pages > 0) & (table.priority <= priority)
+            locked = self.paging.tree.pages_down_to(np.concatenate((table.node[holding], nodes)))
+        own = table.num_pages[draining] - table.num_shared[draining]
+        return self.paging.num_pages - (locked + tails + int(own.sum()) - freed)
 
     def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int]) -> Samples:
         """Those that run, and the forks that they still have to come."""
@@ -210,24 +242,30 @@ class Admission:
         table.followed[slots] = generated
         self.lengths.families.run(table.family[slots], self.lengths.hazard(generated, most))
 
-    def _candidates(self, waiting: WaitingQueue, most: int, room: int, budget: int) -> Samples:
-        """At most `most`, and none after the first that `room` pages cannot hold even before anybody grows, or that
-        are not started in a step that has no more than `budget` tokens left."""
-        rows = []
-        for pending in islice(waiting, LOOK_AHEAD):
+    def _candidates(self, turns: Iterable[Turn], room: int, budget: int) -> tuple[Samples, list[Turn]]:
+        """Samples whose turn it is, and their turns.
+
+        None after the first that `room` pages cannot hold even before anybody grows, or that are not started in a step
+        that has no more than `budget` tokens left.
+        """
+        rows, chosen = [], []
+        for turn in islice(turns, LOOK_AHEAD):
+            pending, here = turn
+            chosen.append(turn)
             tokens = len(pending.tokens)
-            here = min(len(pending.samples), most)
-            pages, (first, others, computed) = -(-tokens // self.paging.page_size), self._costs(pending, here)
+            try:
+                pages, (first, others, computed) = -(-tokens // self.paging.page_size), self._costs(pending, here)
+            except Exception as error:
+                raise FaultyRequest(pending.request.rid, error) from error
             rows.append((here, first, *_known(pending), others))
-            most -= here
             room -= here * (pages - others) + others - first
             budget -= computed
-            if not most or room < 0 or budget <= 0:
+            if room < 0 or budget <= 0:
                 break
-        samples, first, *columns = np.array(rows, np.int64).T
-        found = Samples(*(np.repeat(column, samples) for column in columns))
-        found.shared[np.cumsum(samples) - samples] = first
-        return found
+        counts, firsts, *columns = np.array(rows, np.int64).reshape(-1, 8).T
+        found = Samples(*(np.repeat(column, counts) for column in columns))
+        found.shared[np.cumsum(counts) - counts] = firsts
+        return found, chosen
 
     def _costs(self, pending: Pending, samples: int) -> Costs:
         """Of the first so many samples. The first, where it has to prefill, shares what running sequences hold anyway;
@@ -242,7 +280,7 @@ class Admission:
             return Costs(others, others, 0)
         if pending.fresh and pending.request.needs_all:
             return Costs(0, others, tokens)
-        locked, cached = self.paging.tree.depths(pending.tokens[: full * size])
+        locked, cached = self.paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
         return Costs(locked, others, tokens - cached * size)
 
 

@@ -10,7 +10,7 @@ Legend: n rows, S stop sets, M the longest sequence in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +46,12 @@ class Borders:
     reach  int64 [S] how many bytes before a new token have to be known
     """
 
-    def __init__(self, pieces: PieceBytes, sets: int) -> None:
+    def __init__(self, pieces: PieceBytes, sets: int, hidden: Collection[int] = ()) -> None:
         self._pieces = pieces
+        self._hidden: Bools | None = None  # [V] tokens whose bytes are not shown; None: there are none
+        if hidden:
+            self._hidden = np.zeros(len(pieces.sizes), np.bool_)
+            self._hidden[list(hidden)] = True
         self._ends: Words = np.zeros((1, sets), np.uint64)
         self._masks: Words = np.zeros((1, sets), np.uint64)
         self._width: Int64 = np.zeros(sets, np.int64)
@@ -66,7 +70,7 @@ class Borders:
         """Bool [n]: where a stop string may end within the first SHORT bytes of the new token and begin before it.
 
         False is certain. True is certain too for strings of up to eight bytes, unless they hold zero bytes or
-        tokens without bytes lie before.
+        tokens without bytes, or whose bytes are not shown, lie before.
         """
         reach = self._reach[set_ids]
         longest = int(reach.max(initial=0))
@@ -86,6 +90,8 @@ class Borders:
         shift = 8 * np.minimum(size.cumsum(0) - size, SHORT).astype(np.uint64)
         text: Words = np.bitwise_or.reduce(self._pieces.tails.take(token) * (at >= rows.first) << shift, axis=0)
         unknown: Bools = (size.sum(0) < reach) & (rows.last - longest > rows.first)
+        if self._hidden is not None:  # the text without their bytes is to be searched, too
+            unknown |= (self._hidden.take(token) & (at >= rows.first)).any(0)
         return text, unknown
 
     def _ends_with(self, text: Words, set_ids: Int32) -> Bools:

@@ -1,43 +1,89 @@
-"""Follower: the place of one guided sequence in its grammar."""
+"""Follower and Guide: the place of one guided sequence in its grammar, and the grammar, as the manager knows them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from tok_core.manager.masks import Mask
+from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.masks import Mask
+from tok_core.grammar.matchers import Answer, Verdict, Work
 
 if TYPE_CHECKING:
-    from tok_core.grammar.compiler import Compiled
+    from tok_core.manager.sequences import Request
+
+
+class Worker(Protocol):
+    """See `grammar.processes.WorkerProcess` and `grammar.local.LocalWorker`."""
+
+    @property
+    def at(self) -> int: ...
+
+    def send(self, work: Work) -> None: ...
+
+    def receive(self) -> list[Verdict | Answer]: ...
+
+    def close(self) -> None: ...
+
+
+class Workers(Protocol):
+    """See `grammar.processes.WorkerProcesses` and `grammar.local.LocalWorkers`.
+
+    wakes  whether a port that waits for its descriptor wakes when a worker has said something
+    """
+
+    wakes: bool
+
+    def begin(self, grammar: Grammar) -> Worker: ...
+
+    def lost_all(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Guide:
+    """A grammar, the worker that follows it, and the requests and sequences that it guides.
+
+    first      what a text may begin with, once the grammar has been compiled
+    ready      whether the worker has compiled it
+    known      masks that the worker speaks of by number
+    followers  sequences that have begun, by number
+    waiting    those that wait for the worker
+    since      when the worker was last heard of
+    losses     of workers, in a row
+    """
+
+    def __init__(self, grammar: Grammar, tenant: str) -> None:
+        self.grammar = grammar
+        self.tenant = tenant
+        self.worker: Worker | None = None
+        self.first: Mask | None = None
+        self.ready = False
+        self.known: dict[int, Mask] = {}
+        self.followers: dict[int, Follower] = {}
+        self.requests: dict[int, Request] = {}
+        self.work = Work([], [])
+        self.waiting: set[int] = set()
+        self.since = 0.0
+        self.losses = 0
 
 
 class Follower:
-    """It has followed all tokens that the sequence has, and those that are `given`.
+    """The worker has followed all tokens that the sequence has, and those that are `given`.
 
-    mask   what the sequence may draw next
-    given  tokens, the last first, that it is to draw one by one although it has no choice
-    free   what it may draw after these
-    over   whether its text is at its end
+    mask    what the sequence may sample next
+    given   tokens, the last first, that it is to sample one by one although it has no choice
+    free    what it may sample after these
+    tokens  all that the worker has followed: another one follows them anew if it is lost
+    slot    where the sequence waits for the worker; −1 while it does not
     """
 
-    __slots__ = ("free", "given", "guide", "mask", "matcher", "over")
+    __slots__ = ("free", "given", "guide", "mask", "number", "room", "slot", "tokens")
 
-    def __init__(self, guide: Compiled, first: Mask) -> None:
+    def __init__(self, guide: Guide, number: int, first: Mask) -> None:
         self.guide = guide
-        self.matcher = guide.matcher()
+        self.number = number
         self.mask = self.free = first
         self.given: list[int] = []
-        self.over = False
-
-    def settled(self) -> list[int]:
-        """Tokens that have to come now, which it follows: the only one, or those of the text that is the only one, as
-        the tokenizer would write it. `mask` is the one before them."""
-        tokens = [self.mask.only] if self.mask.only >= 0 else self._spelt() if self.mask.alike else []
-        for at, token in enumerate(tokens):
-            if not self.matcher.accept_token(token):
-                return tokens[:at]
-        self.over = bool(tokens) and self.matcher.is_terminated()
-        return tokens
-
-    def _spelt(self) -> list[int]:
-        text = self.matcher.find_jump_forward_string()
-        return list(self.guide.lead(text)) if len(text) > 1 else []
+        self.tokens: list[int] = []
+        self.slot = -1
+        self.room = 0

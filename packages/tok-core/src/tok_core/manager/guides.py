@@ -1,31 +1,38 @@
 """Guides: how far each guided sequence has followed its grammar, and which tokens may come next.
 
+Workers compile grammars and follow them, each worker one of them: this module sends them tokens and takes masks in.
+Nobody waits for a worker but the sequences that it follows.
+
 Legend: W words of a packed set of tokens, n sequences, m different masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.grammar.library import Library
-from tok_core.manager.follower import Follower
-from tok_core.manager.masks import Masks
+from tok_core.errors import EngineError
+from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.masks import Masks
+from tok_core.grammar.matchers import MAX_KNOWN_MASKS, REPLAY, Answer, Follow, Followed, Verdict, Work
+from tok_core.grammar.processes import WorkerLost
+from tok_core.grammar.worker import COMPILING, IDLE
+from tok_core.manager.follower import Follower, Guide, Worker, Workers
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64
 
-if TYPE_CHECKING:
-    import xgrammar
-
-    from tok_core.grammar.compiler import Compiler
-
 Bools = NDArray[np.bool_]
-LOOK = 2e-3  # seconds between looks at grammars that are being compiled
-SKIP = 3  # tokens in a row, without a choice, that are computed at once: fewer are drawn one by one in decode rows
-MOST = 512  # tokens after which no more are looked for in one go
+LOOK: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
+MAX_WORKERS: Final = 128  # grammars that are compiled or followed at once
+MAX_IDLE: Final = 32  # of them, that are kept for requests to come
+MAX_COMPILING: Final = 4
+PATIENCE: Final = 60.0  # seconds for an answer, where the CPU has other things to do
+TOO_MUCH: Final = "grammars whose texts take less time and memory to follow: fewer alternatives that begin alike"
 
 
 class StepMasks(NamedTuple):
@@ -38,66 +45,97 @@ class StepMasks(NamedTuple):
 NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)
 
 
-class Followed(NamedTuple):
+class Advance(NamedTuple):
     """What comes next in guided sequences, of each n.
 
-    runs   tokens about which there is no choice, and that nobody need draw; often none
+    slots  theirs
+    runs   tokens about which there is no choice, and that nobody need sample; often none
     stuck  whether nothing may come after these: the grammar cannot be followed on with this vocabulary; bool [n]
     """
 
+    slots: Int64
     runs: list[list[int]]
     stuck: Bools
 
 
 class Guides:
-    """Of the sequences in `table` whose requests have a grammar; `load` makes the compiler, once one has.
+    """Of the sequences in `table` whose requests have a grammar.
 
-    A request whose grammar is being compiled waits here, beside the queue; others of its class may pass it.
+    A request whose grammar is being compiled waits here, beside the queue; others of its class may pass it. Of several
+    callers those that have fewer grammars compiled come first.
     """
 
-    def __init__(self, table: SequenceTable, vocab_size: int, load: Callable[[], Compiler]) -> None:
+    def __init__(self, table: SequenceTable, workers: Workers, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
-        self._library = Library(load)
+        self._workers = workers
+        self._clock = clock
         self._masks: Masks | None = None  # once there is a grammar
-        self._threads: xgrammar.BatchGrammarMatcher | None = None
-        self._scratch: Int32 = np.zeros((0, -(-vocab_size // 32)), np.int32)  # [n, W], for as many as were ever filled
+        self._guides: dict[Grammar, Guide] = {}  # those that were needed last come last
+        self._count = 0
+        self._advanced: list[tuple[Follower, list[int], bool]] = []
+        self._touched: dict[Grammar, Guide] = {}  # that have work to be sent
         self.waiting: dict[int, Request] = {}
-        self.failed: list[tuple[int, str]] = []  # requests whose grammars could not be compiled, and why: to be told of
+        self.failed: list[tuple[int, str]] = []  # requests that cannot be guided any more, and why: to be told of
+        self.refused: list[tuple[int, str]] = []  # those whose grammar takes too much, and what is allowed instead
 
     def admit(self, request: Request) -> bool:
-        """Whether the request may join the queue; if not, it waits here for its grammar, or has failed."""
+        """Whether the request may join the queue; if not, it waits here for its grammar."""
         grammar = request.params.grammar
         if grammar is None:
             return True
-        try:
-            request.guide = self._library.find(grammar)
-        except Exception as error:  # others are not to die of it
-            self.failed.append((request.rid, f"the grammar cannot be compiled: {type(error).__name__}: {error}"))
-            return False
-        if request.guide is None:
+        guide = self._guides.pop(grammar, None) or Guide(grammar, request.tenant)
+        self._guides[grammar] = guide
+        guide.requests[request.rid] = request
+        request.guide = guide
+        if guide.first is None:
             self.waiting[request.rid] = request
-        return request.guide is not None
+            self._begin_some()
+        return guide.first is not None
 
     def admitted(self) -> list[Request]:
         """Requests that have waited here and may join the queue now, in order of arrival."""
-        found = [request for request in self.waiting.values() if self.admit(request)]
-        for rid in [*(request.rid for request in found), *(rid for rid, _ in self.failed)]:
-            self.waiting.pop(rid, None)
-        waited_for = {request.params.grammar for request in self.waiting.values()}
-        self._library.sweep({grammar for grammar in waited_for if grammar is not None})
+        if not self.waiting:
+            return []
+        found = [one for one in self.waiting.values() if one.guide is not None and one.guide.first is not None]
+        for request in found:
+            del self.waiting[request.rid]
         return found
 
-    def close(self) -> None:
-        """Ends its thread."""
-        self._library.close()
+    def leave(self, request: Request) -> None:
+        """The request has ended: what only it needed is given up."""
+        guide = request.guide
+        if guide is None:
+            return
+        self.waiting.pop(request.rid, None)
+        guide.requests.pop(request.rid, None)
+        for follower in request.resting.values():
+            self.end(follower)
+        if not guide.requests and guide.first is None:
+            self._drop(guide)
+        self._begin_some()
+
+    def end(self, follower: Follower) -> None:
+        """The sequence has ended: its worker may forget it."""
+        guide = follower.guide
+        if guide.followers.pop(follower.number, None) is None:
+            return
+        follower.slot = -1
+        guide.waiting.discard(follower.number)
+        if follower.tokens:
+            guide.work.ended.append(follower.number)
+            if len(guide.work.ended) >= 64:
+                self._touched[guide.grammar] = guide
 
     @property
-    def _batch(self) -> xgrammar.BatchGrammarMatcher:
-        if self._threads is None:
-            import xgrammar  # it is there since a grammar has been compiled
+    def patience(self) -> float:
+        """Seconds after which to look what workers have said, though nothing wakes whoever waits."""
+        return 1.0 if self._workers.wakes or not self.waiting else LOOK
 
-            self._threads = xgrammar.BatchGrammarMatcher()
-        return self._threads
+    def close(self) -> None:
+        """Ends its workers."""
+        for guide in list(self._guides.values()):
+            self._drop(guide)
+        self._workers.close()
 
     def masks(self, slots: Int32) -> StepMasks:
         """The tokens that may come next: all tokens so far are known of these sequences."""
@@ -110,84 +148,216 @@ class Guides:
             np.stack([mask.words for mask in found.values()]), np.array([number[id(mask)] for mask in masks], np.int32)
         )
 
+    def follow(self, slots: Int64, token: Int32) -> None:
+        """Each of the sequences has got a token. Once it is followed, `advance` tells what comes next."""
+        table = self._table
+        room = (table.limit[slots] - table.known[slots]).tolist()
+        for slot, one, left in zip(slots.tolist(), token.tolist(), room, strict=True):
+            follower = table.followers[slot]
+            follower.slot = slot
+            if follower.given:
+                stuck = follower.given.pop() != one
+                self._give(follower)
+                self._advanced.append((follower, [], stuck))
+                continue
+            guide = follower.guide
+            if not guide.waiting:
+                guide.since = self._clock()
+            follower.tokens.append(one)
+            follower.room = left
+            guide.work.follow.append(Follow(follower.number, [one], left))
+            guide.waiting.add(follower.number)
+            self._touched[guide.grammar] = guide
+        self._send()
+
+    def advance(self) -> Advance | None:
+        """What comes next in sequences that have been followed since; None where there are none."""
+        self._listen()
+        if not self._advanced:
+            return None
+        advanced, self._advanced = [one for one in self._advanced if one[0].slot >= 0], []
+        slots = np.array([follower.slot for follower, _, _ in advanced], np.int64)
+        for follower, _, _ in advanced:
+            follower.slot = -1
+        stuck = np.array([stuck for _, _, stuck in advanced], np.bool_)
+        return Advance(slots, [run for _, run, _ in advanced], stuck)
+
     def _of(self, slot: int) -> Follower:
         return self._table.followers.get(slot) or self._begin(slot)
 
     def _begin(self, slot: int) -> Follower:
-        """The sequence draws its first token, or goes on after it has lost its slot."""
+        """The sequence samples its first token, or goes on after it has lost its slot."""
         table = self._table
         request = table.requests[slot]
         assert request is not None
-        assert request.guide is not None
+        guide = request.guide
+        assert guide is not None
+        assert guide.first is not None
         follower = request.resting.pop(int(table.sample[slot]), None)
         if follower is None:
-            if self._masks is None:
-                self._masks = Masks(request.guide.begin)
-            follower = Follower(request.guide, self._masks.of(request.guide.first))
+            self._count += 1
+            follower = guide.followers[self._count] = Follower(guide, self._count, guide.first)
         table.followers[slot] = follower
         return follower
 
-    def follow(self, slots: Int64, token: Int32) -> Followed:
-        """Each of the sequences has got a token. In its stead one that cannot come is told of as stuck."""
-        table = self._table
-        followers = [table.followers[slot] for slot in slots.tolist()]
-        runs: list[list[int]] = [[] for _ in followers]
-        stuck = np.zeros(len(slots), np.bool_)
-        given = [i for i, one in enumerate(followers) if one.given]
-        drawn = [i for i, one in enumerate(followers) if not one.given]
-        for i in given:
-            stuck[i] = followers[i].given.pop() != token[i]
-        self._give(followers[i] for i in given)
-        if drawn:
-            taken = self._batch.batch_accept_token([followers[i].matcher for i in drawn], token[drawn].tolist())
-            stuck[drawn] = ~np.array(taken, np.bool_)
-            room = (table.limit[slots] - table.known[slots]).tolist()
-            for i in self._run_on(followers, runs, room, [i for i in drawn if not stuck[i]]):
-                stuck[i] = True
-        return Followed(runs, stuck)
-
-    def _run_on(
-        self, followers: Sequence[Follower], runs: list[list[int]], room: Sequence[int], going: Sequence[int]
-    ) -> list[int]:
-        """Follows those `going` to where they have a choice, and adds what comes until then to their `runs`.
-
-        Returns who ends up with nothing that may come.
-        """
-        stuck = []
-        while going:
-            self._fill([followers[i] for i in going])
-            further = []
-            for i in going:
-                one, run = followers[i], runs[i]
-                more = one.settled() if len(run) < min(room[i], MOST) else []
-                run += more
-                if one.over:
-                    continue
-                if more:
-                    further.append(i)
-                elif one.mask.none:
-                    stuck.append(i)
-                elif len(run) < min(room[i], SKIP):
-                    one.given, runs[i] = run[::-1], []
-            going = further
-        self._give(one for one in followers if one.given)
-        return stuck
-
-    def _fill(self, followers: Sequence[Follower]) -> None:
-        """Finds the masks of the followers, from where they are."""
+    def _give(self, follower: Follower) -> None:
+        """The next of the tokens that it is given is all that it may sample."""
         assert self._masks is not None
-        count = len(followers)
-        if count > len(self._scratch):
-            self._scratch = np.zeros((2 * count, self._masks.words), np.int32)
-        words_nW = self._scratch[:count]
-        words_nW.fill(0)
-        self._batch.batch_fill_next_token_bitmask([one.matcher for one in followers], words_nW)
-        masks = self._masks.of_many(words_nW, [one.free for one in followers])
-        for one, mask in zip(followers, masks, strict=True):
-            one.free = one.mask = mask
+        follower.mask = self._masks.single(follower.given[-1]) if follower.given else follower.free
 
-    def _give(self, followers: Iterable[Follower]) -> None:
-        """The next of the tokens that they are given is all that they may draw."""
+    def _begin_some(self) -> None:
+        """Has grammars compiled that requests wait for, as many as may be at once."""
+        if not self.waiting:
+            return
+        compiling = Counter(guide.tenant for guide in self._guides.values() if guide.worker and not guide.ready)
+        wanted = [guide for guide in self._guides.values() if guide.worker is None and guide.requests]
+        while wanted and compiling.total() < MAX_COMPILING and self._make_room():
+            guide = min(wanted, key=lambda one: compiling[one.tenant])
+            wanted.remove(guide)
+            compiling[guide.tenant] += 1
+            self._start(guide)
+
+    def _make_room(self) -> bool:
+        """Whether there may be one worker more; gives up those that nobody needs."""
+        workers = [guide for guide in self._guides.values() if guide.worker is not None]
+        idle = [guide for guide in workers if not guide.requests]
+        for guide in idle[: max(len(idle) - MAX_IDLE, len(workers) + 1 - MAX_WORKERS, 0)]:
+            self._drop(guide)
+            workers.remove(guide)
+        return len(workers) < MAX_WORKERS
+
+    def _start(self, guide: Guide) -> None:
+        guide.since = self._clock()
+        try:
+            guide.worker = self._workers.begin(guide.grammar)
+        except (EngineError, OSError) as error:
+            self._fail(guide, list(guide.requests), f"the grammar cannot be compiled: {error}")
+
+    def _drop(self, guide: Guide) -> None:
+        if self._guides.get(guide.grammar) is guide:
+            del self._guides[guide.grammar]
+        guide.ready = False
+        if guide.worker is not None:
+            guide.worker.close()
+            guide.worker = None
+
+    def _send(self) -> None:
+        """Sends all that is to be followed, in one message to each worker."""
+        touched, self._touched = self._touched, {}
+        for guide in touched.values():
+            if guide.worker is not None and guide.ready:
+                work, guide.work = guide.work, Work([], [])
+                guide.worker.send(work)
+
+    def _listen(self) -> None:
+        """Takes in what workers have said."""
+        now = self._clock()
+        for guide in list(self._guides.values()):
+            if guide.worker is None:
+                continue
+            try:
+                self._hear(guide, guide.worker, now)
+            except Exception as error:  # others are not to end by it
+                reason = f"the grammar cannot be followed: {type(error).__name__}: {error}"
+                self._fail(guide, list(guide.requests), reason)
+        self._send()
+
+    def _hear(self, guide: Guide, worker: Worker, now: float) -> None:
+        try:
+            messages = worker.receive()
+        except WorkerLost as lost:
+            self._lose(guide, lost.sequence)
+            return
+        for message in messages:
+            guide.since = now
+            if isinstance(message, Verdict):
+                self._judge(guide, message)
+            else:
+                self._take(guide, message)
+        late = now - guide.since > PATIENCE and (guide.waiting or not guide.ready)
+        if late and guide.worker is not None:
+            self._lose(guide, worker.at)
+
+    def _judge(self, guide: Guide, verdict: Verdict) -> None:
+        """The grammar is compiled, or is not going to be."""
+        if verdict.allowed or verdict.failed:
+            for rid in guide.requests:
+                one = self.refused if verdict.allowed else self.failed
+                one.append((rid, verdict.allowed or verdict.failed))
+            self._drop(guide)
+            return
+        if self._masks is None:
+            self._masks = Masks(np.frombuffer(verdict.begin, np.int16))
+        guide.first, guide.ready = self._masks.of(np.frombuffer(verdict.first, np.int32)), True
+        if guide.followers:  # of a worker that was lost
+            guide.work = Work([self._replay(one) for one in guide.followers.values() if one.tokens], [])
+            self._touched[guide.grammar] = guide
+        self._begin_some()
+
+    @staticmethod
+    def _replay(follower: Follower) -> Follow:
+        waits = follower.number in follower.guide.waiting
+        return Follow(follower.number, follower.tokens, follower.room if waits else REPLAY)
+
+    def _take(self, guide: Guide, answer: Answer) -> None:
+        """Sequences have been followed."""
         assert self._masks is not None
-        for one in followers:
-            one.mask = self._masks.single(one.given[-1]) if one.given else one.free
+        guide.losses = 0
+        for number, words in enumerate(answer.masks, answer.first):
+            guide.known[number] = self._masks.of(np.frombuffer(words, np.int32))
+            guide.known.pop(number - MAX_KNOWN_MASKS, None)
+        for one in answer.followed:
+            follower = guide.followers.get(one.sequence)
+            if follower is None:
+                continue
+            if one.refused or one.failed:
+                self._refuse(guide, one)
+                continue
+            if one.sequence not in guide.waiting:
+                continue
+            guide.waiting.discard(one.sequence)
+            follower.tokens += one.run
+            follower.tokens += one.given[::-1]
+            follower.given = one.given
+            if one.mask >= 0:
+                follower.free = guide.known[one.mask]
+                self._give(follower)
+            self._advanced.append((follower, one.run, one.stuck))
+
+    def _refuse(self, guide: Guide, one: Followed) -> None:
+        """The request of a sequence ends."""
+        rids = [rid for rid, request in guide.requests.items() if self._has(request, one.sequence)]
+        self.refused += [(rid, one.refused) for rid in rids if one.refused]
+        self.failed += [(rid, one.failed) for rid in rids if not one.refused]
+
+    def _has(self, request: Request, number: int) -> bool:
+        followers = [self._table.followers.get(slot) for slot in request.slots.values()]
+        return any(one is not None and one.number == number for one in (*followers, *request.resting.values()))
+
+    def _lose(self, guide: Guide, sequence: int) -> None:
+        """The worker has ended, over this sequence: another one goes on with the others."""
+        assert guide.worker is not None
+        guide.worker.close()
+        guide.worker = None
+        guide.ready = False
+        guide.known.clear()
+        guide.work = Work([], [])
+        guide.losses += 1
+        blameless = sequence in (COMPILING, IDLE) or sequence not in guide.followers
+        if not guide.requests:
+            self._drop(guide)
+            return
+        if self._workers.lost_all() and guide.losses < 3:
+            pass
+        elif (sequence == COMPILING and guide.first is None) or (blameless and guide.losses >= 3):
+            self.refused += [(rid, TOO_MUCH) for rid in guide.requests]
+            self._drop(guide)
+            return
+        elif not blameless:
+            self._refuse(guide, Followed(sequence, refused=TOO_MUCH))
+            self.end(guide.followers[sequence])
+        self._start(guide)
+
+    def _fail(self, guide: Guide, rids: list[int], reason: str) -> None:
+        self.failed += [(rid, reason) for rid in rids]
+        self._drop(guide)

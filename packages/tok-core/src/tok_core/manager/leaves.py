@@ -1,4 +1,4 @@
-"""What a prefix tree is made of: nodes, and leaves that came by the hundred, which are nodes in all but memory."""
+"""What a prefix tree is made of: nodes, and leaves that came by the hundred; and what it returns of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Node:
 
     id        small int, used anew when the node is gone
     parent    None for the root alone
-    children  by the bytes of the first page's tokens
+    key       the parent finds it by this: the bytes of its first page's tokens, below the root with a salt before them
+    children  by key
     tokens    int32 [k · page_size]
     pages     int32 [k]
     depth     pages from the root, its own included
@@ -23,11 +24,12 @@ class Node:
     queued    whether the eviction queue has an entry for it
     """
 
-    __slots__ = ("children", "depth", "id", "locks", "pages", "parent", "queued", "tokens", "used")
+    __slots__ = ("children", "depth", "id", "key", "locks", "pages", "parent", "queued", "tokens", "used")
 
-    def __init__(self, node_id: int, parent: Node | None, tokens: Int32, pages: Int32) -> None:
+    def __init__(self, node_id: int, parent: Node | None, tokens: Int32, pages: Int32, key: bytes) -> None:
         self.id = node_id
         self.parent = parent
+        self.key = key
         self.children: dict[bytes, Node | Leaves] = {}
         self.tokens = tokens
         self.pages = pages
@@ -35,6 +37,27 @@ class Node:
         self.locks = 0
         self.used = 0
         self.queued = False
+
+
+class Match(NamedTuple):
+    """The longest cached prefix: the node it ends with, its pages int32 [k], its length in tokens."""
+
+    node: Node
+    pages: Int32
+    length: int
+
+
+class Insertion(NamedTuple):
+    """Where inserted pages stand now.
+
+    node        ends with the last of them
+    pages       the tree's page of each block, int32 [k]
+    duplicates  the caller's pages that the tree did not take because it had the block; still the caller's
+    """
+
+    node: Node
+    pages: Int32
+    duplicates: Int32
 
 
 class Leaf(NamedTuple):
@@ -98,7 +121,8 @@ class Leaves:
         leaf = self.row(key)
         assert self.parent is parent
         assert self.used + self.gone <= leaf.used <= parent.used
-        assert leaf.tokens[:page_size].tobytes() == key
+        first_page = leaf.tokens[:page_size].tobytes()
+        assert key.endswith(first_page) if parent.parent is None else key == first_page
         assert len(leaf.tokens) == len(leaf.pages) * page_size > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 import msgspec
 
 from tok_core.config import EngineConfig
-from tok_core.grammar.library import loader
+from tok_core.grammar.local import LocalWorkers, loader
+from tok_core.heartbeat import HEARTBEAT, TURN
 from tok_core.manager.deferral import runs_low
-from tok_core.manager.guides import LOOK, Guides
+from tok_core.manager.follower import Workers
+from tok_core.manager.guides import Guides
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.returns import NOTHING, Reported, Returns, together
@@ -71,6 +74,7 @@ class Manager:
         pieces: Sequence[bytes] | None,
         clock: Callable[[], float] = time.monotonic,
         tokenizer: Tokenizer | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._watch = Watch(config.step_timeout, clock)
         self._clock = clock
@@ -81,14 +85,16 @@ class Manager:
         self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size)
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
-        self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces)
+        hidden = () if tokenizer is None else tokenizer.special_ids
+        self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
         load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
-        self.guides = Guides(self.table, info.vocab_size, load)
+        self.guides = Guides(self.table, workers or LocalWorkers(load), clock)
         parts = info, self.table, self.paging, self.lengths, self.stops, self.guides
-        self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp)
+        self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp, clock=clock)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self._cancelled: set[int] = set()  # requests that may still wait in the queue
+        self._broken_before = False
         self._arrivals = 0
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys(SECONDS, 0.0)
@@ -98,11 +104,12 @@ class Manager:
     def run(self) -> None:
         """Works until the process ends or a port raises."""
         while True:
+            HEARTBEAT.turned()
             if not self.turn():
                 soon = self._reports_soon()
                 if not soon:
                     self._report_if_changed()
-                self.ports.wait(LOOK if self.guides.waiting else PATIENCE if soon else 1.0)
+                self.ports.wait(min(self.guides.patience, PATIENCE if soon else TURN))
 
     def close(self) -> None:
         """Ends what it has beside its loop, when that is over."""
@@ -113,23 +120,34 @@ class Manager:
         messages, outputs = self.ports.requests(), self.ports.outputs()
         for message in messages:
             self._take(message)
-        if self._cancelled:
-            self.scheduler.waiting.remove(self._cancelled)
-            self._cancelled = set()
-        for request in self.guides.admitted():
-            self.scheduler.submit(request)
-        if self.guides.failed:
-            self._report_failed()
         for output in outputs:
             self._take_output(output)
+        advanced = [] if outputs else self.returns.skip()
+        if advanced:
+            self._report(advanced)
+        for request in self.guides.admitted():
+            try:
+                self.scheduler.submit(request)
+            except Exception as error:
+                self.scheduler.faults.add(request.rid, error)
+        if self.guides.failed or self.guides.refused:
+            self._report_failed()
+        self._drop_cancelled()
         step = self._send_step()
+        if self.scheduler.faults:
+            self._cancel_faulty()
+            self._report_failed()
         self._watch.look(owing=bool(self.returns.in_flight and not outputs))
         return bool(messages or outputs or step is not None)
 
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
         self.scheduler.cohorts.returned = output.step
-        self._report([self.returns.take(output), *self.returns.skip()])
+        rounds = [self.returns.take(output), *self.returns.skip()]
+        self._cancel_faulty()
+        if self.returns.broken:
+            self._fail_broken()
+        self._report(rounds)
         self.run_ahead.observe(output.device_seconds)
         self._seconds["launch_seconds"] += self._sane(output.launch_seconds)
         self._seconds["device_seconds"] += self._sane(output.device_seconds)
@@ -159,11 +177,21 @@ class Manager:
     def _take(self, message: ToManager) -> None:
         match message:
             case Submit():
-                self._submit(message)
+                try:
+                    self._submit(message)
+                except Exception as error:
+                    self.scheduler.faults.add(message.rid, error)
             case Cancel():
                 self._cancel(message.rid)
             case _:
                 assert_never(message)
+
+    def _rotation(self, prompt_len: int) -> bytes:
+        """Return what keeps prompts of this length from the cached keys of others: see `EngineInfo.short_prompt`."""
+        short = self.info.short_prompt
+        if short is None or prompt_len <= short:
+            return b""
+        return (prompt_len if self.info.lengths_apart else 0).to_bytes(4)
 
     def _submit(self, message: Submit) -> None:
         self._arrivals += 1
@@ -175,6 +203,8 @@ class Manager:
             self.info.max_model_len,
             message.first_sample,
             message.pooling,
+            message.tenant,
+            message.salt + self._rotation(len(message.prompt)),
         )
         self.requests[message.rid] = request
         self._prompt_tokens += len(message.prompt)
@@ -186,18 +216,23 @@ class Manager:
         request = self.requests.pop(rid, None)
         if request is None:
             return
-        self.guides.waiting.pop(rid, None)
         self.scheduler.cancel(request)
+        self.guides.leave(request)
         self._cancelled.add(rid)
-        if request.stop_set is not None:
+        if request.left and request.stop_set is not None:  # else it was released with the last of its samples
             self.stops.release(request.stop_set)
             self.lengths.families.release(request.family)
+
+    def _drop_cancelled(self) -> None:
+        if self._cancelled:
+            self.scheduler.waiting.remove(self._cancelled)
+            self._cancelled = set()
 
     def _report(self, rounds: list[Reported]) -> None:
         reported = together(rounds)
         for rid in {end.rid for end in reported.finished}:
-            if self.requests[rid].left == 0:
-                del self.requests[rid]
+            if rid in self.requests and self.requests[rid].left == 0:
+                self.guides.leave(self.requests.pop(rid))
         running, deferral = self.table.sequences_running, self.scheduler.deferral
         if not deferral.puts_off("statistics", hurried=self._hurried(), running=running):
             self._stats = self.stats()
@@ -207,18 +242,41 @@ class Manager:
         starts = self.scheduler.starts
         cached, starts.newly_cached = starts.newly_cached, []
         failed, self.guides.failed = self.guides.failed, []
+        refused, self.guides.refused = self.guides.refused, []
+        for rid, _ in (*failed, *refused):
+            self._cancel(rid)
+        self._drop_cancelled()
         self._told = self._clock()
-        self.ports.report(Progress(*reported, cached, self._stats, failed, rounds))
+        self.ports.report(Progress(*reported, cached, self._stats, failed, rounds, refused))
 
     def _reports_soon(self) -> bool:
         """Whether figures can wait for the tokens that steps under way bring: to send a report costs more than it."""
         return bool(self.returns.in_flight) and 0 <= self._clock() - self._told < PATIENCE
 
+    def _fail_broken(self) -> None:
+        """Fails the requests whose logits were not finite. The log says so once."""
+        reason = (
+            "the model's logits are not finite: its weights hold NaN or infinity, or its numbers leave the range of "
+            f"{self.info.dtype}"
+        )
+        if not self._broken_before:
+            log.error("a request fails: %s; the log is silent about others that do", reason)
+        self._broken_before = True
+        for rid in self.returns.broken:
+            self._cancel(rid)
+            self.guides.failed.append((rid, reason))
+        self.returns.broken.clear()
+
     def _report_failed(self) -> None:
-        for rid, _ in self.guides.failed:
-            self.requests.pop(rid, None)
         self._stats = self.stats()
         self._tell(NOTHING, [])
+
+    def _cancel_faulty(self) -> None:
+        """Free what requests hold that went wrong on their way; the next report fails them, and no other."""
+        failed = self.scheduler.faults.take()
+        for rid, _ in failed:
+            self._cancel(rid)
+        self.guides.failed += failed
 
     def _report_if_changed(self) -> None:
         """Once what was counted has changed; time that has passed is no news."""
@@ -258,6 +316,8 @@ class Manager:
             **self._seconds,
         )
 
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 0.02  # seconds for which figures wait for tokens to go with
 

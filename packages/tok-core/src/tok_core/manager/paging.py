@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from tok_core.manager.copies import Copies
+from tok_core.manager.leaves import Insertion
 from tok_core.manager.pages import PageAllocator
-from tok_core.manager.prefix_tree import Insertion, PrefixTree
+from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
@@ -112,7 +113,7 @@ class Paging:
         limit = (int(table.target[slot]) - 1) // page_size * page_size
         if limit <= shared * page_size:
             return
-        match = self.tree.match(table.tokens[slot, :limit])
+        match = self.tree.match(table.tokens[slot, :limit], table.salt[slot])
         depth = match.length // page_size
         if depth <= shared:
             return
@@ -135,7 +136,8 @@ class Paging:
         if depth <= shared:
             return
         node = self.tree.node(int(table.node[slot]))  # it ends with the slot's shared pages
-        if self.tree.continues(node, table.tokens[slot, shared * page_size : (shared + 1) * page_size]):
+        page = table.tokens[slot, shared * page_size : (shared + 1) * page_size]
+        if self.tree.continues(node, page, table.salt[slot]):
             return
         added = self._extend(slot, shared, depth)
         self.allocator.release(added.duplicates)
@@ -190,24 +192,25 @@ class Paging:
         """Gives the slot's pages `[shared, depth)` to the tree."""
         table, size = self.table, self.page_size
         node = self.tree.node(int(table.node[slot]))
-        return self.tree.extend(node, table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth])
+        tokens, pages = table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth]
+        return self.tree.extend(node, tokens, pages, table.salt[slot])
 
     def _leave(self, slots: Int64, holders: Mapping[int, int]) -> list[Int32]:
         """Gives the slots' full pages to the tree, those of a node with many `holders` at once; returns duplicates."""
         table, size, back = self.table, self.page_size, []
         depth = np.minimum(table.length[slots], table.known[slots]) // size
-        together: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        together: defaultdict[tuple[int, int, int, bytes], list[int]] = defaultdict(list)
         columns = slots, table.node[slots], table.num_shared[slots], depth
         for slot, node_id, first, end in zip(*(column.tolist() for column in columns), strict=True):
             if holders[node_id] >= MANY:
-                together[node_id, first, end].append(slot)
+                together[node_id, first, end, table.salt[slot]].append(slot)
             elif len(duplicates := self._extend(slot, first, end).duplicates):
                 back.append(duplicates)
-        for (node_id, first, end), some in together.items():
+        for (node_id, first, end, salt), some in together.items():
             rows = np.array(some)[:, None]
             tokens = table.tokens[rows, np.arange(first * size, end * size)]
             pages = table.pages[rows, np.arange(first, end)]
-            back.append(self.tree.extend_each(self.tree.node(node_id), tokens, pages))
+            back.append(self.tree.extend_each(self.tree.node(node_id), tokens, pages, salt))
         return back
 
     def _hold(self, slot: int, node_id: int) -> None:

@@ -3,38 +3,19 @@
 The tree owns the pages in it. A lock on a node keeps the node and all above it; whoever holds pages of the tree
 holds a lock on the node that they end with. When a node is split, its id and its locks stay with the lower part,
 which ends where the whole did, so that what holders remember stays true.
+
+Prompts with different salts share no page: the root finds its children by the salt followed by the tokens of their
+first page. All salts have the same length, except the empty one.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
-from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.leaves import Leaves, Node, head
+from tok_core.manager.leaves import Insertion, Leaves, Match, Node, head
 from tok_core.messages import EMPTY, Int32, Int64
-
-
-class Match(NamedTuple):
-    """The longest cached prefix: the node it ends with, its pages int32 [k], its length in tokens."""
-
-    node: Node
-    pages: Int32
-    length: int
-
-
-class Insertion(NamedTuple):
-    """Where inserted pages stand now.
-
-    node        ends with the last of them
-    pages       the tree's page of each block, int32 [k]
-    duplicates  the caller's pages that the tree did not take because it had the block; still the caller's
-    """
-
-    node: Node
-    pages: Int32
-    duplicates: Int32
 
 
 class PrefixTree:
@@ -50,7 +31,7 @@ class PrefixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._width = page_size * 4  # bytes of a page's tokens
-        self.root = Node(0, None, EMPTY, EMPTY)
+        self.root = Node(0, None, EMPTY, EMPTY, b"")
         self.pages = 0
         self.evictable = 0
         self.alone = np.zeros(64, np.bool_)
@@ -71,18 +52,18 @@ class PrefixTree:
         assert node is not None, f"node {node_id} is gone"
         return node
 
-    def match(self, tokens: Int32) -> Match:
+    def match(self, tokens: Int32, salt: bytes = b"") -> Match:
         """The longest prefix of `tokens`, int32 [n], that is cached in whole pages. Splits a node that it ends in."""
-        node, pages = self._descend(self.root, np.asarray(tokens, np.int32))
+        node, pages = self._descend(self.root, np.asarray(tokens, np.int32), salt)
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
-    def depths(self, tokens: Int32) -> tuple[int, int]:
+    def depths(self, tokens: Int32, salt: bytes = b"") -> tuple[int, int]:
         """Pages of the longest prefixes of `tokens` under lock and cached. Only looks: no use, and nothing is split."""
         data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
         whole = len(data) // width * width
         while at < whole:
-            child = self._child(node, data[at : at + width])
+            child = self._child(node, (b"" if at else salt) + data[at : at + width])
             if child is None:
                 break
             common = self._common(child, data, at)
@@ -94,9 +75,18 @@ class PrefixTree:
             node = child
         return locked // width, at // width
 
-    def continues(self, node: Node, tokens: Int32) -> bool:
+    def pages_down_to(self, nodes: Int64) -> int:
+        """Return how many pages stand between the root and any of the nodes, int64 [n], theirs included."""
+        seen = np.zeros(len(self.parent), np.bool_)
+        while len(nodes := np.unique(nodes[~seen[nodes]])):
+            seen[nodes] = True
+            nodes = self.parent[nodes]
+        nodes = seen.nonzero()[0]
+        return int((self.depth[nodes] - self.depth[self.parent[nodes]]).sum())
+
+    def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
         """Whether a page of `tokens`, int32 [page_size], follows on `node`. Only looks."""
-        return bool(node.children) and tokens.tobytes() in node.children
+        return bool(node.children) and self._key(node, tokens, salt) in node.children
 
     def lock(self, node: Node, count: int = 1) -> None:
         """Keeps `node` and all above it until as many times `unlock`."""
@@ -122,20 +112,20 @@ class PrefixTree:
             at = at.parent
         self._queue_if_evictable(node)
 
-    def insert(self, tokens: Int32, pages: Int32) -> Insertion:
+    def insert(self, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
         """The tree takes over `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from the start on.
 
         Blocks that the tree has already keep their page there; the caller's, where it is another, is a duplicate.
         """
-        return self._insert_below(self.root, tokens, pages)
+        return self._insert_below(self.root, tokens, pages, salt)
 
-    def extend(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
+    def extend(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
         """Like `insert`, for tokens that follow on `node`, on which the caller has a lock.
 
         A leaf that only the caller holds grows in place, so that a sequence's chunks make no chain of nodes.
         """
         if not len(pages) or node.parent is None or node.children or node.locks != 1:
-            return self._insert_below(node, tokens, pages)
+            return self._insert_below(node, tokens, pages, salt)
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         node.tokens = np.concatenate((node.tokens, tokens), dtype=np.int32)
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
@@ -143,13 +133,15 @@ class PrefixTree:
         self.pages += len(pages)
         return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
 
-    def extend_each(self, node: Node, tokens: Int32, pages: Int32) -> Int32:
+    def extend_each(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Int32:
         """Like `extend` for each row of `tokens`, int32 [n, k · page_size], and `pages`, int32 [n, k], on one node.
 
         As many callers hold it, who are to leave it next: they get the duplicates of all, and no node.
         """
         assert tokens.shape[1] == pages.shape[1] * self.page_size, f"{tokens.shape[1]} tokens in {pages.shape[1]} pages"
         keys: list[bytes] = np.ascontiguousarray(tokens[:, : self.page_size]).view(f"V{self._width}").ravel().tolist()
+        if salt and node is self.root:
+            keys = [salt + key for key in keys]
         if len(set(keys)) == len(keys) and node.children.keys().isdisjoint(keys):  # most often so
             self._add_leaves(node, keys, tokens, pages)
             return EMPTY
@@ -158,7 +150,7 @@ class PrefixTree:
         fresh = np.delete(np.arange(len(keys)), others)
         if len(fresh):
             self._add_leaves(node, [keys[row] for row in fresh], tokens[fresh], pages[fresh])
-        return np.concatenate([self._insert_below(node, tokens[row], pages[row]).duplicates for row in others])
+        return np.concatenate([self._insert_below(node, tokens[row], pages[row], salt).duplicates for row in others])
 
     def evict(self, count: int) -> Int32:
         """Gives up to `count` pages back to the caller, int32, least recently used first.
@@ -185,14 +177,14 @@ class PrefixTree:
                 self._trim(node, len(freed[-1]))
         return np.concatenate(freed)
 
-    def _descend(self, node: Node, tokens: Int32) -> tuple[Node, Int32]:
+    def _descend(self, node: Node, tokens: Int32, salt: bytes) -> tuple[Node, Int32]:
         """The node below `node` where the cached part of `tokens` ends, and the pages down to there."""
         if not node.children:
             return node, EMPTY
         data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
         whole = len(data) // width * width
         while at < whole:
-            child = self._child(node, data[at : at + width])
+            child = self._child(node, (salt if node is self.root else b"") + data[at : at + width])
             if child is None:
                 break
             common = self._common(child, data, at)
@@ -211,17 +203,17 @@ class PrefixTree:
         first = int(differ.argmax())
         return (first if differ[first] else length) // self.page_size
 
-    def _insert_below(self, node: Node, tokens: Int32, pages: Int32) -> Insertion:
+    def _insert_below(self, node: Node, tokens: Int32, pages: Int32, salt: bytes) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         tokens = np.asarray(tokens, np.int32)
-        if len(pages) and (key := self._key(tokens)) not in node.children:  # most often so
+        if len(pages) and (key := self._key(node, tokens, salt)) not in node.children:  # most often so
             return Insertion(self._add_leaf(node, tokens, pages, key), pages, EMPTY)
-        node, kept = self._descend(node, tokens)
+        node, kept = self._descend(node, tokens, salt)
         known = len(kept)
         duplicates = pages[:known][pages[:known] != kept]
         if known < len(pages):
             rest = tokens[known * self.page_size :]
-            node = self._add_leaf(node, rest, pages[known:], self._key(rest))
+            node = self._add_leaf(node, rest, pages[known:], self._key(node, rest, salt))
             kept = np.concatenate((kept, pages[known:]))
         else:
             self._touch(node)
@@ -242,7 +234,7 @@ class PrefixTree:
         if not self._free_ids:
             self._free_ids.append(len(self._nodes))
             self._nodes.append(None)
-        node = Node(self._free_ids.pop(), parent, tokens, pages)
+        node = Node(self._free_ids.pop(), parent, tokens, pages, key)
         self._nodes[node.id] = node
         if node.id == len(self.parent):
             self.alone = np.concatenate((self.alone, self.alone))
@@ -300,13 +292,14 @@ class PrefixTree:
         """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
         assert lower.parent is not None
         cut = count * self.page_size
-        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), self._key(lower.tokens))
+        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), lower.key)
         upper.locks, upper.used = lower.locks, lower.used
         self.alone[upper.id] = upper.locks == 1
         self.parent[lower.id] = upper.id
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
-        upper.children[self._key(lower.tokens)] = lower
+        lower.key = self._key(upper, lower.tokens, b"")
+        upper.children[lower.key] = lower
         return upper
 
     def _trim(self, node: Node, count: int) -> None:
@@ -328,7 +321,7 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
-        del node.parent.children[self._key(node.tokens)]
+        del node.parent.children[node.key]
         self._nodes[node.id] = None
         self._free_ids.append(node.id)
         self._queue_if_evictable(node.parent)
@@ -345,9 +338,9 @@ class PrefixTree:
             node.queued = True
             heappush(self._queue, (node.used, node.id))
 
-    def _key(self, tokens: Int32) -> bytes:
-        """By what a node with these tokens is found below its parent."""
-        return tokens[: self.page_size].tobytes()
+    def _key(self, parent: Node, tokens: Int32, salt: bytes) -> bytes:
+        """Return the key by which `parent` finds a node with these tokens."""
+        return (salt if parent is self.root else b"") + tokens[: self.page_size].tobytes()
 
     def check(self) -> None:
         """Asserts every invariant; walks the whole tree."""
@@ -389,5 +382,6 @@ class PrefixTree:
         assert len(node.pages)
         assert node.depth == node.parent.depth + len(node.pages)
         assert node.used <= node.parent.used
-        assert node.parent.children[self._key(node.tokens)] is node
+        assert node.parent.children[node.key] is node
+        assert node.key == self._key(node.parent, node.tokens, node.key[: -self._width])
         assert node.queued or node.locks or node.children

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.faults import Faults
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import Embedded, PromptAsks, PromptValues, Scores, StepInput
 
@@ -31,8 +32,9 @@ class _Pooled(NamedTuple):
 class PromptReturns:
     """Takes PromptValues in the order of their StepInputs; adds up the parts of embeddings."""
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, faults: Faults) -> None:
         self.table = table
+        self._faults = faults
         self._expected: deque[tuple[list[_Scored], list[_Pooled]]] = deque()
 
     def expect(self, step: StepInput, asks: PromptAsks) -> None:
@@ -58,8 +60,16 @@ class PromptReturns:
         for rid, first, count in scored:
             rows = slice(at, at := at + count)
             scores.append(Scores(rid, first, values.logprob[rows], values.top_token[rows], values.top_logprob[rows]))
-        found = (self._add(part, vector) for part, vector in zip(pooled, values.pooled, strict=True))
-        return scores, [embedded for embedded in found if embedded is not None]
+        found = []
+        for part, vector in zip(pooled, values.pooled, strict=True):
+            try:
+                embedded = self._add(part, vector)
+            except Exception as error:
+                self._faults.add(int(self.table.rid[part.slot]), error)
+                continue
+            if embedded is not None:
+                found.append(embedded)
+        return scores, found
 
     def _add(self, part: _Pooled, vector: np.ndarray) -> Embedded | None:
         """The embedding, if this was its last part. One of a sequence that was preempted or has ended is dropped."""

@@ -30,6 +30,14 @@ class Reported(NamedTuple):
     embedded: list[Embedded]
 
 
+class _Endings(NamedTuple):
+    """Sequences that end, int64 [n]; whether of their own and not by length, bool [n]; what to report of each."""
+
+    slots: Int64
+    of_own: np.ndarray
+    finished: list[Finished]
+
+
 class Returns:
     """Takes StepOutputs in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
 
@@ -38,10 +46,9 @@ class Returns:
         self.scheduler = scheduler
         self.stops = stops
         self.lengths = lengths
-        self.prompts = PromptReturns(table)
+        self.prompts = PromptReturns(table, scheduler.faults)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
-        self._guided: tuple[Int64, np.ndarray] = NOBODY, EMPTY  # sequences to be followed, and their newest tokens
-        self._top = 0  # most likely tokens that the last step told of
+        self.broken: list[int] = []  # requests whose logits were not finite, until the manager has failed them
         self.output_tokens = 0
         self.skipped_tokens = 0
         self.discarded_tokens = 0
@@ -55,46 +62,68 @@ class Returns:
             self.prompts.expect(step, step.prompts)
 
     def take(self, output: StepOutput) -> Reported:
-        """Stores the step's tokens, ends what they end, and returns what is to be reported."""
+        """Stores the step's tokens, ends what they end, and returns what is to be reported.
+
+        Nothing is reported of requests that are `broken` then.
+        """
         number, slots, epoch = self.in_flight.popleft()
         assert number == output.step, f"step {output.step} returned where {number} was expected"
         scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
         live = self.table.epoch[slots] == epoch
+        if broken := self._find_broken(output.logprob, slots, live, scores, embedded):
+            self.broken += broken
+            live &= ~np.isin(self.table.rid[slots], list(broken))
+            scores = [one for one in scores if one.rid not in broken]
+            embedded = [one for one in embedded if one.rid not in broken]
         done = self._end_silent(slots, live)
         slots = slots[live].astype(np.int64)
         token = output.token[live]
         self.discarded_tokens += len(live) - len(slots) - len(done)
         guided = self.table.guided[slots]
-        self._top = output.top_token.shape[1]
+        epoch = self.table.epoch[slots]
         reported = self._gain(slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live])
         self._requeue(slots[~guided])
+        followed = guided & (self.table.epoch[slots] == epoch)
+        if followed.any():
+            self.scheduler.guides.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
     def skip(self) -> list[Reported]:
-        """The tokens about which guided sequences that have just got one have no choice: the next of each, and so on.
+        """The tokens about which guided sequences have no choice, once they are known: the next of each, and so on.
 
-        To be called after each `take`: these sequences can go on then.
+        To be called after each `take`, and whenever grammars may have been followed: these sequences can go on then.
         """
-        slots, token = self._guided
-        if not len(slots):
+        advance = self.scheduler.guides.advance()
+        if advance is None:
             return []
-        top = self._top
-        runs, stuck = self.scheduler.guides.follow(slots, token)
-        epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs])
+        slots, runs, stuck = advance
+        top = int(self.table.top_logprobs[slots].max(initial=0))
+        epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs], np.int64)
         reported = []
-        for at in range(count.max()):
+        for at in range(count.max(initial=0)):
             here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
             if len(here):
                 token = np.array([runs[i][at] for i in here], np.int32)
                 reported.append(self._gain(slots[here], token, *_certain(token, top)))
                 self.skipped_tokens += len(here)
-        self._guided = NOBODY, EMPTY
         left = self.table.epoch[slots] == epoch
         if (stuck & left).any():
             reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
         self.scheduler.go_on(slots[left & ~stuck])
         self._requeue(slots[left & ~stuck])
         return reported
+
+    def _find_broken(
+        self, logprob: np.ndarray, slots: np.ndarray, live: np.ndarray, scores: list[Scores], embedded: list[Embedded]
+    ) -> set[int]:
+        """Return the requests that sampled from logits without a distribution, or whose prompts gave such values.
+
+        The log-probability of a sampled token is finite unless a logit is NaN or +inf, or all are -inf.
+        """
+        finite = np.isfinite(logprob)
+        broken = set() if finite.all() else set(self.table.rid[slots[live & ~finite]].tolist())
+        broken |= {one.rid for one in scores if not np.isfinite(one.logprob).all()}
+        return broken | {one.rid for one in embedded if not np.isfinite(one.vector).all()}
 
     def _gain(
         self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
@@ -104,11 +133,8 @@ class Returns:
         self.output_tokens += len(slots)
         table.tokens[slots, table.known[slots]] = token
         table.known[slots] += 1
-        rid, sample, epoch = table.rid[slots], table.sample[slots], table.epoch[slots]
+        rid, sample = table.rid[slots], table.sample[slots]
         finished = self._finish(slots, token)
-        followed = table.guided[slots] & (table.epoch[slots] == epoch)
-        if followed.any():
-            self._guided = slots[followed], token[followed]
         return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
@@ -135,6 +161,31 @@ class Returns:
 
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """Ends the sequences among `slots` that their new token ends."""
+        try:
+            endings = self._endings(slots, token)
+        except Exception:
+            endings = self._endings_each(slots, token)
+        if endings.finished:
+            self._learn(endings.slots, endings.of_own)
+            self._end(endings.slots)
+        return endings.finished
+
+    def _endings_each(self, slots: Int64, token: np.ndarray) -> _Endings:
+        """The same request by request, since one of them raises: that one is at fault, and does not end here."""
+        found = []
+        for rid in np.unique(self.table.rid[slots]).tolist():
+            own = self.table.rid[slots] == rid
+            try:
+                found.append(self._endings(slots[own], token[own]))
+            except Exception as error:
+                self.scheduler.faults.add(rid, error)
+        if not found:
+            return _Endings(NOBODY, np.zeros(0, np.bool_), [])
+        ended, of_own, _ = zip(*found, strict=True)
+        return _Endings(np.concatenate(ended), np.concatenate(of_own), [end for one in found for end in one.finished])
+
+    def _endings(self, slots: Int64, token: np.ndarray) -> _Endings:
+        """Find the sequences among `slots` that their new token ends; changes nothing."""
         table = self.table
         known = table.known[slots]
         kind = self.stops.classify(table.stop_set[slots], token)
@@ -146,19 +197,12 @@ class Returns:
         tokens = known[rows] - table.prompt_len[of]
         whose = table.rid[of], table.sample[of], tokens
         if not kind.any():  # most often so
-            ended = _cut(*whose)
-            if ended:
-                self._learn(of, np.zeros(len(of), np.bool_))
-                self._end(of)
-            return ended
+            return _Endings(of, np.zeros(len(of), np.bool_), _cut(*whose))
         columns = of, *whose, token[rows], kind[rows], full[rows]
         finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
         over = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
-        if ended:
-            self._learn(of[over], np.array([one.reason != "length" for one in ended]))
-            self._end(of[over])
-        return ended
+        return _Endings(of[over], np.array([one.reason != "length" for one in ended], np.bool_), ended)
 
     def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
         """Takes MAYBE_STRING from those of `kind` that what stands before the new token speaks against."""
@@ -212,6 +256,7 @@ class Returns:
                 self.stops.release(request.stop_set)
                 self.lengths.families.release(request.family)
                 self.requests_finished += 1
+                self.scheduler.close(request)
         self.scheduler.release(slots)
 
     def _requeue(self, slots: Int64) -> None:
@@ -229,10 +274,20 @@ def together(rounds: list[Reported]) -> Reported:
     """All of one step's, one after the other; what they tell of prompts comes with the first."""
     if len(rounds) == 1:
         return rounds[0]
-    columns = list(zip(*rounds, strict=True))[:6]
+    top = max(one.top_token.shape[1] for one in rounds)
+    columns = list(zip(*(_widened(one, top) for one in rounds), strict=True))[:6]
     rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
     finished = [end for one in rounds for end in one.finished]
     return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
+
+
+def _widened(one: Reported, top: int) -> Reported:
+    """With so many most likely tokens; those that are none are impossible."""
+    more = ((0, 0), (0, top - one.top_token.shape[1]))
+    if not more[1][1]:
+        return one
+    logprob = np.pad(one.top_logprob, more, constant_values=-np.inf)
+    return one._replace(top_token=np.pad(one.top_token, more), top_logprob=logprob)
 
 
 def _cut(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
 
 from tok_core.manager.admission import Admission
+from tok_core.manager.admitter import Admitter
 from tok_core.manager.cohorts import Cohorts
 from tok_core.manager.deferral import Deferral
 from tok_core.manager.evenness import Evenness
+from tok_core.manager.faults import Faults
 from tok_core.manager.grouping import Grouping, Groups
 from tok_core.manager.guides import Guides
 from tok_core.manager.lengths import LengthModel
 from tok_core.manager.paging import Paging
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
+from tok_core.manager.shares import Shares
 from tok_core.manager.starts import Starts
 from tok_core.manager.step import Changes, StepBuilder
 from tok_core.manager.stops import StopSets
@@ -28,9 +33,11 @@ NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
 class Scheduler:
     """Decode rows first, then chunks of prompts in order of arrival, then as many new samples as memory will bear.
 
-    Requests of a lower `priority` come first in all of this. When pages run out, what is only cached goes first, then
-    prompts kept for samples that have not started, then sequences are preempted (`choose_victim`): they keep their
-    tokens, wait at their old place in the queue, and prefill again what is not cached any more.
+    Requests of a lower `priority` come first in all of this: where they lack slots, pages or tokens of the step, lower
+    classes are preempted, or wait for a step. Within a class, `Shares` says whose turn it is to start. When pages run
+    out, what is only cached goes first, then prompts kept for samples that have not started, then sequences are
+    preempted (`choose_victim`): they keep their tokens, wait at their old place in the queue, and prefill again what is
+    not cached any more.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class Scheduler:
         *,
         groups: bool,
         stages: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
         self.table = table
@@ -53,19 +61,24 @@ class Scheduler:
         self.stems = self.starts.stems
         self.waiting = self.starts.waiting
         self.followers = self.starts.followers
+        self.shares = Shares(table, paging, self.waiting, clock)
         self.admission = Admission(table, paging, lengths, self.stems)
         self.cohorts = Cohorts(table, stages)
+        self.admitter = Admitter(self)
         self.evenness = Evenness(info.max_step_tokens, self.cohorts.count)
         self.groupings = [Grouping(paging.tree) for _ in range(self.cohorts.count)] if groups else []  # a cohort each
         self.deferral = Deferral()
+        self.faults = Faults()
         self._ended: list[Int64] = []  # slots whose sequences have ended, and that hold pages
         self.preemptions = 0
+        self._shortages = 0  # of them, those for lack of pages
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
 
     def submit(self, request: Request) -> None:
         """A new request joins the queue; one with a grammar may have waited for that, and takes its place by age."""
+        self.shares.open(request)
         join = self.waiting.append if request.guide is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
 
@@ -93,22 +106,39 @@ class Scheduler:
         """
         self.cohorts.balance()
         builder = StepBuilder(self.table, self.info.eos_token_ids, self.guides)
-        preempted = self.preemptions
+        shortages = self._shortages
+        if first and self.waiting:
+            self.give_way(self.shares.look(self.computed_tokens))
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
         budget = max(0, self.evenness.tokens - len(decode))
         prefilling = self._prefilling()
+        owners = self.table.epoch[prefilling]
         admitting = first and self._catch_up(len(prefilling), hurried=hurried, running=len(decode))
-        for slot in prefilling:
-            if budget and self.table.state[slot] == State.PREFILL:
-                budget -= self._prefill(builder, int(slot), budget, preempting=True)
-        if admitting and preempted == self.preemptions:
-            budget = self._admit(builder, budget)
+        above = self.waiting.first_class if admitting else None
+        if above is not None and self.shares.due and len(prefilling) and above <= self.table.priority[prefilling[0]]:
+            budget = self.admitter.admit_due(builder, decode, budget)  # else long prompts would take all of each step
+        for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
+            if above is not None and above < self.table.priority[slot]:
+                above, budget = None, self.admitter.admit_above(builder, decode, budget, self.table.priority[slot])
+            if self.table.state[slot] == State.PREFILL and self.table.epoch[slot] == owner:
+                room = budget + self._rows_behind(slot, decode, budget)
+                try:
+                    budget -= self.prefill(builder, slot, room, preempting=True) if room > 0 else 0
+                except Exception as error:
+                    self.faults.add(int(self.table.rid[slot]), error)
+                    budget = min(budget, 0)  # nobody knows how much of it the step has
+        if above is not None and (lowest := self.shares.accounts.lowest_running()) is not None and above < lowest:
+            budget = self.admitter.admit_above(builder, decode, budget, lowest)
+        if admitting and (shortages == self._shortages or self.shares.due):
+            budget = self.admitter.admit(builder, decode, budget)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
+        if (over := min(-budget, len(decode) + builder.tokens - self.evenness.tokens)) > 0:
+            decode = self._without(decode, over)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
-        self.evenness.observe(exhausted=not budget)
+        self.evenness.observe(exhausted=budget <= 0)
         groups = self._find_groups(decode, hurried=hurried)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
@@ -122,12 +152,26 @@ class Scheduler:
         return step
 
     def preempt(self, slot: int) -> None:
-        """The sequence gives up its pages. It waits again at once, or when its last scheduled token is back."""
-        self.preemptions += 1
+        """Take a sequence's pages, for lack of others. It waits again at once, or when its last token is back."""
+        self._shortages += 1
         request = self.table.requests[slot]
         assert request is not None
         request.preempted.add(int(self.table.sample[slot]))
-        complete = self.table.state[slot] == State.PREFILL or self.table.known[slot] > self.table.length[slot]
+        self._vacate(slot)
+
+    def give_way(self, slots: Iterable[int]) -> None:
+        """Preempt sequences whose slots are for others."""
+        for slot in slots:
+            request = self.table.requests[slot]
+            assert request is not None
+            request.displaced.add(int(self.table.sample[slot]))
+            self._vacate(slot)
+
+    def _vacate(self, slot: int) -> None:
+        self.preemptions += 1
+        table = self.table
+        known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may add tokens
+        complete = table.state[slot] == State.PREFILL or known
         self.paging.surrender(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
         if complete:
@@ -137,6 +181,9 @@ class Scheduler:
         """The sequences have ended, or are not wanted any more. They hold slots and pages until `settle`."""
         for slot in slots.tolist() if self.followers else ():
             self.followers.pop(slot, None)
+        for slot in slots.tolist() if self.table.followers else ():
+            if (follower := self.table.followers.pop(slot, None)) is not None:
+                self.guides.end(follower)
         if not len(slots):
             return
         holding = self.table.state[slots] != State.PREEMPTED
@@ -161,8 +208,13 @@ class Scheduler:
         table.target[behind] = table.known[behind]
         table.state[behind] = State.PREFILL
 
+    def close(self, request: Request) -> None:
+        """Note that all samples of the request have ended."""
+        self.shares.accounts.close(request)
+
     def cancel(self, request: Request) -> None:
         """Gives up all that the request holds; samples of it that wait stay in the queue."""
+        self.close(request)
         self.release(np.array(list(request.slots.values()), np.int64))
         self.stems.drop(request.rid)
 
@@ -178,19 +230,20 @@ class Scheduler:
             self.settle()
         return False
 
-    def _room_for(self, count: int) -> bool:
+    def room_for(self, count: int) -> bool:
         """Whether `count` pages are free. Nothing cached is given up for them as long as ended sequences hold some."""
         if count > self.paging.allocator.free:
             self.settle()
         return self.paging.room_for(count)
 
-    def _running(self) -> Int64:
+    def running(self) -> Int64:
+        """Return the slots that may be preempted."""
         return np.concatenate((self.table.in_state(State.PREFILL), self.table.in_state(State.DECODE)))
 
     def _prefilling(self) -> Int64:
-        """Slots that prefill, higher classes first and within a class in order of arrival."""
-        slots = self.table.in_state(State.PREFILL)
-        in_order: Int64 = slots[np.lexsort((self.table.order[slots], self.table.priority[slots]))]
+        """Slots that prefill, higher classes first and within a class in order of arrival, but granted ones first."""
+        table, slots = self.table, self.table.in_state(State.PREFILL)
+        in_order: Int64 = slots[np.lexsort((table.order[slots], ~table.granted[slots], table.priority[slots]))]
         return in_order
 
     def _grow_decoders(self) -> Int64:
@@ -205,31 +258,34 @@ class Scheduler:
             count = int(np.count_nonzero(full))
             if not count:
                 return slots
-            if self._room_for(count):
+            if self.room_for(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
             if self.stems.drop_youngest():
                 continue
-            running = self._running()
+            running = self.running()
             if len(running) == 1:  # sequences about to end still hold pages: their tokens are on the way
                 return np.compress(~full, slots)
             self.preempt(choose_victim(self.paging, running))
 
-    def _make_room(self, count: int, slot: int) -> bool:
+    def _make_room(self, builder: StepBuilder, count: int, slot: int) -> bool:
         """Room for `count` pages of `slot`, preempting sequences that come after it where that is needed."""
-        while not self._room_for(count):
+        while not self.room_for(count):
             if self.stems.drop_youngest():
                 continue
-            running = self._running()
+            running = self.running()
             priority, order = self.table.priority[running], self.table.order[running]
-            same = (priority == self.table.priority[slot]) & (order > self.table.order[slot])
+            same, younger = priority == self.table.priority[slot], order > self.table.order[slot]
+            spared = self.table.granted[running]
+            same &= (~spared | younger) if self.table.granted[slot] else (~spared & younger)
             later = running[same | (priority > self.table.priority[slot])]
+            later = later[~np.isin(later, builder.busy)]
             if not len(later):
                 return False
             self.preempt(choose_victim(self.paging, later))
         return True
 
-    def _prefill(self, builder: StepBuilder, slot: int, budget: int, *, preempting: bool) -> int:
+    def prefill(self, builder: StepBuilder, slot: int, budget: int, *, preempting: bool) -> int:
         """Schedules the next chunk of `slot`; returns its number of tokens, 0 where there is no room for it."""
         table = self.table
         if preempting:  # who has just started has done so
@@ -237,7 +293,7 @@ class Scheduler:
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = self.paging.missing(slot, start + count)
-        if not (self._make_room(missing, slot) if preempting else self._room_for(missing)):
+        if not (self._make_room(builder, missing, slot) if preempting else self.room_for(missing)):
             return 0
         self.paging.reserve(slot, start + count)
         builder.chunk(slot, start, count)
@@ -254,33 +310,22 @@ class Scheduler:
             self.deferral.concern(1 + len(forks), "regrouping")
         return count
 
-    def _admit(self, builder: StepBuilder, budget: int) -> int:
-        """Starts waiting samples in their order while budget, slots and the forecast allow; returns what is left."""
-        if budget <= 0 or not self.waiting:
-            return budget
-        reserved = {slot: len(forks) for slot, forks in self.followers.items()}
-        self.admission.account(self.computed_tokens, self.starts.computed_twice)
-        allowed = self.admission.count(self.waiting, reserved, self.cohorts.cycles, budget)
-        while allowed > 0 and budget > 0 and self.waiting:
-            pending = self.waiting.pop()
-            stem = self.stems.find(pending.request) if pending.fresh else None
-            if stem is not None:
-                slots = self.starts.start_late(stem, pending, min(allowed, budget), self.steps + 1)
-                if not len(slots):
-                    return budget
-                builder.start(slots)
-                self.deferral.concern(len(slots), "regrouping")
-                allowed, budget = allowed - len(slots), budget - len(slots)
-            elif pending.fresh and pending.request.leader is not None:
-                allowed -= self.starts.follow(pending, allowed)
-            else:
-                slot, forks = self.starts.lead(pending, allowed)
-                # A sample that returns may be older than others of this step: it must not preempt them now.
-                count = self._prefill(builder, slot, budget, preempting=False)
-                if not count:
-                    return budget
-                allowed, budget = allowed - 1 - forks, budget - count
-        return budget
+    def _rows_behind(self, slot: int, decode: Int64, budget: int) -> int:
+        """Return how many rows of `decode` may wait for a step so that `slot` can prefill."""
+        table = self.table
+        if budget >= table.target[slot] - table.length[slot]:
+            return 0
+        behind = table.priority[decode] > table.priority[slot]
+        if table.granted[slot]:
+            behind |= (table.priority[decode] == table.priority[slot]) & ~table.granted[decode]
+        return int(np.count_nonzero(behind & (table.state[decode] == State.DECODE)))
+
+    def _without(self, decode: Int64, count: int) -> Int64:
+        """Return the rows of `decode` without `count` of those that come last."""
+        table = self.table
+        ranked = np.lexsort((table.order[decode], ~table.granted[decode], table.priority[decode]))
+        rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
+        return rows
 
     def _find_groups(self, decode: Int64, *, hurried: bool) -> Groups:
         """Those that save most reading, or what is left of the last ones; none among fewer than two rows."""

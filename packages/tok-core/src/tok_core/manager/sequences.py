@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tok_core.manager.accounts import Account
 from tok_core.manager.families import ALONE
 from tok_core.manager.sparse import sparse_zeros
 from tok_core.messages import Float32, Int32, Int64
@@ -15,8 +16,7 @@ from tok_core.outputs import Pooling
 from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.grammar.compiler import Compiled
-    from tok_core.manager.follower import Follower
+    from tok_core.manager.follower import Follower, Guide
 
 
 class State:
@@ -38,13 +38,16 @@ class Request:
 
     `limit`: tokens, prompt and output, at which its samples end by length; `least`: that each of them has at its end.
     `leader`: the slot that prefills the prompt now, for itself and the samples that fork from it. `asks`: whether the
-    leader's chunks are to tell something of the prompt itself (`prompt_asks`), which they have not yet. `guide`: its
-    grammar, compiled; `resting`: how far samples that wait for a slot again have followed it.
+    leader's chunks are to tell something of the prompt itself (`prompt_asks`), which they have not yet. `guide`: of its
+    grammar; `resting`: how far samples that wait for a slot again have followed it. `tenant`, `salt`: as of
+    `Submit`. `account`: its caller's; `arrived`: when it joined the queue, in seconds; `running`: samples that hold a
+    slot, or will fork from one that prefills; `displaced`: samples that wait because others took their slots.
     """
 
     __slots__ = (
-        *("arrival", "asks", "family", "guide", "leader", "least", "left", "limit", "params", "pooled", "pooling"),
-        *("preempted", "prompt", "reported", "resting", "rid", "samples", "slots", "stop_set", "undrawn"),
+        *("account", "arrival", "arrived", "asks", "displaced", "family", "guide", "leader", "least", "left", "limit"),
+        *("params", "pooled", "pooling", "preempted", "prompt", "reported", "resting", "rid", "running", "salt"),
+        *("samples", "slots", "stop_set", "tenant", "undrawn"),
     )
 
     def __init__(
@@ -56,8 +59,15 @@ class Request:
         max_len: int,
         first_sample: int = 0,
         pooling: Pooling | None = None,
+        tenant: str = "",
+        salt: bytes = b"",
     ) -> None:
         self.rid = rid
+        self.tenant = tenant
+        self.account = Account()
+        self.arrived = 0.0
+        self.running = 0
+        self.salt = salt
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
@@ -69,15 +79,24 @@ class Request:
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
-        self.guide: Compiled | None = None
+        self.guide: Guide | None = None
         self.resting: dict[int, Follower] = {}  # by sample
         self.leader: int | None = None
-        self.preempted: set[int] = set()  # samples that were, at some time
+        self.preempted: set[int] = set()  # samples that were for lack of pages, at some time
+        self.displaced: set[int] = set()
         self.slots: dict[int, int] = {}
         self.reported = False  # whether the engine knows how much of the prompt was cached
         self.pooling = pooling
         self.pooled: Float32 | None = None  # the parts of its embedding that are back, added up
         self.asks = pooling is not None or params.prompt_logprobs is not None
+
+    def hold(self, samples: int) -> None:
+        """Count so many samples more, or fewer, that hold a slot or will fork from one."""
+        before = self.running
+        self.running += samples
+        self.account.running += samples
+        if not before or not self.running:
+            self.account.holders += (self.running > 0) - (before > 0)
 
     @property
     def needs_all(self) -> bool:
@@ -124,11 +143,14 @@ class SequenceTable:
     cohort      a pipeline's: in whose turns it decodes
     drawn       the last step, of a pipeline, in which its present owner drew
     guided      whether a grammar says which tokens it may draw
-    held        whether it waits for the value of its last token, without which nobody knows what it may draw next
+    held        whether it waits for the value of its last token, or for what its grammar allows after it
     followers   by slot, of guided sequences that have drawn: how far they have followed their grammar
     order       age: smaller came first
+    account     its caller's, in its class, by number
+    granted     whether it was started because it had waited too long
     priority    class: the smallest is served first and preempted last
     preempted   whether it was, before
+    salt        its request's, by slot; it stands until the slot has another owner
     """
 
     def __init__(self, slots: int, max_len: int, page_size: int) -> None:
@@ -145,6 +167,8 @@ class SequenceTable:
         self.followers: dict[int, Follower] = {}
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
+        self.account = np.zeros(slots, np.int64)
+        self.granted = np.zeros(slots, np.bool_)
         self.preempted = np.zeros(slots, np.bool_)
         self.rid = np.zeros(slots, np.int64)
         self.sample = np.zeros(slots, np.int32)
@@ -170,6 +194,7 @@ class SequenceTable:
         self.tokens = sparse_zeros((slots, max_len))
         self.pages = sparse_zeros((slots, per_slot))
         self.requests: list[Request | None] = [None] * slots
+        self.salt = [b""] * slots
         self.requests_running = 0  # that have a slot
         self.ended = 0  # slots in that state
         self._free = list(range(slots - 1, -1, -1))
@@ -197,8 +222,10 @@ class SequenceTable:
         del self._free[-len(samples) :]
         self.requests_running += not request.slots
         request.slots.update(zip(samples, slots, strict=True))
+        request.hold(len(samples))
         for slot in slots:
             self.requests[slot] = request
+            self.salt[slot] = request.salt
         self.preempted[slots] = [sample in request.preempted for sample in samples] if request.preempted else False
         found = np.array(slots)
         self._fill(found, request, np.array(samples), tokens)
@@ -209,7 +236,9 @@ class SequenceTable:
         slot = self._free.pop()
         self.requests_running += not request.slots
         request.slots[sample] = slot
+        request.hold(1)
         self.requests[slot] = request
+        self.salt[slot] = request.salt
         self.preempted[slot] = sample in request.preempted
         self._fill(slot, request, sample, tokens)
         return slot
@@ -224,6 +253,7 @@ class SequenceTable:
         self.held[slots] = False
         self.order[slots] = request.arrival * (1 << 20) + samples
         self.priority[slots] = params.priority
+        self.account[slots] = request.account.id
         self.rid[slots] = request.rid
         self.sample[slots] = samples
         self.length[slots] = 0
@@ -251,11 +281,11 @@ class SequenceTable:
             request = self.requests[slot]
             assert request is not None
             del request.slots[sample]
-            if self.followers:
-                self.followers.pop(slot, None)
+            request.hold(-1)
             self.requests_running -= not request.slots
             self.requests[slot] = None
         self.state[slots] = State.ENDED
+        self.granted[slots] = False
         self.epoch[slots] += 1
         self.ended += len(slots)
 

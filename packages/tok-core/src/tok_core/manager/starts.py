@@ -51,7 +51,9 @@ class Starts:
         self.paging.start(slot)
         self.adopt(slot)
         self._report_cached(request, int(self.table.length[slot]))
-        if sample in request.preempted:
+        if sample in request.displaced:
+            request.displaced.discard(sample)
+        elif sample in request.preempted:
             self.computed_twice += len(pending.tokens) - int(self.table.length[slot])
         return slot, self.follow(pending, allowed - 1) if samples else 0
 
@@ -69,6 +71,7 @@ class Starts:
         taken = _take(pending.samples, allowed)
         if taken:
             self.followers.setdefault(request.leader, deque()).extend(taken)
+            request.hold(len(taken))
         self._put_back(pending)
         return len(taken)
 
@@ -80,6 +83,7 @@ class Starts:
             return NOBODY
         request.leader, request.asks = None, False
         followers = self.followers.pop(slot, deque())
+        request.hold(-len(followers))
         if self.paging.fork_cost(slot) <= 1:
             forks = self._fork(slot, request, followers)
         else:
@@ -115,8 +119,9 @@ class Starts:
         sample = int(self.table.sample[slot])
         if (follower := self.table.followers.pop(slot, None)) is not None:
             request.resting[sample] = follower
-        samples = deque([sample])
-        samples += self.followers.pop(slot, deque())
+        followers = self.followers.pop(slot, deque())
+        request.hold(-len(followers))
+        samples = deque([sample, *followers])
         tokens = self.table.tokens[slot, : self.table.known[slot]].copy()
         self.table.free(np.array([slot]))
         self.waiting.put_back(Pending(request, samples, tokens))

@@ -51,7 +51,7 @@ class Stems:
         """Keeps the prompt of `request`, which slot `leader` finishes to prefill in `step`, if there is room."""
         paging, size = self.paging, self.paging.page_size
         depth, rest = divmod(len(request.prompt) - 1, size)
-        match = paging.tree.match(request.prompt[: depth * size])
+        match = paging.tree.match(request.prompt[: depth * size], request.salt)
         assert request.rid not in self._stems
         if match.length < depth * size:
             return  # other sequences' pages, which the leader computed too, do not reach so far
@@ -89,12 +89,19 @@ class Stems:
             self.paging.allocator.release(stem.tail)
             self.paging.tree.unlock(self.paging.tree.node(stem.node))
 
-    def drop_youngest(self) -> bool:
-        """Gives up the stem of the last request of the lowest class; returns whether there was one."""
-        if self._stems:
-            last = max(
-                (stem.request for stem in self._stems.values()), key=lambda one: (one.params.priority, one.arrival)
-            )
-            self.drop(last.rid)
-            return True
-        return False
+    def held(self, priority: int) -> tuple[Int64, int]:
+        """Return the nodes, int64 [n], where prompts of this and higher classes are kept, and the number of tails."""
+        kept = [stem for stem in self._stems.values() if stem.request.params.priority <= priority]
+        return np.array([stem.node for stem in kept], np.int64), sum(len(stem.tail) for stem in kept)
+
+    def drop_youngest(self, below: int | None = None) -> bool:
+        """Give up the stem of the last request of the lowest class; returns whether there was one.
+
+        below  only of classes lower than this one
+        """
+        requests = (stem.request for stem in self._stems.values())
+        last = max(requests, key=lambda one: (one.params.priority, one.arrival), default=None)
+        if last is None or (below is not None and last.params.priority <= below):
+            return False
+        self.drop(last.rid)
+        return True

@@ -42,6 +42,16 @@ class StepBuilder:
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # chunks of prompts of which something is asked
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that prompts and new sequences compute in the step."""
+        return sum(count for _, _, count in self.chunks) + sum(map(len, self.starts))
+
+    @property
+    def busy(self) -> Int64:
+        """Slots that do so."""
+        return np.concatenate((np.array([slot for slot, _, _ in self.chunks], np.int64), *self.starts))
+
     def chunk(self, slot: int, start: int, count: int) -> None:
         """`slot` prefills `count` tokens from `start` on."""
         if not self.table.announced[slot]:

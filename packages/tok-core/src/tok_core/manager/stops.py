@@ -5,13 +5,14 @@ Legend: V vocabulary, S rows of the mask matrix, n tokens of a step.
 Whether a token may complete a stop string is known beforehand (`EndingIndex`). Most that may do not, since
 the string's beginning is not before them: a few bytes of all flagged samples at once tell (`Borders`). Only
 the others are searched, and only at their end. Stop strings are searched in the bytes of the pieces of all
-generated tokens, special tokens' content included.
+generated tokens, special tokens' content included; and where there are such, in the text without it, too, which is what
+clients see.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -57,9 +58,16 @@ class StopSets:
     vocab_size  V: token ids the model can make
     eos_ids     the model's own end ids; those from V on cannot be made and are left out
     pieces      bytes of each token id, missing ones taken as empty; None without a tokenizer
+    hidden_ids  ids of special tokens, which are not shown
     """
 
-    def __init__(self, vocab_size: int, eos_ids: Sequence[int], pieces: Sequence[bytes] | None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        pieces: Sequence[bytes] | None,
+        hidden_ids: Collection[int] = (),
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = [token for token in eos_ids if token < vocab_size]
         self._has_text = pieces is not None
@@ -70,7 +78,8 @@ class StopSets:
         self._index = EndingIndex(arrays)
         self._completing: OrderedDict[str, Endings] = OrderedDict()
         self._masks = np.zeros((4, vocab_size), np.uint8)
-        self._borders = Borders(arrays, len(self._masks))
+        self._hidden = frozenset(token for token in hidden_ids if token < vocab_size and self._pieces[token])
+        self._borders = Borders(arrays, len(self._masks), self._hidden)
         self._free = list(range(len(self._masks)))[::-1]
         self._ids: dict[_StopSet, int] = {}
         self._sets: dict[int, _StopSet] = {}
@@ -113,26 +122,41 @@ class StopSets:
         Of several, the one that ends first; of those that end at the same byte, the longest.
         """
         stops = self._stops[set_id]
-        last = self._pieces[tokens[-1]]
-        before = self._end(tokens[:-1], len(stops[0]) - 1)
-        text = before + last
-        hit, end = b"", len(text) + 1
-        for stop in stops:  # the longest first
-            at = text.find(stop, max(0, len(before) - len(stop) + 1))  # none that had ended before the last token
-            if at >= 0 and at + len(stop) < end:
-                hit, end = stop, at + len(stop)
-        if not hit:
-            return None
         size = int(self._sizes[tokens].sum())
-        return StopHit(hit.decode(), len(tokens), size - len(text) + end - len(hit))
+        last = self._pieces[tokens[-1]]
+        before, count = self._end(tokens[:-1], len(stops[0]) - 1)
+        found = [(-behind, size - behind - len(stop), stop) for _, behind, stop in _ends_in(before, last, stops)]
+        if int(tokens[-1]) not in self._hidden and not self._hidden.isdisjoint(tokens[-1 - count : -1].tolist()):
+            shown, count = self._end(tokens[:-1], len(stops[0]) - 1, self._hidden)
+            recent = tokens[-1 - count :].tolist()
+            found += [
+                (-behind, size - self._size_from(recent, at), stop) for at, behind, stop in _ends_in(shown, last, stops)
+            ]
+        if not found:
+            return None
+        _, cut, stop = min(found)
+        return StopHit(stop.decode(), len(tokens), cut)
 
-    def _end(self, tokens: Int32s, size: int) -> bytes:
-        """The pieces of the last of `tokens`, as many as have `size` bytes together."""
+    def _end(self, tokens: Int32s, size: int, hidden: Collection[int] = ()) -> tuple[bytes, int]:
+        """Return the last pieces, `hidden` ones left out, that have `size` bytes, and the number of their tokens."""
         end, at = b"", len(tokens)
         while len(end) < size and at:
             at -= 1
-            end = self._pieces[tokens[at]] + end
-        return end
+            if (token := int(tokens[at])) not in hidden:
+                end = self._pieces[token] + end
+        return end, len(tokens) - at
+
+    def _size_from(self, tokens: Sequence[int], at: int) -> int:
+        """Return how many bytes of all pieces lie behind the shown byte number `at`, and with it."""
+        size = sum(len(self._pieces[token]) for token in tokens)
+        for token in tokens:
+            piece = self._pieces[token]
+            if token not in self._hidden:
+                if at < len(piece):
+                    return size - at
+                at -= len(piece)
+            size -= len(piece)
+        return size
 
     def _check(self, params: SamplingParams) -> None:
         for token in params.stop_token_ids:
@@ -167,3 +191,12 @@ class StopSets:
                 self._completing.popitem(last=False)
         self._completing.move_to_end(stop)
         return self._completing[stop]
+
+
+def _ends_in(before: bytes, last: bytes, stops: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the place in `before + last`, and the bytes behind, of each string that first ends in `last`."""
+    text = before + last
+    for stop in stops:
+        at = text.find(stop, max(0, len(before) - len(stop) + 1))  # none that ended before the last token
+        if at >= 0:
+            yield at, len(text) - at - len(stop), stop

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tok_core.errors import EngineError
+from tok_core.errors import EngineDead
 
 LOOK = 2.0  # seconds that one look counts, at most
 FEWEST_LOOKS = 4  # that find nothing before a worker is stuck
@@ -29,9 +29,9 @@ class Watch:
 
     def look(self, *, owing: bool) -> None:
         """To be called every second at least. `owing`: steps are at the worker, and none has come back since the last
-        look. Raises EngineError when the worker is stuck: as good as dead."""
+        look. Raises EngineDead when the worker is stuck: as good as dead."""
         now = self._clock()
         self._silent = self._silent + min(max(now - self._looked, 0.0), self._most) if owing else 0.0
         self._looked = now
         if self._silent > self._timeout:
-            raise EngineError(f"no step has come back for {self._timeout:g} s: the worker is stuck")
+            raise EngineDead(f"no step has come back for {self._timeout:g} s: the worker is stuck")

@@ -1,19 +1,33 @@
-"""What a model is: its shape and settings, read from config.json and generation_config.json and checked."""
+"""Read what a model is, its shape and settings, from config.json and generation_config.json, as transformers 5 does."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tok_core.errors import ModelError
+from tok_core.model.config_keys import check_keys
 from tok_core.model.fields import Fields
 from tok_core.model.rope import read_rope
-from tok_kernels import Llama3Scaling
+from tok_core.model.windows import read_windows
+from tok_kernels import RopeScaling
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# By model_type: the class that computes it, and other names that its checkpoints bear.
+ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
+    "mistral": ("MistralForCausalLM", "MistralModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+}
+SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# What transformers takes where config.json has no such key at all.
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+WITH_SPECIAL_TOKENS = ("llama", "mistral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +35,8 @@ class ModelConfig:
     """Shape and settings of a decoder.
 
     `dtype` is the one the checkpoint names; `rope_scaling` None means plain rotary embedding; `max_positions`
-    is the longest context the model was made for; `tied` says that the LM head is the embedding matrix.
+    is the longest context the model was made for, with its scaling; `windows` has for each layer how many positions a
+    token sees, itself included, None for all; `tied` says that the LM head is the embedding matrix.
     """
 
     architecture: str
@@ -34,8 +49,9 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope_base: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: RopeScaling
     max_positions: int
+    windows: tuple[int | None, ...]
     tied: bool
     qkv_bias: bool
     o_bias: bool
@@ -46,84 +62,78 @@ class ModelConfig:
     bos_token_id: int | None
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The configuration of the model in directory `path`.
+def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
+    """The configuration of the model in directory `path`; `ignored` names keys of config.json to pass over.
 
-    Raises ModelError that names the file and the key that is missing or holds what is not supported.
+    Raises ModelError that names the file and the key that is missing, is not known, or holds what is not supported.
     """
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json")
     config = Fields.of_file(path / "config.json")
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
-    vocab_size = config.integer("vocab_size")
-    max_positions = config.integer("max_position_embeddings")
-    num_heads, num_kv_heads, head_dim = _heads(config, architecture)
-    base, scaling = read_rope(config, max_positions)
-    eos, bos = _special_tokens(path, config, vocab_size)
-    qwen2, llama = architecture == "Qwen2ForCausalLM", architecture == "LlamaForCausalLM"
-    attention_bias = not qwen2 and config.flag("attention_bias")
+    family = _family(config)
+    quantised = config.section("quantization_config")
+    if quantised is not None:
+        method = quantised.values.get("quant_method", "unknown")
+        raise ModelError(f"{quantised.origin}: quantised by {method!r}; supported: {', '.join(DTYPES)}")
+    check_keys(config, family, ignored)
+    vocab_size, num_layers = config.integer("vocab_size"), config.integer("num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _heads(config, family)
+    rope = read_rope(config, head_dim, config.integer("max_position_embeddings"))
+    eos, bos = _special_tokens(path, config, family, vocab_size)
+    attention_bias = family in ("llama", "qwen3") and config.flag("attention_bias")
     return ModelConfig(
-        architecture=architecture,
+        architecture=ARCHITECTURES_OF[family][0],
         vocab_size=vocab_size,
         hidden_size=config.integer("hidden_size"),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps"),
-        rope_base=base,
-        rope_scaling=scaling,
-        max_positions=max_positions,
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+        max_positions=rope.max_positions,
+        windows=read_windows(config, family, num_layers, rope.max_positions),
         tied=config.flag("tie_word_embeddings"),
-        qkv_bias=qwen2 or attention_bias,
+        qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=llama and config.flag("mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        mlp_bias=family == "llama" and config.flag("mlp_bias"),
+        qk_norm=family == "qwen3",
         dtype=_dtype(config),
         eos_token_ids=eos,
         bos_token_id=bos,
     )
 
 
-def _architecture(config: Fields) -> str:
+def _family(config: Fields) -> str:
+    """The model_type, one of ARCHITECTURES_OF; where there is none, that of the architecture."""
     names = config.texts("architectures")
-    if not names or names[0] not in SUPPORTED_ARCHITECTURES:
+    families = {name: family for family, known in ARCHITECTURES_OF.items() for name in known}
+    if len(names) > 1 or any(name not in families for name in names):
         raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
-    return names[0]
+    if "model_type" not in config:
+        if not names:
+            raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
+        return families[names[0]]
+    family = config.text("model_type")
+    if family not in ARCHITECTURES_OF:
+        raise config.wrong("model_type", family, ", ".join(ARCHITECTURES_OF))
+    if names and families[names[0]] != family:
+        allowed = f"{', '.join(ARCHITECTURES_OF[family])} (model_type is {family!r})"
+        raise config.wrong("architectures", names, allowed)
+    return family
 
 
-def _refuse_unsupported(config: Fields) -> None:
-    """Raises for what would change the numbers and is not computed here."""
-    quantised = config.section("quantization_config")
-    if quantised is not None:
-        method = quantised.values.get("quant_method", "unknown")
-        raise ModelError(f"{quantised.origin}: quantised by {method!r}; supported: {', '.join(DTYPES)}")
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise config.wrong("hidden_act", activation, "silu")
-    if _slides(config):
-        raise ModelError(f"{config.origin}: asks for sliding-window attention; supported: full attention")
-
-
-def _slides(config: Fields) -> bool:
-    layer_types = config.texts("layer_types")
-    if layer_types:
-        return any(kind != "full_attention" for kind in layer_types)
-    if not config.flag("use_sliding_window") or "sliding_window" not in config:
-        return False
-    return config.integer("max_window_layers", 28, least=0) < config.integer("num_hidden_layers")
-
-
-def _heads(config: Fields, architecture: str) -> tuple[int, int, int]:
+def _heads(config: Fields, family: str) -> tuple[int, int, int]:
     """Query heads, key/value heads and head size; Qwen3 must name its head size, others may leave it out."""
     num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    absent = "num_key_value_heads" not in config.nulls and family in KV_HEADS
+    num_kv_heads = config.integer("num_key_value_heads", KV_HEADS[family] if absent else num_heads)
     derived, rest = divmod(config.integer("hidden_size"), num_heads)
     if "head_dim" not in config and rest:
         raise config.wrong("num_attention_heads", num_heads, "a divisor of hidden_size, or head_dim given")
-    head_dim = config.integer("head_dim", None if architecture == "Qwen3ForCausalLM" else derived)
+    head_dim = config.integer("head_dim", None if family == "qwen3" else derived)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} query heads")
     if head_dim % 2:
@@ -131,15 +141,16 @@ def _heads(config: Fields, architecture: str) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _special_tokens(path: Path, config: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+def _special_tokens(path: Path, config: Fields, family: str, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
     """Ids that end a text and the one that begins it; generation_config.json, if there, has the last word."""
     generation = path / "generation_config.json"
     sources = [Fields.of_file(generation)] if generation.is_file() else []
     sources.append(config)
-    found = {
-        key: next((ids for fields in sources if (ids := fields.token_ids(key, vocab_size))), ())
-        for key in ("eos_token_id", "bos_token_id")
-    }
+    found = {}
+    for key, default in SPECIAL_TOKENS.items():
+        ids = next((ids for fields in sources if (ids := fields.token_ids(key, vocab_size))), ())
+        absent = key not in config and key not in config.nulls and family in WITH_SPECIAL_TOKENS
+        found[key] = ids or ((default,) if absent and default < vocab_size else ())
     return found["eos_token_id"], next(iter(found["bos_token_id"]), None)
 
 

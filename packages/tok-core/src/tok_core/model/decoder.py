@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tok_core.model.config import ModelConfig
@@ -16,16 +17,20 @@ from tok_core.model.layers import MLP, Attention, Embedding, Linear, Placement, 
 from tok_core.parallel.share import Part
 from tok_core.parallel.tensor import VocabularyShards
 from tok_core.parallel.tensor_forms import Form, form
-from tok_kernels import AttentionBatch, LayerCache, rope_table
+from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
 
 
 class DecoderLayer(nn.Module, ABC):
-    """Attention and MLP, each added to the residual stream it reads, normed. A model says how both are made."""
+    """Attention and MLP, each added to the residual stream it reads, normed. A model says how both are made.
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    `number` is the layer's in the model: it says how many positions the attention sees.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, number: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.self_attn = self.attention(config, place)
+        self.self_attn.window = config.windows[number]
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = self.feed_forward(config, place)
 
@@ -70,7 +75,7 @@ class Decoder(nn.Module):
         stage = place.share.place
         embeds = stage.first or (stage.last and config.tied)
         self.embed_tokens = Embedding(config, place) if embeds else None
-        self.layers = nn.ModuleDict({str(number): layer(config, place) for number in place.share.layers})
+        self.layers = nn.ModuleDict({str(number): layer(config, place, number) for number in place.share.layers})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
 
     def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: Step) -> Tensor:
@@ -121,19 +126,26 @@ class CausalLM(nn.Module):
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         logit_row_R: Tensor | None,
+        pass_length_T: Tensor | None = None,
     ) -> Tensor:
         """The last stage: hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
 
         Another one: the residual stream to hand on, `[stream_rows(T), N]`. `x` is token ids `[T]` at the first stage,
         and elsewhere the stream that the stage before has handed on, which may be changed in place. `x` of the first
         stage, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches` holds one
-        entry for each layer of the stage and receives this step's keys and values.
+        entry for each layer of the stage and receives this step's keys and values. `pass_length_T`, int64, says of
+        how many tokens the pass is that each token is rotated for; None: it ends with the token.
         """
         shared = None if self.tensor is None else form(self.tensor, len(position_T))
         if self.share.place.first:
             assert self.model.embed_tokens is not None
             x = self.model.embed_tokens(x, shared)
-        x = self.model(x, caches, Step(position_T, kv_index_T, batch, self.cos_sin_LD, shared))
+        table, row_T = self.cos_sin_LD, position_T
+        if pass_length_T is not None:
+            config = self.config
+            table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
+            row_T = torch.arange(len(table), device=table.device)
+        x = self.model(x, caches, Step(row_T, kv_index_T, batch, table, shared))
         if not self.share.place.last:
             return x
         if shared is not None:

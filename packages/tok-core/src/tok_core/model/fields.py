@@ -12,12 +12,14 @@ from tok_core.errors import ModelError
 class Fields:
     """The values of one JSON object. A key set to null counts as absent: transformers writes so.
 
-    `origin` says in errors where the object stands ("…/config.json", "…/config.json: rope_parameters").
+    `origin` says in errors where the object stands ("…/config.json", "…/config.json: rope_parameters"); `nulls` are the
+    keys set to null, for the few that mean something else than an absent one.
     """
 
     def __init__(self, origin: str, values: Mapping[str, object]) -> None:
         self.origin = origin
         self.values = {key: value for key, value in values.items() if value is not None}
+        self.nulls = frozenset(values) - frozenset(self.values)
 
     @classmethod
     def of_file(cls, path: Path) -> Fields:
@@ -47,12 +49,20 @@ class Fields:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        """A boolean, false when absent."""
-        value = self.values.get(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers, which must be there."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or not value:
+            raise self.wrong(key, value, "a list of positive numbers")
+        one_by_one = Fields(f"{self.origin}: {key}", {str(index): item for index, item in enumerate(value)})
+        return tuple(one_by_one.number(str(index)) for index in range(len(value)))
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string. Without a default the key must be there."""

@@ -41,10 +41,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers of one forward pass share: positions and cache rows, int64 `[T]`; what to attend to; how the
-    ranks compute it together, None for one that is alone."""
+    """What the layers of one forward pass share: rows of `cos_sin_LD` and of the cache, int64 `[T]`; what to attend to;
+    how the ranks compute it together, None for one that is alone."""
 
-    position_T: Tensor
+    rope_row_T: Tensor
     kv_index_T: Tensor
     batch: AttentionBatch
     cos_sin_LD: Tensor
@@ -137,11 +137,15 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions, over a paged cache."""
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions, over a paged cache.
+
+    `window` is the number of positions that a token sees, itself included; None: all up to its own.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.window: int | None = None
         self.backend = place.backend
         q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
         hidden = Part.whole(config.hidden_size)
@@ -162,10 +166,10 @@ class Attention(nn.Module):
             qkv_TF = form.enter(x_TN, norm, self.qkv_proj)[: form.tokens]
         q_THD, k_TKD, v_TKD = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv_TF.split(self.sizes, dim=-1))
         q_THD = self.backend.rope_and_write_kv(
-            *(q_THD, k_TKD, v_TKD, step.position_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
+            *(q_THD, k_TKD, v_TKD, step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
             dtype=x_TN.dtype,
         )
-        out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5).flatten(1)
+        out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
         if form is not None:
             return form.leave(out_TF, self.o_proj, x_TN)
         out_TN: Tensor = self.o_proj(out_TF, residual_TN=x_TN)

@@ -8,6 +8,7 @@ import zlib
 import torch
 
 from tok_core.errors import InvalidField
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.model.decoder import CausalLM
 from tok_core.model.targets import Target, targets
 
@@ -26,6 +27,7 @@ def dummy(
     """
     generator = torch.Generator(model.cos_sin_LD.device)
     for name, target in targets(model).items():
+        HEARTBEAT.turned()
         _fill(target, f"{seed} {name}", generator)
     if eos_probability is not None:
         _favour_end_ids(model, eos_probability, eos_temperature)

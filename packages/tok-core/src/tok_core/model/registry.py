@@ -12,6 +12,7 @@ from tok_core.model.config import ModelConfig
 from tok_core.model.decoder import CausalLM
 from tok_core.model.layers import Placement
 from tok_core.model.llama import LlamaForCausalLM
+from tok_core.model.mistral import MistralForCausalLM
 from tok_core.model.qwen2 import Qwen2ForCausalLM
 from tok_core.model.qwen3 import Qwen3ForCausalLM
 from tok_core.parallel.place import Place
@@ -20,7 +21,7 @@ from tok_core.parallel.tensor import TensorParallel
 from tok_kernels import Backend
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
-    {model.__name__: model for model in (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
+    {model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
 )
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tok_core.errors import ModelError
+from tok_core.heartbeat import HEARTBEAT
+from tok_core.model.config import ModelConfig
 from tok_core.model.decoder import CausalLM
 from tok_core.model.float16 import keep_coarse
 from tok_core.model.targets import StoredTensor, Target, targets
@@ -18,26 +24,56 @@ from tok_core.model.targets import StoredTensor, Target, targets
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")
 NAMED_AT_MOST = 8  # tensors an error lists before it only counts
-_OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
+EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
+_OUTER = (EMBEDDING, "model.norm.weight", HEAD)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def load(model: CausalLM, path: Path) -> None:
     """Copies the checkpoint in directory `path` into `model`, cast to its dtype; reads nothing that is not its own.
 
-    All ranks of a stage are to call it together. What float16 has not the range for is read a second time.
-    Raises ModelError for missing, unexpected, misshapen or non-float tensors and for unreadable files.
+    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage are to call it together. What
+    float16 has not the range for is read a second time.
+    Raises ModelError for missing, unexpected, misshapen, repeated or non-float tensors, for unreadable files, and for
+    an LM head that is not the embedding of a model built as tied: see `as_stored`.
     """
+    if as_stored(model.config, path) != model.config:
+        raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
     wanted, files = targets(model), checkpoint_files(path)
-    elsewhere = _Elsewhere(model, wanted)
-    missing = set(wanted)
+    names = _canonical_names(model, files, wanted)
+    missing = set(wanted).difference(*(found.values() for found in names.values()))
     for file in files:
-        missing -= _load_file(file, wanted, elsewhere, model.dtype)
+        _load_file(file, names[file], wanted, model.dtype)
     if missing:
         raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
     if again := keep_coarse(model):
         for file in files:
-            _load_file(file, again, elsewhere, model.dtype)
+            _load_file(file, {name: own for name, own in names[file].items() if own in again}, again, model.dtype)
+
+
+def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
+    """`config`, untied where the checkpoint in directory `path` has an LM head that differs from its embedding.
+
+    transformers 5 does the same: such a checkpoint is not what its config says.
+    """
+    if not config.tied:
+        return config
+    stored: dict[str, tuple[Path, str]] = {}
+    for file in checkpoint_files(path):
+        with _opened(file) as tensors:
+            stored |= {_prefixed(name): (file, name) for name in tensors.keys()}  # noqa: SIM118 – no mapping
+    if EMBEDDING not in stored or HEAD not in stored:
+        return config
+    with _opened(stored[EMBEDDING][0]) as first, _opened(stored[HEAD][0]) as second:
+        embedding, head = first.get_slice(stored[EMBEDDING][1]), second.get_slice(stored[HEAD][1])
+        if embedding.get_shape() != head.get_shape():
+            return replace(config, tied=False)
+        for start in range(0, embedding.get_shape()[0], COMPARED_ROWS):
+            rows = slice(start, start + COMPARED_ROWS)
+            if not torch.equal(embedding[rows,].float(), head[rows,].float()):
+                return replace(config, tied=False)
+    return config
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -57,24 +93,64 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _load_file(file: Path, wanted: Mapping[str, Target], elsewhere: _Elsewhere, dtype: torch.dtype) -> set[str]:
-    """Copies the tensors of one file; returns their names."""
-    loaded = set()
+@contextmanager
+def _opened(file: Path) -> Iterator[TensorFile]:
+    """The tensors of a file. Raises ModelError where it cannot be read."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 – no mapping
-                if name not in wanted and name in elsewhere:
-                    continue
-                stored = tensors.get_slice(name)
-                target = _checked(file, name, stored, wanted)
-                own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
-                # What is held in a finer dtype than asked for is seen to later.
-                if not target.fill(own) and target.view.dtype == dtype:
-                    raise _no_room(file, name, dtype)
-                loaded.add(name)
+            yield tensors
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
-    return loaded
+
+
+def _prefixed(name: str) -> str:
+    """A tensor's name with the prefix that AutoModel leaves out."""
+    return name if name.startswith(PREFIX) or name == HEAD else PREFIX + name
+
+
+def _canonical_names(model: CausalLM, files: list[Path], wanted: Mapping[str, Target]) -> dict[Path, dict[str, str]]:
+    """For each file the tensors that are wanted of it: their names there, and the model's names.
+
+    A tied model without a stored embedding takes its LM head for it. Raises ModelError for tensors that have no place
+    in the model, and for those that are stored twice.
+    """
+    names: dict[Path, dict[str, str]] = {}
+    for file in files:
+        with _opened(file) as tensors:
+            names[file] = {name: _prefixed(name) for name in tensors.keys()}  # noqa: SIM118 – no mapping
+    stored = [own for found in names.values() for own in found.values()]
+    if model.config.tied and EMBEDDING not in stored:
+        names = {
+            file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
+            for file, found in names.items()
+        }
+    elsewhere, seen = _Elsewhere(model, wanted), set()
+    for file, found in names.items():
+        for name, own in list(found.items()):
+            if own in seen:
+                raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
+            seen.add(own)
+            if own in wanted:
+                continue
+            if own not in elsewhere:
+                with _opened(file) as tensors:
+                    shape = tensors.get_slice(name).get_shape()
+                raise ModelError(f"{file}: tensor {name} {shape} has no place in the model")
+            del found[name]
+    return names
+
+
+def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, Target], dtype: torch.dtype) -> None:
+    """Copy the tensors of one file, `names` of which have those of `wanted`."""
+    with _opened(file) as tensors:
+        for name, own_name in names.items():
+            HEARTBEAT.turned()
+            stored = tensors.get_slice(name)
+            target = _checked(file, name, stored, wanted[own_name])
+            own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
+            # What is held in a finer dtype than asked for is seen to later.
+            if not target.fill(own) and target.view.dtype == dtype:
+                raise _no_room(file, name, dtype)
 
 
 def _no_room(file: Path, name: str, dtype: torch.dtype) -> ModelError:
@@ -82,6 +158,16 @@ def _no_room(file: Path, name: str, dtype: torch.dtype) -> ModelError:
     return ModelError(
         f"{file}: tensor {name} holds numbers beyond {most:.0f}, which {short} cannot hold; --dtype float32 can"
     )
+
+
+class TensorFile(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> StoredTensor: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class _Elsewhere:
@@ -94,7 +180,7 @@ class _Elsewhere:
         self._of_layer = {found[2] for name in wanted if (found := _LAYER.fullmatch(name))}
 
     def __contains__(self, name: str) -> bool:
-        if name.endswith("rotary_emb.inv_freq") or (self._tied and name == "lm_head.weight"):
+        if name.endswith("rotary_emb.inv_freq") or (self._tied and name == HEAD):
             return True
         found = _LAYER.fullmatch(name)
         if found is None:
@@ -102,16 +188,14 @@ class _Elsewhere:
         return int(found[1]) in self._layers and found[2] in self._of_layer
 
 
-def _checked(file: Path, name: str, stored: StoredTensor, wanted: Mapping[str, Target]) -> Target:
-    if name not in wanted:
-        raise ModelError(f"{file}: tensor {name} {stored.get_shape()} has no place in the model")
-    expected = wanted[name].shape
+def _checked(file: Path, name: str, stored: StoredTensor, target: Target) -> Target:
+    expected = target.shape
     if stored.get_shape() != expected:
         raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
     if stored.get_dtype() not in STORED_DTYPES:
         allowed = ", ".join(STORED_DTYPES)
         raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
-    return wanted[name]
+    return target
 
 
 def _listed(names: set[str], wanted: Mapping[str, Target]) -> str:

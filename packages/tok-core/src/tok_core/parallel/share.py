@@ -86,6 +86,7 @@ class Share:
         return replace(
             whole,
             num_layers=len(self.layers),
+            windows=whole.windows[self.layers.start : self.layers.stop],
             num_heads=self.heads.count,
             num_kv_heads=self.kv_heads.count,
             intermediate_size=self.intermediate.count,

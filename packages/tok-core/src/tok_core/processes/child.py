@@ -11,19 +11,24 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import IO
 
 import zmq
 
 from tok_core.errors import TokError, to_wire
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.log_format import set_format
-from tok_core.messages import Failed, FromWorker, Launch, StepInput, ToManager, decoder, encode
+from tok_core.messages import Beat, Failed, FromWorker, Launch, StepInput, ToManager, decoder, encode
 from tok_core.processes.sockets import Receiver, Sender
 
 log = logging.getLogger("tok_core")
 
 LENGTH = struct.Struct("<I")
+BEAT_EVERY = 1.0  # seconds, at most
+BEATS = 20  # within a step timeout, at least
+FAULTY = 71  # exit status of a process that met an error which nobody foresaw
 ORPHANED = 70  # exit status of a child whose parent is gone
 
 Work = Callable[["zmq.Context[zmq.Socket[bytes]]", Launch, Receiver[StepInput]], None]
@@ -52,14 +57,29 @@ def main(work: Work | None = None) -> int:
     launch = read_launch(sys.stdin.buffer)
     set_format(launch.role, launch.log_level, json=launch.json_log)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
+    start_beating(launch)
     try:
         _run(zmq.Context(), launch, work)
-    except Exception as error:
+    except BaseException as error:
         report_failure(launch, error)
+        os._exit(1 if isinstance(error, TokError) else FAULTY)
     os._exit(1)  # not by way of destructors: other threads still use sockets and the device
 
 
-def report_failure(launch: Launch, error: Exception) -> None:
+def start_beating(launch: Launch) -> None:
+    """Tell the engine from now on, in a thread, how often this process's main loop has turned."""
+    threading.Thread(target=_send_beats, args=(launch,), name="heartbeat", daemon=True).start()
+
+
+def _send_beats(launch: Launch) -> None:
+    reports = Sender(zmq.Context(), launch.reports)
+    pause = min(BEAT_EVERY, launch.config.step_timeout / BEATS)
+    while True:
+        reports.send(Beat(launch.role, HEARTBEAT.beat()))
+        time.sleep(pause)
+
+
+def report_failure(launch: Launch, error: BaseException) -> None:
     """Tells the engine why this process ends; from any thread."""
     if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
         log.error("%s failed", launch.role, exc_info=error)

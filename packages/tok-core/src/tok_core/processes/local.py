@@ -31,6 +31,7 @@ class LocalPorts:
         self._arrived: list[ToManager] = []
         self._launched: deque[Launched] = deque()
         self._idle = False
+        self.computing = False  # in the worker, rather than in the manager; stays so when that raises
 
     def submit(self, message: ToManager) -> None:
         """From any thread: a request or a cancellation."""
@@ -48,12 +49,16 @@ class LocalPorts:
 
     def outputs(self) -> list[StepOutput]:
         if self._launched and (self._idle or len(self._launched) >= self._run_ahead):
-            self._idle = False
-            return [self._launched.popleft().output()]
+            self._idle, self.computing = False, True
+            found = self._launched.popleft().output()
+            self.computing = False
+            return [found]
         return []
 
     def send(self, step: StepInput) -> None:
+        self.computing = True
         self._launched.append(self._runner.launch(step))
+        self.computing = False
 
     def report(self, progress: Progress) -> None:
         self._report(progress)

@@ -8,6 +8,8 @@ import zmq
 
 from tok_core.collector import settle
 from tok_core.errors import ModelError
+from tok_core.grammar.checker import Task
+from tok_core.grammar.processes import WorkerProcesses
 from tok_core.manager.loop import Manager
 from tok_core.messages import (
     EngineInfo,
@@ -69,6 +71,10 @@ class SocketPorts:
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))
 
+    def watch(self, descriptor: int) -> None:
+        """Makes `wait` return, too, when the descriptor is readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
 
 def load_tokenizer(model: str) -> Tokenizer | None:
     """Of whose pieces stop strings are found, and whose vocabulary grammars are for; None for a model without a usable
@@ -90,7 +96,9 @@ def run_manager(
     tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
-    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer)
+    workers = WorkerProcesses(Task(launch.config.model, info.vocab_size, info.eos_token_ids))
+    ports.watch(workers.fileno())
+    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
     settle()
     ports.announce(info)
     manager.run()

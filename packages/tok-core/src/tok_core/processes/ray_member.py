@@ -16,11 +16,13 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import Argument, ModelError, TokError, to_wire
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.hub import resolve
 from tok_core.log_format import set_format
 from tok_core.messages import FromWorker, Launch, StepInput, ToManager, decoder
 from tok_core.parallel.meeting import Meeting
 from tok_core.parallel.place import Place
+from tok_core.processes.child import start_beating
 from tok_core.processes.sockets import Receiver
 
 log = logging.getLogger("tok_core")
@@ -56,8 +58,11 @@ class _Member(ABC):
         take_usual_priority()
         if visible:  # before CUDA is asked for the first time
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        start_beating(launch)
         try:
-            self.serve(msgspec.structs.replace(launch, config=self._at_home(launch.config)))
+            with HEARTBEAT.coarse():  # a model may be fetched
+                config = self._at_home(launch.config)
+            self.serve(msgspec.structs.replace(launch, config=config))
         except Exception as error:
             if not isinstance(error, TokError):
                 log.exception("%s failed", launch.role)

@@ -14,7 +14,8 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Failed, ToEngine, ToManager
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Silence, ToManager
+from tok_core.processes.liveness import Liveness
 from tok_core.processes.ray_actors import RayActors
 from tok_core.processes.replica import Death, Report
 from tok_core.processes.sockets import Receiver, Sender
@@ -34,13 +35,15 @@ class RayReplica:
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death, *, model: str) -> None:
         path = Path(model).expanduser()
         config = msgspec.structs.replace(config, model=str(path.resolve()) if path.is_dir() else model)
+        self._config = config
         self._index = index
         self._report = report
         self._death = death
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._reports: Receiver[ToEngine] | None = None
+        self._reports: Receiver[FromProcess] | None = None
+        self._silent = ""
         self._requests: Sender | None = None
         self.actors = RayActors(config, self._closing.is_set)
         self._thread = threading.Thread(target=self._run, name="ray-replica", daemon=True)
@@ -59,43 +62,59 @@ class RayReplica:
             self._thread.join()
 
     def _run(self) -> None:
+        by_request = False
         try:
-            reason = self._serve()
-        except Exception as error:
+            reason, by_request = self._serve()
+        except BaseException as error:  # else nobody would hear of the thread's end
             if not isinstance(error, TokError):
                 log.exception("the replica failed")
             self._report(Failed(*to_wire(error)))
             reason = "the replica's actors cannot be started or watched"
-        self._end()
-        if not self._closing.is_set():
-            self._death(self, reason)
+        try:
+            self._end()
+        finally:
+            if not self._closing.is_set():
+                self._death(self, reason, by_request=by_request)
 
-    def _serve(self) -> str:
-        """Returns why it ends."""
+    def _serve(self) -> tuple[str, bool]:
+        """Returns why it ends, and whether a request is to blame."""
         self.actors.start()
         if self._closing.is_set():
-            return ""
+            return "", False
         host = ray.util.get_node_ip_address()  # as others know this one
-        reports = self._reports = Receiver(self._context, f"tcp://{host}:*", ToEngine)
+        reports = self._reports = Receiver(self._context, f"tcp://{host}:*", FromProcess)
         with self._lock:
             self._requests = Sender(self._context, self.actors.requests)
         self.actors.run(self._index, reports.address)
+        liveness = Liveness(self.actors.members, self._config)
         while not self._closing.is_set():
-            self._read(reports, GLANCE)
+            self._read(reports, liveness, GLANCE)
+            if hung := liveness.hung:
+                return hung, hung.startswith("the manager")
             ended = self.actors.ended()
             if ended is not None:
                 reason, failed = ended
                 if failed is not None:
                     self._report(failed)
-                return reason
-        return ""
+                # The manager's own errors are of other kinds.
+                unforeseen = failed is not None and failed.kind == "EngineError"
+                return reason, unforeseen and reason.startswith("the manager")
+        return "", False
 
-    def _read(self, reports: Receiver[ToEngine], seconds: float) -> None:
+    def _read(self, reports: Receiver[FromProcess], liveness: Liveness, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             message = reports.wait(left)
-            if message is not None:
+            if isinstance(message, Beat):
+                liveness.hear(message)
+            elif message is not None:
+                if isinstance(message, EngineInfo):
+                    liveness.serve()
                 self._report(message)
+        liveness.look()
+        if liveness.silent != self._silent:
+            self._silent = liveness.silent
+            self._report(Silence(self._silent))
 
     def _end(self) -> None:
         self.actors.end()
@@ -107,11 +126,12 @@ class RayReplica:
                 self._requests = None
         self._context.term()
 
-    def _read_rest(self, reports: Receiver[ToEngine]) -> None:
+    def _read_rest(self, reports: Receiver[FromProcess]) -> None:
         """What a dying process had to say."""
         try:
             for message in reports.all():
-                self._report(message)
+                if not isinstance(message, Beat):
+                    self._report(message)
         except Exception:
             log.exception("a last report of the engine's processes cannot be handled")
         reports.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -15,11 +16,14 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
+from tok_core.lifeline import keep_lifeline
 from tok_core.log_format import is_json
-from tok_core.messages import Failed, Launch, ToEngine, ToManager
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Launch, Silence, ToEngine, ToManager
 from tok_core.parallel.place import Place, places
-from tok_core.processes.child import write_launch
+from tok_core.processes.child import FAULTY, write_launch
+from tok_core.processes.liveness import Liveness
 from tok_core.processes.local import Closed, LocalPorts
+from tok_core.processes.scratch import ScratchDirectory
 from tok_core.processes.sockets import Receiver, Sender
 
 log = logging.getLogger("tok_core")
@@ -28,7 +32,12 @@ if TYPE_CHECKING:
     from tok_core.manager.loop import Manager
 
 Report = Callable[[ToEngine], None]
-Death = Callable[["Replica", str], None]
+
+
+class Death(Protocol):
+    """Hears of a replica's end, and why. `by_request`: what it was asked to compute is to blame, and not a device."""
+
+    def __call__(self, replica: Replica, reason: str, *, by_request: bool = False) -> None: ...
 
 
 class Replica(Protocol):
@@ -82,13 +91,16 @@ class ThreadReplica:
             return
         except Closed:
             return
-        except Exception as error:
+        except BaseException as error:  # else nobody would hear of the thread's end
+            error_raised = error
             failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
             if not isinstance(error, TokError):
                 log.exception("the replica failed")
+        # What the worker raises may be the device's fault; the manager does nothing but what requests ask for.
+        by_request = self._ports is not None and not self._ports.computing and not isinstance(error_raised, TokError)
         self._ports = self.manager = None  # lets go of weights and cache before another replica measures memory
         self._report(failed)
-        self._death(self, reason)
+        self._death(self, reason, by_request=by_request)
 
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
@@ -112,8 +124,12 @@ class ThreadReplica:
             manager.close()
 
 
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+ENDING = 20.0  # seconds that a killed process may take to be gone; one within the kernel or a driver may take for ever
+
+
 class ProcessReplica:
-    """Manager and workers as child processes. When one ends, the others are ended and the death reported once.
+    """Manager and workers as child processes. When one ends or hangs, all are ended and the death reported once.
 
     `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
     `program` is what they run.
@@ -127,16 +143,15 @@ class ProcessReplica:
         self._places = list(places(config.pp, config.tp))
         self._report = report
         self._death = death
-        # The path of a local socket has at most some 107 bytes.
-        parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"
-        self._directory = tempfile.TemporaryDirectory(prefix="tok-", dir=parent, ignore_cleanup_errors=True)
+        self._directory = ScratchDirectory("sockets")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lock = threading.Lock()
         self._ending = False
         self._ended = threading.Event()
         self._read_on = True
+        self._silent = ""
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        self._reports: Receiver[ToEngine] = Receiver(self._context, self._address("reports"), ToEngine)
+        self._reports: Receiver[FromProcess] = Receiver(self._context, self._address("reports"), FromProcess)
         self._requests = Sender(self._context, self._address("requests"))
         self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
 
@@ -144,10 +159,11 @@ class ProcessReplica:
         with self._lock:
             if self._ending:
                 return
-            self._reader.start()
             for place in self._places:
                 self._spawn("worker" if place.workers == 1 else f"worker {place.number}", place)
             self._spawn("manager", None)
+            self._liveness = Liveness(self.children, self._config)
+            self._reader.start()
         for role in self.children:
             threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
 
@@ -171,6 +187,7 @@ class ProcessReplica:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
+        keep_lifeline(child.stdin)
         write_launch(child.stdin, self._launch(role, place))
 
     def _launch(self, role: str, place: Place | None) -> Launch:
@@ -194,19 +211,48 @@ class ProcessReplica:
             while self._read_on:
                 message = self._reports.wait(0.1)
                 if message is not None:
-                    self._report(message)
-        except Exception:  # nothing would be heard any more: end the processes, and let their watchers tell
+                    self._hear(message)
+                if self._look():
+                    return
+        except BaseException:  # nothing would be heard any more: end the processes, and let their watchers tell
             log.exception("a report of the engine's processes cannot be handled")
             for child in self.children.values():
                 child.kill()
 
+    def _hear(self, message: FromProcess) -> None:
+        if isinstance(message, Beat):
+            self._liveness.hear(message)
+            return
+        if isinstance(message, EngineInfo):
+            self._liveness.serve()
+        self._report(message)
+
+    def _look(self) -> bool:
+        """Report processes that fall silent or are heard again; return whether one hangs, after seeing to its end."""
+        self._liveness.look()
+        if self._liveness.silent != self._silent:
+            self._silent = self._liveness.silent
+            self._report(Silence(self._silent))
+        if hung := self._liveness.hung:
+            fall = partial(self._fall, hung, by_request=hung.startswith("the manager"))
+            threading.Thread(target=fall, name="fall", daemon=True).start()  # it joins this one
+        return bool(hung)
+
     def _watch(self, role: str) -> None:
         status = self.children[role].wait()
-        if not self._begin_end():
-            return
-        reason = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        self._end()
-        self._death(self, f"the {role} process was {reason}" if status < 0 else f"the {role} process {reason}")
+        if status < 0:
+            reason = f"the {role} process was killed by signal {-status}"
+        else:
+            reason = f"the {role} process exited with status {status}"
+        self._fall(reason, by_request=role == "manager" and (status == FAULTY or -status in CRASHES))
+
+    def _fall(self, reason: str, *, by_request: bool) -> None:
+        """End all processes because one has ended or hangs, and report the death; done once."""
+        if self._begin_end():
+            try:
+                self._end()
+            finally:
+                self._death(self, reason, by_request=by_request)
 
     def _begin_end(self) -> bool:
         """Whether the caller is the one to end the replica."""
@@ -215,22 +261,31 @@ class ProcessReplica:
             return first
 
     def _end(self) -> None:
-        for child in self.children.values():
-            child.kill()
-        for child in self.children.values():
-            child.wait()
-            assert child.stdin is not None
-            child.stdin.close()
-        self._read_on = False
-        if self._reader.is_alive():
-            self._reader.join()
+        try:
+            for child in self.children.values():
+                child.kill()
+            for role, child in self.children.items():
+                try:
+                    child.wait(ENDING)
+                except subprocess.TimeoutExpired:
+                    log.error("the %s process %d cannot be killed", role, child.pid)
+                assert child.stdin is not None
+                child.stdin.close()
+            self._read_on = False
+            if self._reader.is_alive():
+                self._reader.join()
+            self._clear_up()
+        finally:
+            self._ended.set()
+
+    def _clear_up(self) -> None:
         try:
             for message in self._reports.all():  # what a dying process had to say
-                self._report(message)
+                if not isinstance(message, Beat):
+                    self._report(message)
         except Exception:
             log.exception("a last report of the engine's processes cannot be handled")
         self._reports.close()
         self._requests.close(linger=0)
         self._context.term()
         self._directory.cleanup()
-        self._ended.set()

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from tok_core.collector import settle
+from tok_core.heartbeat import HEARTBEAT, TURN
 from tok_core.messages import Launch, StepInput
 from tok_core.parallel.place import Place
 from tok_core.processes.child import report_failure
@@ -34,7 +35,8 @@ def run_worker(
         outputs.send(info)
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
-        step = steps.wait(None)
+        HEARTBEAT.turned()
+        step = steps.wait(TURN)
         if step is not None:
             launched.put(runner.launch(step))
 
@@ -51,6 +53,6 @@ def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | Non
             output = launched.get().output()
             if outputs is not None:
                 outputs.send(output)
-    except Exception as error:
+    except BaseException as error:
         report_failure(launch, error)
         os._exit(1)

@@ -1,7 +1,7 @@
 """Detokeniser: one sample's text while its tokens arrive, each character once and none too early.
 
 Positions are bytes of the pieces of *all* generated tokens, special ones included, counted from the first: in
-these bytes stop strings are found. What is shown are the bytes of the tokens that are not special. Bytes go
+these bytes stop strings are found, and in those that are shown: the bytes of the tokens that are not special. Bytes go
 through three stations: those that may yet belong to a stop string wait in `_tail`; released, they pass an
 incremental UTF-8 decoder, which holds an unfinished character back.
 """
@@ -30,6 +30,7 @@ class Detokeniser:
         self._tokenizer = tokenizer
         self._utf8 = _Characters()
         self._watches = [_Watch(stop.encode()) for stop in stops]
+        self._of_shown: list[_Watch] | None = None  # of the bytes shown, once others differ from them
         self._tail: deque[tuple[bytes, bytes]] = deque()  # piece, and what is visible of it: all or nothing
         self._released = 0
         self._seen = 0
@@ -48,14 +49,16 @@ class Detokeniser:
         if not self._watches:
             return self._utf8.decode(shown)
         self._seen += len(piece)
-        held = 0
-        for watch in self._watches:
-            watch.feed(piece)
-            held = max(held, watch.held)
-        if not held and not self._tail:
+        if self._of_shown is None and len(shown) < len(piece):
+            self._of_shown = [watch.copy() for watch in self._watches]
+        held = _feed(self._watches, piece)
+        held_of_shown = 0 if self._of_shown is None else _feed(self._of_shown, shown)
+        if not held and not held_of_shown and not self._tail:
             self._released = self._seen
             return self._utf8.decode(shown)
         self._tail.append((piece, shown))
+        if held_of_shown:
+            held = max(held, self._size_of(held_of_shown))
         return self._utf8.decode(self._release(self._seen - held))
 
     def finish(self, keep_bytes: int | None = None) -> str:
@@ -72,6 +75,16 @@ class Detokeniser:
         self._tail.clear()
         return text
 
+    def _size_of(self, shown_bytes: int) -> int:
+        """Return how many bytes of all pieces there are from the first of the last `shown_bytes` on."""
+        size = 0
+        for piece, shown in reversed(self._tail):
+            if shown_bytes <= len(shown):
+                return size + shown_bytes
+            size += len(piece)
+            shown_bytes -= len(shown)
+        return size
+
     def _release(self, end: int) -> bytes:
         """Takes the bytes before position `end` off the tail; what of them is visible."""
         parts = []
@@ -83,6 +96,15 @@ class Detokeniser:
                 self._tail.appendleft((piece[count:], shown[count:]))
             self._released += count
         return b"".join(parts)
+
+
+def _feed(watches: Sequence[_Watch], piece: bytes) -> int:
+    """Return how many of the last bytes may belong to any of the stop strings, now that `piece` follows."""
+    held = 0
+    for watch in watches:
+        watch.feed(piece)
+        held = max(held, watch.held)
+    return held
 
 
 class _Characters:
@@ -113,6 +135,12 @@ class _Watch:
         self._borders = _borders(stop)
         self._state = 0
         self.held = 0
+
+    def copy(self) -> _Watch:
+        """Return another one that has been fed the same."""
+        found = _Watch(self._stop)
+        found._state, found.held = self._state, self.held
+        return found
 
     def feed(self, piece: bytes) -> None:
         """Then `held` is the longest suffix that begins the stop string or begins with one ended here."""

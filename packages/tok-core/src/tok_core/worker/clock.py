@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from tok_core.heartbeat import HEARTBEAT
+
 log = logging.getLogger("tok_core")
 
 
@@ -16,6 +18,7 @@ class Clock:
 
     def done(self, part: str) -> None:
         """`part` is what was done since the last call, or since this was made."""
+        HEARTBEAT.turned()
         now = time.monotonic()
         log.debug("start: %s: %.1f s", part, now - self._began)
         self._began = now

@@ -24,6 +24,10 @@ def extras(step: StepInput) -> dict[str, np.ndarray]:
     arrays = {"sample_slot": step.sample_slot}
     if len(step.mask_row):
         arrays |= {"mask_of": step.mask_of, "mask": step.mask}
+    if len(step.penalty_row):
+        # A fork's last page is copied after the step: its context is read where the row was computed, from its leader.
+        computing = np.concatenate((step.decode_slot, step.prefill_slot))
+        arrays["context_slot"] = computing[step.sample_row[step.penalty_row]]
     return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
 
 
@@ -76,7 +80,7 @@ def _draw(
         seed=state.seed[slots],
         sample=state.sample[slots],
         position=state.columns.length[slots],
-        penalties=_penalties(state, step, asking.get("penalty_row"), slots),
+        penalties=_penalties(state, step, put, asking.get("penalty_row"), slots, chunk),
         bias=_bias(state, asking.get("bias_row"), slots),
         filters=_filters(state, asking.get("filter_row"), slots),
         top_logprobs=step.top_logprobs,
@@ -127,15 +131,18 @@ def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias 
     return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
 
 
-def _penalties(state: WorkerState, step: StepInput, rows: Tensor | None, slot_R: Tensor) -> Penalties | None:
+def _penalties(
+    state: WorkerState, step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, slot_R: Tensor, chunk: slice
+) -> Penalties | None:
     if rows is None:
         return None
+    first = int(np.searchsorted(step.penalty_row, chunk.start))
     slots, columns = slot_R[rows], state.columns
     contexts = Contexts(
         page_table=columns.page_table,
         token_of=columns.token_of,
         page_size=state.page_size,
-        slots=slots,
+        slots=put["context_slot"][first : first + len(rows)].long(),
         length=columns.length[slots],
         prompt_len=state.prompt_len[slots],
         max_len=step.max_kv,

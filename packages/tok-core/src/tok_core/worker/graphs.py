@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.messages import StepInput
 from tok_core.model.decoder import CausalLM
 from tok_core.parallel.place import Place
@@ -107,6 +108,7 @@ class DecodeGraphs:
         self._sizes = sorted({size for size, _ in self._graphs})
 
     def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
+        HEARTBEAT.turned()
         padding, groups = self._state.slots, min(MOST_GROUPS, size // 2) if grouped else 0
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)

@@ -151,6 +151,12 @@ def rows(
     return Rows(token_T, position_T, kv_index_T, batch, put["logit_row"].long() if "logit_row" in put else None)
 
 
+def pass_lengths(state: WorkerState, step: StepInput, put: Mapping[str, Tensor], position_T: Tensor) -> Tensor:
+    """Tokens of the forward pass that transformers would compute each token in, int64 `[T]`: a prompt is one pass."""
+    slot_T = torch.cat((put["slots"][: len(step.decode_slot)], put["prefill_slot_T"])).long()
+    return torch.maximum(state.prompt_len[slot_T], position_T + 1)
+
+
 def _positions(step: StepInput) -> np.ndarray:
     """Positions of the prefill tokens, int32: each chunk counts up from its start."""
     count = step.prefill_count.astype(np.int64)

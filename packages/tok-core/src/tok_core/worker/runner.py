@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tok_core.config import MOST_AHEAD
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.messages import PromptValues, StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
+from tok_core.model.rope import short_prompt
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.pipeline_draws import Late
 from tok_core.worker import prompt_values, rows
@@ -102,6 +104,7 @@ class Runner:
         self.outbox = Outbox(state.device, MOST_AHEAD, state.slots + 1)
         self.mirror = rows.Mirror(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
+        self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
 
     @property
@@ -112,6 +115,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Enqueues the whole step on the device."""
+        HEARTBEAT.turned()  # a start measures and warms up by steps
         if self._tracer is not None:
             self._tracer.before(step.step)
         time_began = time.perf_counter()
@@ -174,7 +178,12 @@ class Runner:
         made = rows.rows(self.backend, self.state, step, put, kv_len)
         x_T = made.token_T if stream is None else stream
         logit_row_R = made.logit_row_R if step.prompts is None else None  # all are wanted
-        hidden: Tensor = self.model(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R)
+        pass_length_T = None
+        if self._short_prompt is not None and len(step.prefill_slot):
+            pass_length_T = rows.pass_lengths(self.state, step, put, made.position_T)
+        hidden: Tensor = self.model(
+            *(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R, pass_length_T)
+        )
         return hidden
 
     def _draw(

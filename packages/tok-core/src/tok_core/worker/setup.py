@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,15 @@ import torch
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
+from tok_core.heartbeat import HEARTBEAT
 from tok_core.messages import EngineInfo
 from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
 from tok_core.model.noise import dummy
 from tok_core.model.registry import build
+from tok_core.model.rope import short_prompt
 from tok_core.model.sampling_defaults import sampling_defaults
-from tok_core.model.weights import load
+from tok_core.model.weights import as_stored, load
 from tok_core.parallel.meeting import Meeting
 from tok_core.parallel.peers import Peers, join
 from tok_core.parallel.pipeline import Pipeline
@@ -31,12 +34,13 @@ from tok_core.worker.backend import (
     choose_device,
     choose_dtype,
 )
+from tok_core.worker.cache_error import warn_of_cache_error
 from tok_core.worker.clock import Clock
 from tok_core.worker.memory import Measured, cache_tokens, measure, measured_len
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.warmup import warm_up
-from tok_kernels import Backend
+from tok_kernels import Backend, DynamicScaling
 
 if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
@@ -62,7 +66,7 @@ def set_up(
     """
     path, place = Path(config.model), place or next(places(config.pp, config.tp))
     clock = Clock()
-    model_config = read_config(path)
+    model_config = _model_config(config, path)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = Share.of(model_config, place).local(model_config)
     device = choose_device(config, replica, place, gpu)
@@ -71,7 +75,8 @@ def set_up(
     dtype = choose_dtype(config.dtype, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
-    backend = choose_backend(config.backend, device, shape)
+    with HEARTBEAT.coarse():  # compilers may run for minutes
+        backend = choose_backend(config.backend, device, shape)
     clock.done("choice of kernels")
     model = _load_model(config, path, model_config, backend, peers, dtype)
     clock.done("weights")
@@ -80,10 +85,14 @@ def set_up(
     max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
-    calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
+    with HEARTBEAT.coarse():
+        calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
     few_tokens, async_tokens = _thresholds(model, place)
     clock.done("forms of sharing a layer")
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
+    if cache_dtype != dtype and replica == 0:
+        warn_of_cache_error(model, backend, pipeline, cache_dtype, config.page_size, max_step_tokens)
+        clock.done("error of the cache")
     measured, words = None, 0
     if device.type == "cuda":
         # Without a tokenizer nothing can be guided. All workers are to try out the same steps.
@@ -119,8 +128,21 @@ def set_up(
         sampling_defaults=defaults,
         few_tokens=few_tokens,
         async_tokens=async_tokens,
+        short_prompt=short_prompt(model_config.rope_scaling, max_model_len),
+        lengths_apart=isinstance(model_config.rope_scaling, DynamicScaling),
     )
     return runner, info
+
+
+def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
+    """What the model's directory says, as its checkpoint bears it out; no window that holds `max_model_len`."""
+    model = read_config(path, config.ignore_config_keys or ())
+    if config.load_format != "dummy" and model.tied:
+        model = as_stored(model, path)
+        if not model.tied:
+            log.warning("%s: tie_word_embeddings is true, but lm_head.weight is another: it is used", path)
+    longest = config.max_model_len or model.max_positions
+    return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
 
 
 def _load_model(

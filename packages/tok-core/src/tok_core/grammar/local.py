@@ -1,0 +1,104 @@
+"""Local workers: grammars compiled in a thread of this process, and followed where they are asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from tok_core.errors import InvalidField
+from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.lean import preload
+from tok_core.grammar.matchers import Answer, Matchers, Verdict, Work
+from tok_core.grammar.worker import IDLE
+
+if TYPE_CHECKING:
+    from tok_core.grammar.compiler import Compiled, Compiler
+    from tok_core.text.tokenizer import Tokenizer
+
+
+def loader(
+    model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None
+) -> Callable[[], Compiler]:
+    """What makes the compiler for a model directory, in a process of the engine's own; see `Compiler.load`."""
+
+    def load() -> Compiler:
+        preload()
+        from tok_core.grammar.compiler import Compiler
+
+        return Compiler.load(model, vocab_size, end_ids, tokenizer)
+
+    return load
+
+
+class LocalWorker:
+    """A worker without a process: for the engine of those who ask about grammars of their own."""
+
+    def __init__(self, future: Future[Compiled]) -> None:
+        self._future = future
+        self._matchers: Matchers | None = None
+        self._answers: list[Verdict | Answer] = []
+
+    def send(self, work: Work) -> None:
+        """Does the work at once."""
+        assert self._matchers is not None
+        self._matchers.end(work.ended)
+        if work.follow:
+            self._answers.append(self._matchers.answer([self._matchers.follow(one) for one in work.follow]))
+
+    def receive(self) -> list[Verdict | Answer]:
+        """What it has to say."""
+        if self._matchers is None and self._future.done():
+            self._answers.append(self._verdict())
+        answers, self._answers = self._answers, []
+        return answers
+
+    @property
+    def at(self) -> int:
+        """Nothing can be lost here."""
+        return IDLE
+
+    def close(self) -> None:
+        """Compiles no more, unless it has begun to."""
+        self._future.cancel()
+
+    def _verdict(self) -> Verdict:
+        try:
+            compiled = self._future.result()
+        except InvalidField as error:
+            return Verdict(allowed=error.allowed)
+        except Exception as error:
+            return Verdict(failed=f"the grammar cannot be compiled: {type(error).__name__}: {error}")
+        self._matchers = Matchers(compiled)
+        return Verdict(begin=compiled.begin.tobytes(), first=compiled.first.tobytes())
+
+
+class LocalWorkers:
+    """Makes local workers.
+
+    load  makes the compiler; called at the first grammar, in a thread
+    """
+
+    wakes = False
+
+    def __init__(self, load: Callable[[], Compiler]) -> None:
+        self._load = load
+        self._compiler: Compiler | None = None
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def begin(self, grammar: Grammar) -> LocalWorker:
+        """A worker for the grammar."""
+        return LocalWorker(self._thread.submit(self._compile, grammar))
+
+    def lost_all(self) -> bool:
+        """None is ever lost."""
+        return False
+
+    def close(self) -> None:
+        """Compiles no more; what is being compiled is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if self._compiler is None:
+            self._compiler = self._load()
+        return self._compiler.compile(grammar)

@@ -1,0 +1,31 @@
+"""Lifelines: a child process ends when its parent's end of a pipe or socket closes, however the parent ended.
+
+A process forked from the parent has a copy of that end, and must not hold it open.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from contextlib import suppress
+from typing import IO
+
+_KEPT: weakref.WeakSet[IO[bytes] | socket.socket] = weakref.WeakSet()
+
+
+def keep_lifeline(end: IO[bytes] | socket.socket) -> None:
+    """Close copies of the parent's end in every process that is forked from this one."""
+    _KEPT.add(end)
+
+
+def _drop() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for end in list(_KEPT):
+        with suppress(ValueError):  # it is closed
+            if (number := end.fileno()) >= 0:
+                os.dup2(nowhere, number, inheritable=False)  # not closed: its owner will do that once more
+    os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_drop)

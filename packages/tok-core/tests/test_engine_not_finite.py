@@ -1,0 +1,134 @@
+"""A request whose logits are not finite fails, whatever it asks for; the log says so once, and others go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from support.engines import cpu_engine, random_prompts
+from support.tiny_models import change_weights, make_model
+from tok_core import Engine, RequestFailed, SamplingParams
+
+BAD = 300  # a token that no random prompt holds, and whose embedding is NaN
+NEW = 24
+# Its answers do not hold the token, either.
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=1, logit_bias={BAD: -100})
+
+
+def spoil_embedding(weights: dict[str, Tensor]) -> None:
+    weights["model.embed_tokens.weight"][BAD] = torch.nan
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = change_weights(make_model("llama-untied", tmp_path_factory.mktemp("models") / "nan"), spoil_embedding)
+    with cpu_engine(path, max_step_tokens=64) as one:
+        yield one
+
+
+ASKED: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.0, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+    "edited": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {7: 3.0}},
+    "four": {"temperature": 1.0, "n": 4, "logprobs": 3},
+    "late": {"temperature": 1.0, "n": 90},
+    "scored": {"prompt_logprobs": 2},
+    "prompt alone": {"max_tokens": 0},
+    "scored prompt alone": {"max_tokens": 0, "prompt_logprobs": 0},
+    "at most one": {"max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("place", [0, 99])
+def test_it_fails_and_requests_beside_it_have_their_tokens(
+    engine: Engine, asked: dict[str, object], place: int
+) -> None:
+    good = random_prompts((5, 17, 100))
+    wanted = engine.generate(good, GREEDY)
+    bad = random_prompts((100,), seed=place)[0]
+    bad[place] = BAD
+    beside = engine.stream(good, [replace(GREEDY, max_tokens=1), GREEDY, GREEDY])
+    next(beside)  # the others are under way
+    with pytest.raises(RequestFailed, match=r"logits are not finite: .* the range of float32"):
+        engine.generate([bad], SamplingParams(**{"max_tokens": NEW, **asked}))  # type: ignore[arg-type]
+    for found in (dict(beside), dict(enumerate(engine.generate(good, GREEDY)))):
+        assert {1, 2} <= set(found)
+        for i, output in found.items():
+            assert output.outputs[0].token_ids == wanted[i].outputs[0].token_ids
+            ours, theirs = ([one.logprob for one in x.outputs[0].logprobs or ()] for x in (output, wanted[i]))
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_that_is_not_finite_fails(engine: Engine, pooling: str) -> None:
+    good, bad = random_prompts((20, 30))
+    with pytest.raises(RequestFailed, match="not finite"):
+        engine.embed([[*bad, BAD]], pooling=pooling)  # type: ignore[arg-type]
+    (found,) = engine.embed([good], pooling=pooling)  # type: ignore[arg-type]
+    assert np.isfinite(found.embedding).all()
+
+
+def test_a_token_of_its_own_answer_can_fail_a_request_later(engine: Engine) -> None:
+    (prompt,) = random_prompts((12,))
+    with pytest.raises(RequestFailed):
+        engine.generate([prompt], SamplingParams(max_tokens=NEW, logit_bias={BAD: 100.0}, ignore_eos=True))
+
+
+def times(name: str, factor: float) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: [weight.mul_(factor) for key, weight in weights.items() if name in key]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        ("float16", times("lm_head", 2e4)),  # logits overflow
+        ("float16", times("down_proj", 3e4)),  # the residual stream does
+        ("float32", times("k_proj", np.nan)),
+        ("float32", times("v_proj", np.inf)),
+        ("bfloat16", times("model.norm", np.nan)),
+    ],
+    ids=["logits", "residual stream", "keys", "values", "norm"],
+)
+def test_nothing_that_overflows_or_is_no_number_is_served(
+    dtype: str, change: Callable[[dict[str, Tensor]], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = change_weights(make_model("llama-untied", tmp_path / "model"), change)
+    with cpu_engine(path, dtype=dtype) as engine, caplog.at_level(logging.ERROR):
+        for prompt in random_prompts((3, 40, 7)):
+            with pytest.raises(RequestFailed, match=f"the range of {dtype}"):
+                engine.generate([prompt], GREEDY)
+    assert len([one for one in caplog.records if "not finite" in one.getMessage()]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, {"dtype": "bfloat16", "cuda_graphs": False}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}],
+    ids=["graphs", "eager", "fp8"],
+)
+def test_on_a_gpu_they_fail_and_others_do_not(options: dict[str, object], tmp_path: Path) -> None:
+    path = change_weights(make_model("llama-untied", tmp_path / "model"), spoil_embedding)
+    good, keys = random_prompts((5, 17, 100)), times("k_proj", np.nan)
+    with cpu_engine(path, device="cuda", **options) as engine:
+        wanted = engine.generate(good, GREEDY)
+        for asked in ASKED.values():
+            with pytest.raises(RequestFailed, match="not finite"):
+                engine.generate([[*good[2], BAD]], SamplingParams(**{"max_tokens": NEW, **asked}))  # type: ignore[arg-type]
+        again = engine.generate(good, GREEDY)
+        for one, other in zip(again, wanted, strict=True):  # rounding may decide in bfloat16, where the cache is used
+            tokens = one.outputs[0].token_ids
+            assert len(tokens) == NEW
+            assert options["dtype"] != "float32" or tokens == other.outputs[0].token_ids
+    with cpu_engine(change_weights(path, keys), device="cuda", **options) as engine:
+        for prompt in good:
+            with pytest.raises(RequestFailed, match="not finite"):
+                engine.generate([prompt], GREEDY)
