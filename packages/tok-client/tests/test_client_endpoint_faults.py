@@ -12,6 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from support.patience import PATIENCE
 from tok_client import (
     APIConnectionError,
     APIResponseError,
@@ -60,7 +61,7 @@ async def odd() -> AsyncIterator[Odd]:
 @pytest_asyncio.fixture
 async def client(odd: Odd) -> AsyncIterator[AsyncClient]:
     url = str(odd.server.make_url("/v1"))
-    async with AsyncClient(url, backoff=Backoff(first=0.001, most=0.001), timeout=30) as found:
+    async with AsyncClient(url, backoff=Backoff(first=0.001, most=0.001), timeout=PATIENCE) as found:
         yield found
 
 
@@ -162,7 +163,7 @@ async def test_health_is_told_in_whatever_form_it_comes(odd: Odd, client: AsyncC
 
 async def test_a_slow_answer_that_keeps_coming_is_waited_for(odd: Odd) -> None:
     odd.script = [slowly(HEALTHY + b" " * 300)]
-    async with AsyncClient(str(odd.server.make_url("/v1")), timeout=20, max_retries=0) as client:
+    async with AsyncClient(str(odd.server.make_url("/v1")), timeout=PATIENCE, max_retries=0) as client:
         assert (await client.health()).status == "draining"
         odd.script = [slowly(DELTA + LAST, "text/event-stream")]
         async with await client.responses.create(model="m", input="a", stream=True) as stream:

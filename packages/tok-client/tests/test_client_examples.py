@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.batching import completion_line, custom_ids, jsonl, read_jsonl
+from support.patience import PATIENCE
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Server, serving
 
@@ -35,7 +36,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def run(example: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from support.patience import until
 from tok_client import (
     APIConnectionError,
     APIResponseError,
@@ -114,13 +114,6 @@ async def ending(request: web.Request, how: str) -> None:
         connection.close()
     if how == "stall":
         await until(connection.is_closing)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,21 @@ from importlib.metadata import requires
 import pytest
 
 import tok_client
+from support.patience import PATIENCE
 from tok_client import types
 
-IMPORT = "import sys; import tok_client, tok_client.types; print(*sys.modules)"
+IMPORT = "import sys; before = set(sys.modules); import tok_client; print(*set(sys.modules) - before)"
+MAX_MODULES = 260  # 194 on Python 3.11, nearly all of asyncio and ssl; a library more that counts would be a hundred
 
 
-def test_importing_loads_neither_an_engine_nor_the_http_library() -> None:
+def test_importing_loads_little_and_neither_an_engine_nor_the_http_library() -> None:
     shown = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in shown.stdout.split()}
+    modules = shown.stdout.split()
+    assert len(modules) < MAX_MODULES
+    loaded = {name.partition(".")[0] for name in modules}
     assert "tok_client" in loaded
     heavy = {"torch", "numpy", "tok_core", "tok_kernels", "tok_server", "aiohttp", "yarl", "pydantic"}
     assert not loaded & heavy
-
-
-TIMED = "import time; begun = time.process_time(); import tok_client; print(time.process_time() - begun)"
-
-
-def test_importing_takes_less_than_150_ms_of_processor_time() -> None:
-    best = 1.0
-    for _ in range(200):  # beside other processes every run is slowed, though not all alike
-        shown = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True)
-        best = min(best, float(shown.stdout))
-        if best < 0.15:
-            break
-    assert best < 0.15
 
 
 def test_the_only_dependencies_are_aiohttp_and_msgspec() -> None:
@@ -54,6 +45,6 @@ def test_a_program_that_never_closes_its_client_ends_quietly() -> None:
         "except APIConnectionError: print('refused')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert (run.stdout, run.stderr) == ("refused\n", "")

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from support.mill import Mill, endless, prompts, until
+from support.mill import Mill, endless, prompts
+from support.patience import until
 from tok_client import (
     BadRequestError,
     ChatCompletion,

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from support.mill import Mill, endless, prompts, until
+from support.mill import Mill, endless, prompts
+from support.patience import until
 from tok_client import Completion, read_answers
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from support.patience import PATIENCE, until
 from tok_client import (
     UNSET,
     APIConnectionError,
@@ -149,13 +149,6 @@ async def blocking(function: Callable[[Client], object], good: Good, api_key: st
             return function(client)
 
     return await asyncio.to_thread(run)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def test_a_completion_comes_whole_from_both_clients(good: Good) -> None:
@@ -330,7 +323,7 @@ async def test_closing_or_dropping_a_stream_disconnects(good: Good, way: str) ->
             stream.close()
             assert list(stream) == []
         del stream
-        assert closed.wait(60)  # the client itself stays open until the server has seen it
+        assert closed.wait(PATIENCE)  # the client itself stays open until the server has seen it
 
     reading = asyncio.ensure_future(blocking(read, good))
     await asyncio.wait_for(good.disconnected.wait(), 60)
@@ -455,7 +448,7 @@ def test_a_client_taken_through_a_fork_says_so() -> None:
         "    os._exit(9)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert shown.stdout == "7\n"
 
 

@@ -37,6 +37,7 @@ EXTENSIONS = {
     "guided_grammar",
     "guided_json_object",
     "stop_when",
+    "cache_salt",
 }
 OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.patience import PATIENCE
+
 TOGETHER = """
 import sys, threading
 import msgspec
@@ -29,4 +31,4 @@ for turn in range(150):
 
 def test_a_type_that_many_threads_meet_first_at_once_is_decoded_by_all() -> None:
     # In a process of its own: without the lock it would end this one.
-    subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=PATIENCE)

@@ -7,13 +7,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
+
+# A signal that arrives just before its thread begins to wait does not end the wait: Ctrl-C is noticed after so long.
+_SIGNAL_SECONDS = 0.5
 
 
 class LoopThread:
@@ -46,7 +49,7 @@ class LoopThread:
             loop = self._started()
             future = asyncio.run_coroutine_threadsafe(function(), loop)
         try:
-            return future.result()
+            return _result(future)
         except CancelledError as error:
             raise RuntimeError("the client was closed during the call") from error
         except BaseException:
@@ -79,6 +82,16 @@ class LoopThread:
         if self._pid != os.getpid():
             raise RuntimeError("the client was used before this process was forked; make one in each process")
         return self._loop
+
+
+def _result(future: Future[T]) -> T:
+    """Wait for the result, and now and then look for signals."""
+    while True:
+        try:
+            return future.result(_SIGNAL_SECONDS)
+        except TimeoutError:
+            if future.done():
+                return future.result()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

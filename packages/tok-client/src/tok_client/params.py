@@ -60,6 +60,7 @@ class GenerationParams(TypedDict, total=False):
     min_tokens: Maybe[int]
     ignore_eos: Maybe[bool]
     priority: Maybe[int]
+    cache_salt: Maybe[str]
     stop_token_ids: Maybe[Sequence[int]]
     return_token_ids: Maybe[bool]
     prompt_logprobs: Maybe[int]
@@ -157,6 +158,7 @@ class ResponseParams(TypedDict, total=False):
     moderation: Maybe[Object]
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]]
     prompt_cache_options: Maybe[Object]
+    cache_salt: Maybe[str]
 
 
 class EmbeddingParams(TypedDict, total=False):
@@ -167,6 +169,7 @@ class EmbeddingParams(TypedDict, total=False):
     dimensions: Maybe[int]
     user: Maybe[str]
     pooling: Maybe[Literal["last", "mean"]]
+    cache_salt: Maybe[str]
 
 
 class TokenizeParams(TypedDict, total=False):

@@ -24,6 +24,7 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
     Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, priority (lower
     is served first), return_token_ids, which adds `token_ids` to each choice of the response; prompt_logprobs, which
     adds the log-probability of each token of the prompt and those of so many most likely ones in its place;
+    cache_salt, as requests with different ones share nothing in the prefix cache;
     stop_when, which ends samples that still run once what the finished ones say is enough.
 
     At most one field says what the text of the answer must be: response_format (for completions beyond the reference),
@@ -49,6 +50,7 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
     min_tokens: Maybe[int] = UNSET
     ignore_eos: Maybe[bool] = UNSET
     priority: Maybe[int] = UNSET
+    cache_salt: Maybe[str] = UNSET
     stop_token_ids: Maybe[list[int]] = UNSET
     return_token_ids: Maybe[bool] = UNSET
     prompt_logprobs: Maybe[int] = UNSET

@@ -19,7 +19,8 @@ class EmbeddingRequest(Wire, frozen=True, kw_only=True):
     dimensions       numbers of each vector, at most the model's hidden size; absent: as many
 
     Beyond OpenAI's reference: `pooling`, of which hidden states a vector is made: the last token's, as is usual for
-    decoders and done where it is absent, or the mean of all tokens'.
+    decoders and done where it is absent, or the mean of all tokens'; `cache_salt`: requests with different ones share
+    nothing in the prefix cache.
 
     ValueError (decoding: msgspec.ValidationError): `input` mixes kinds, or holds nothing.
     """
@@ -30,6 +31,7 @@ class EmbeddingRequest(Wire, frozen=True, kw_only=True):
     dimensions: Maybe[int] = UNSET
     user: Maybe[str] = UNSET
     pooling: Maybe[Literal["last", "mean"]] = UNSET
+    cache_salt: Maybe[str] = UNSET
 
     def __post_init__(self) -> None:
         check_prompts("input", self.input)

@@ -165,6 +165,8 @@ class ResponseRequest(Wire, frozen=True, kw_only=True):
 
     `input` is what the user says, or the items of the conversation so far. Fields that a server which keeps nothing has
     no use for are here in outline only (objects are not looked into).
+
+    Beyond OpenAI's reference: `cache_salt`, as requests with different ones share nothing in the prefix cache.
     """
 
     input: str | list[InputItem]
@@ -198,3 +200,4 @@ class ResponseRequest(Wire, frozen=True, kw_only=True):
     moderation: Maybe[JSONObject] = UNSET
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]] = UNSET
     prompt_cache_options: Maybe[JSONObject] = UNSET
+    cache_salt: Maybe[str] = UNSET
