@@ -30,6 +30,7 @@ SERVE_FLAGS = {
     "--backend": "auto",
     "--load-format": "auto",
     "--generation-config": "auto",
+    "--ignore-config-keys": None,
     "--page-size": 16,
     "--kv-cache-tokens": None,
     "--gpu-memory-fraction": 0.9,
@@ -47,6 +48,7 @@ SERVE_FLAGS = {
     "--run-ahead": EngineConfig(model="m").run_ahead,
     "--seed": 0,
     "--step-timeout": 600.0,
+    "--start-timeout": 600.0,
     "--max-restarts": 3,
     "--restart-window": 300.0,
     "--eos-probability": None,
@@ -54,20 +56,25 @@ SERVE_FLAGS = {
     "--data-dir": None,
     "--log-level": "info",
     "--api-key-file": None,
+    "--share-prefixes": False,
     "--admin-key": None,
     "--tls-cert": None,
     "--tls-key": None,
     "--allow-origin": None,
+    "--allowed-host": None,
     "--log-format": "text",
     "--otlp-endpoint": None,
     "--tool-call-parser": "auto",
     "--reasoning-parser": "auto",
     "--max-connections": 16_384,
     "--max-header": 16_384,
-    "--max-body": 64 << 20,
+    "--max-body": 8 << 20,
     "--max-bodies": 2 << 30,
+    "--max-unread": 1 << 20,
+    "--data-quota": None,
     "--max-file": 8 << 30,
     "--max-n": MAX_N,
+    "--min-client-priority": 0,
     "--max-queued": 65_536,
     "--rate-limit-requests": None,
     "--rate-limit-tokens": None,
@@ -118,17 +125,34 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--tls-cert": "c", "--tls-key": "t", "--otlp-endpoint": "http://o",
         "--data-dir": "somewhere", "--kv-cache-dtype": "fp8", "--run-ahead": 4, "--seed": 6,
         "--dp": 2, "--tp": 4, "--pp": 3, "--async-tp-threshold": 512, "--ray": "10.0.0.1:6379",
-        "--step-timeout": 2.5, "--max-restarts": 0, "--restart-window": 1.5, "--eos-probability": 0.25,
+        "--step-timeout": 2.5, "--start-timeout": 3.5, "--max-restarts": 0,
+        "--restart-window": 1.5, "--eos-probability": 0.25,
     }  # fmt: skip
     words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
+    words += ["--ignore-config-keys", "one,two", "--share-prefixes"]
     options = make_parser().parse_args(["serve", "m/n", *words])
     config, settings = engine_config(options), server_settings(options)
     for flag, value in given.items():
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
-    assert (config.prefix_groups, config.cuda_graphs) == (False, False)
-    left = {"--log-level", "--log-format", "--no-prefix-groups", "--no-cuda-graphs"}  # and those of other tests
-    elsewhere = {"--api-key", "--api-key-file", "--allow-origin", "--tool-call-parser", "--reasoning-parser"}
+    assert (config.prefix_groups, config.cuda_graphs, settings.share_prefixes) == (False, False, True)
+    assert config.ignore_config_keys == ("one", "two")
+    left = {
+        "--ignore-config-keys",
+        "--share-prefixes",
+        "--log-level",
+        "--log-format",
+        "--no-prefix-groups",
+        "--no-cuda-graphs",
+    }  # and those of other tests
+    elsewhere = {
+        "--api-key",
+        "--api-key-file",
+        "--allow-origin",
+        "--allowed-host",
+        "--tool-call-parser",
+        "--reasoning-parser",
+    }
     assert given.keys() | left | elsewhere | LIMIT_FLAGS == SERVE_FLAGS.keys()
 
 

@@ -19,7 +19,7 @@ BOTH = words(
     "model max_tokens temperature top_p n stream stream_options stop presence_penalty frequency_penalty logit_bias "
     "seed top_k min_p repetition_penalty min_tokens ignore_eos priority stop_token_ids return_token_ids logprobs "
     "prompt_logprobs response_format structured_outputs guided_json guided_regex guided_choice guided_grammar "
-    "guided_json_object stop_when"
+    "guided_json_object stop_when cache_salt"
 )
 HONOURED = {
     CompletionRequest: BOTH | {"prompt", "echo", "best_of"},

@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -20,10 +20,13 @@ from typing import IO
 import psutil
 import pytest
 
-from support.serving import Server, wait_until
+from support.gates import ENDLESS, ENDLESS_POSITIONS, stopped
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, free_port
+from support.tiny_models import make_model
 
 READY = re.compile(r"tok is ready: (\S+) \(float32 on cpu\) at http://127\.0\.0\.1:(\d+)/v1\n")
-LONG = {"prompt": "one", "max_tokens": 1000, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"prompt": "one", "max_tokens": ENDLESS, "ignore_eos": True, "temperature": 0, "stream": True}
 TOK = [sys.executable, "-m", "tok_server.cli"]
 
 
@@ -43,16 +46,26 @@ class Process:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         url = f"http://127.0.0.1:{self.port}/v1/completions"
-        found: IO[bytes] = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60)
+        found: IO[bytes] = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PATIENCE)
         return found
 
     def health(self) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=PATIENCE) as answer:
                 return answer.status, json.load(answer)["status"]
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error)["status"]
+
+    def worker(self) -> psutil.Process:
+        """The child that uses most memory: it has loaded torch and the model."""
+        return max(self.children(), key=lambda child: child.memory_info().rss)
+
+    def requests(self) -> float:
+        """How many the engine has."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        return float(lines["tok_requests_running"]) + float(lines["tok_requests_waiting"])
 
     def children(self) -> list[psutil.Process]:
         found: list[psutil.Process] = psutil.Process(self.popen.pid).children(recursive=True)
@@ -61,7 +74,8 @@ class Process:
 
 @contextmanager
 def tok_serve(model: Path) -> Iterator[Process]:
-    arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--kv-cache-tokens", "16384"]
+    arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--kv-cache-tokens", str(ENDLESS_POSITIONS)]
+    arguments += ["--drain-timeout", str(PATIENCE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, text=True, env=environment) as popen:
         try:
@@ -71,40 +85,47 @@ def tok_serve(model: Path) -> Iterator[Process]:
 
 
 def events(stream: IO[bytes]) -> list[str]:
-    blocks = stream.read().decode().split("\n\n")
+    blocks = stream.read().decode().strip().split("\n\n")
     return [block.removeprefix("data: ") for block in blocks if block]
 
 
-def test_a_server_is_ready_survives_its_worker_drains_and_ends(tiny_model: Path) -> None:
-    with tok_serve(tiny_model) as process:
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers do not end within a test."""
+    return make_model("llama", tmp_path_factory.mktemp("endless") / "tiny", max_positions=ENDLESS_POSITIONS)
+
+
+def test_a_server_is_ready_survives_its_worker_drains_and_ends(endless: Path) -> None:
+    with tok_serve(endless) as process:
         assert process.name == "tiny"
         answer = json.loads(run_curl(process.curl))
         assert answer["object"] == "chat.completion"
 
-        children = process.children()
         with process.post({**LONG, "n": 8}) as stream:
             assert stream.readline().startswith(b"data: ")
-            # The worker is the child that uses most memory: it has loaded torch and the model.
-            max(children, key=lambda child: child.memory_info().rss).kill()
+            process.worker().kill()
             *_, last = events(stream)
         error = json.loads(last)["error"]
         assert error["type"] == "server_error"
         assert error["code"] == "engine_unavailable"
-        wait_until(lambda: process.health() == (200, "ready"), 120)
+        wait_until(lambda: process.health() == (200, "ready"))
         with process.post({"prompt": "one", "max_tokens": 2}) as response:
             assert json.load(response)["choices"][0]["finish_reason"] in ("stop", "length")
 
-        with process.post(LONG) as stream:
-            assert stream.readline().startswith(b"data: ")
-            process.popen.send_signal(signal.SIGTERM)
-            process.popen.send_signal(signal.SIGINT)  # as a launcher and a terminal would, for one Ctrl-C
-            wait_until(lambda: process.health() == (503, "draining"))
-            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-                process.post({"prompt": "one"})
-            refused.value.close()
-            assert events(stream)[-1] == "[DONE]"
         children = process.children()
-        assert process.popen.wait(60) == 0
+        with ThreadPoolExecutor(1) as pool:
+            with stopped(process.worker()):
+                stream_soon = pool.submit(process.post, {**LONG, "max_tokens": 100})
+                wait_until(lambda: process.requests() == 1)
+                process.popen.send_signal(signal.SIGTERM)
+                process.popen.send_signal(signal.SIGINT)  # as a launcher and a terminal would, for one Ctrl-C
+                wait_until(lambda: process.health() == (503, "draining"))
+                with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                    process.post({"prompt": "one"})
+                refused.value.close()
+            with stream_soon.result() as stream:
+                assert events(stream)[-1] == "[DONE]"
+        assert process.popen.wait(PATIENCE) == 0
         wait_until(lambda: not any(child.is_running() for child in children))
 
 
@@ -116,13 +137,13 @@ def run_curl(command: str) -> bytes:
     assert words[4] == "-d"
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(words[1], words[5].encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         body: bytes = response.read()
         return body
 
 
-def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
-    with tok_serve(tiny_model) as process, process.post({**LONG, "n": 8}) as stream:
+def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
+    with tok_serve(endless) as process, process.post({**LONG, "n": 8}) as stream:
         assert stream.readline().startswith(b"data: ")
         children = process.children()
         process.popen.send_signal(signal.SIGINT)
@@ -138,22 +159,24 @@ def ended(popen: subprocess.Popen[str], number: signal.Signals) -> bool:
     return popen.poll() is not None
 
 
-def test_told_to_stop_while_starting_it_stops(tiny_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    arguments = ["serve", str(tiny_model), "--port", str(port), "--device", "cpu"]
+def test_told_to_stop_while_starting_it_stops(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "tiny")
+    port = free_port()
+    (weights := next(model.glob("*.safetensors"))).rename(tmp_path / "weights")
+    os.mkfifo(weights)  # the worker waits for whoever writes it
+    arguments = ["serve", str(model), "--port", str(port), "--device", "cpu"]
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
         try:
             wait_until(lambda: answers(port))
-            assert status(port, "/v1/models") == status(port, "/v1/models/anything") == 503  # a model takes longer
+            assert status(port, "/v1/models") == status(port, "/v1/models/anything") == 503
             children = psutil.Process(popen.pid).children(recursive=True)
             popen.send_signal(signal.SIGTERM)
-            output, error = popen.communicate(timeout=120)
+            output, error = popen.communicate(timeout=PATIENCE)
         finally:
             popen.kill()
     assert popen.returncode == 0
     assert b"Traceback" not in error
-    assert output == b"" or output.startswith(b"tok is ready")
+    assert output == b""
     wait_until(lambda: not any(child.is_running() for child in children))
 
 
@@ -166,7 +189,7 @@ def answers(port: int) -> bool:
 
 def status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -185,7 +208,7 @@ def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model:
 
 def chat(arguments: list[str], said: str) -> str:
     done = subprocess.run(
-        [*TOK, "chat", *arguments], input=said, capture_output=True, encoding="utf-8", timeout=180, check=False
+        [*TOK, "chat", *arguments], input=said, capture_output=True, encoding="utf-8", timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from support.patience import PATIENCE
 from support.serving import NAME, Server, serving
 from tok_server.app import OPERATIONS
 from tok_server.openapi import Operation
@@ -103,6 +104,6 @@ def run(server: Server, document: dict[str, Any], operation: Operation, mode: Ge
     def check(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = NAME  # else most would end there
-        case.call_and_validate(base_url=f"http://127.0.0.1:{server.port}", checks=CHECKS, timeout=60)
+        case.call_and_validate(base_url=f"http://127.0.0.1:{server.port}", checks=CHECKS, timeout=PATIENCE)
 
     check()

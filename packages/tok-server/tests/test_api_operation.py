@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.serving import Server, serving, wait_until
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, serving
 from tok_core.manager.deferral import WORK
 
 LONG = {"prompt": "one", "n": 16, "max_tokens": 1000, "ignore_eos": True}
@@ -36,10 +37,10 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -
     before = server.engine.stats()
     body = json.dumps({**LONG, "stream": stream}).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(head.encode() + body)
         if stream:
             assert connection.recv(4096)
@@ -132,7 +133,7 @@ def test_every_answer_names_its_request(server: Server) -> None:
 
 
 def test_many_requests_may_use_one_connection(server: Server) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     try:
         for fields in ({}, {"n": 0}, {"stream": True}, {}):
             body = json.dumps({"prompt": "one", "max_tokens": 2, **fields}).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.serving import NAME, Server, wait_until
+from support.patience import PATIENCE, wait_until
+from support.serving import NAME, Server, free_port
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -35,23 +35,22 @@ def test_the_client_example_prints_four_answers(server: Server, capsys: pytest.C
 
 
 def test_the_embedding_example_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     code = snippet("make_app").replace("./my-model", str(tiny_model)).replace("10210", str(port))
     (script := tmp_path / "embed.py").write_text(code, encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL, env=environment) as popen:
         try:
-            wait_until(lambda: healthy(port), 120)
+            wait_until(lambda: healthy(port))
             popen.send_signal(signal.SIGTERM)
-            assert popen.wait(60) == 0
+            assert popen.wait(PATIENCE) == 0
         finally:
             popen.kill()
 
 
 def healthy(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE) as answer:
             return bool(answer.status == 200)
     except urllib.error.URLError:
         return False

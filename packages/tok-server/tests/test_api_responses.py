@@ -17,6 +17,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 from openai.types.responses import response_create_params as theirs
 from pydantic import BaseModel
 
+from support.patience import PATIENCE
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Answer, Server, serving
 from tok_client.types import (
@@ -71,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as one:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE) as one:
         yield one
 
 
@@ -315,7 +316,7 @@ def test_structure_tools_and_effort_are_asked_for_as_in_a_chat(server: Server) -
 
 def test_requests_have_openais_fields() -> None:
     fields = frozenset(get_type_hints(theirs.ResponseCreateParamsBase)) | {"stream"}
-    assert known_fields(ResponseRequest) == fields
+    assert known_fields(ResponseRequest) == fields | {"cache_salt"}
 
 
 NEUTRAL: dict[str, Any] = {
@@ -409,7 +410,7 @@ def test_what_asks_for_nothing_is_taken_and_other_fields_are_told(server: Server
 
 def test_every_field_of_openais_is_carried_out_or_refused() -> None:
     tested = {name for fields, _ in BAD for name in fields} | NEUTRAL.keys()
-    carried_out = {"model", "instructions", "user", "stream", "parallel_tool_calls", "metadata"}
+    carried_out = {"model", "instructions", "user", "stream", "parallel_tool_calls", "metadata", "cache_salt"}
     assert known_fields(ResponseRequest) <= tested | carried_out
 
 

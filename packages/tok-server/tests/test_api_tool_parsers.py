@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from support.fuzzing import fuzzed
+from tok_client.types import FunctionToolCall
 from tok_server.markup import Markup
 from tok_server.message_reader import MessageReader, message
 from tok_server.reasoning import ReasoningReader
@@ -98,14 +100,59 @@ def check(pieces: list[Piece], content: str, arguments: list[dict[str, object]])
     assert len({call.id for call in found.tool_calls}) == len(arguments)
 
 
-def test_the_name_is_told_before_the_arguments_and_they_as_they_come() -> None:
+def test_a_call_is_told_once_it_is_complete_and_content_as_it_comes() -> None:
     parser = call_parser("hermes", TOOLS)
-    assert parser.feed('<tool_call>{"name": "f"') == []
-    assert parser.feed(', "arguments": {') == [CallBegin("f"), Arguments("{")]
-    assert parser.feed('"city": "Par') == [Arguments('"city": "Par')]
-    assert parser.feed('is"}') == [Arguments('is"}')]
-    assert parser.feed("}</tool_call>\n") == []
+    assert parser.feed('so <tool_call>{"name": "f"') == [Text("so")]
+    assert parser.feed(', "arguments": {"city": "Paris"}') == []
+    assert parser.feed("}") == [CallBegin("f"), Arguments('{"city": "Paris"}')]
+    assert parser.feed("</tool_call>\n") == []
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": Paris') != []
     assert parser.finish() == []
+
+
+BROKEN = [
+    '{"a": True}', '{"a": 1,}', "{'a': 1}", '{"a": 1', '"plain"', '"[1]"', '"{\\"a\\": True}"', '"{\\"a\\": NaN}"',
+    '{"a": NaN}', '{"a": 01}', '{"a" 1}', '{"a": 1}, "arguments": {}', '{"a": 1}, "more": 1', '{"a": "x', "1", "true",
+    "[1]", '{"a": ' + "9" * 5000 + "}", '{"a":' * 20_000 + "1" + "}" * 20_000, '"{\\ud800}"', '"{} {}"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=[one[:20] for one in BROKEN])
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+def test_a_call_whose_arguments_are_no_object_is_content(kind: CallFormat, arguments: str) -> None:
+    opening, closing = ("<tool_call>", "</tool_call>") if kind == "hermes" else ("", "")
+    for text in (
+        f'{opening}{{"name": "f", "arguments": {arguments}}}{closing}\n so',
+        f'{opening}{{"arguments": {arguments}, "name": "f"}}{closing}',
+    ):
+        assert calls(text, kind) == [Text(text)]
+        assert read(list(text), Markup(calls=kind, tools=TOOLS)) == [Text(text)]
+
+
+WRITTEN = st.lists(
+    SCRAPS
+    | st.sampled_from(BROKEN[:-5])
+    | st.sampled_from(['<tool_call>{"name": "f", "arguments": ', '{"name": "f", "parameters": '])
+    | st.sampled_from(["}</tool_call>", "};", ", "]),
+    max_size=10,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+@fuzzed(150)
+@given(text=WRITTEN | ANSWERS)
+def test_any_call_has_an_object_as_its_arguments_and_all_else_is_content(kind: CallFormat, text: str) -> None:
+    found = message(calls(text, kind))
+    made = found.tool_calls if isinstance(found.tool_calls, list) else []
+    for call in made:
+        assert isinstance(call, FunctionToolCall)
+        assert call.function.name in TOOLS
+        assert isinstance(json.loads(call.function.arguments, parse_constant=pytest.fail), dict)
+    if not made:
+        assert (found.content or "") == text
+    # No character but marks, white space and calls is lost: each is content, and in its order.
+    rest = iter(text)
+    assert all(character in rest for character in found.content or "")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +165,7 @@ def test_the_name_is_told_before_the_arguments_and_they_as_they_come() -> None:
         ('<tool_call>"f"</tool_call>', "hermes"),
         ('<tool_call>{"arguments": {}}</tool_call>', "hermes"),
         ('<tool_call>{"name": "f"', "hermes"),
+        ('<tool_call>{"name": "f", "arguments": {"a": tru', "hermes"),
         ('<tool_call>{"name": "f", "arguments": "\\ud800"}', "hermes"),
         ('{"name": "Alice", "parameters": {}}', "llama3"),
         ('{"name": "f", "age": 3}', "llama3"),
@@ -139,7 +187,6 @@ def test_what_is_no_call_is_content(text: str, kind: CallFormat) -> None:
         ('<tool_call>{"id": 7, "name": "f", "parameters": {}}', [CallBegin("f"), Arguments("{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', [CallBegin("f"), Arguments('{"a": "x\\ny"}')]),
         ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', [CallBegin("f"), Arguments("{}"), Text("}")]),
-        ('<tool_call>{"name": "f", "arguments": {"a": tru', [CallBegin("f"), Arguments('{"a": tru')]),
         (
             '<tool_call>{"name": "f", "arguments": {}} and <tool_call>{"name": "f"}',
             [CallBegin("f"), Arguments("{}"), Text(" and"), CallBegin("f"), Arguments("{}")],
@@ -216,7 +263,7 @@ def test_a_call_object_refuses_text_without_an_exception(text: str) -> None:
     for character in text:
         if call.ended or not call.feed(character):
             break
-    call.taken()
+    assert not call.ended or call.name in TOOLS
 
 
 def test_little_is_held_back_however_long_the_reasoning_is() -> None:

@@ -22,6 +22,11 @@ SCRIPTS = {
         *("\n<tool_call>", '{"name": "time"', "}</tool", "_call>\n<tool_call>"),
         *('{"arguments": {}, "na', 'me": "time"}'),
     ],
+    "@broken": [
+        'a <tool_call>{"name": "time", "arguments": {"a": ',
+        "True}}</tool_call>",
+        '\n<tool_call>{"name": "time"}',
+    ],
     "@bad": ['<tool_call>{"name": "nobody"}', " </tool_call> so"],
     "@think": ["<think>", "\nhm, ", "is it", "\n</think>", "\n\nIt", " is."],
     "@plan": ["<think>so", "</think>\n<tool_call>", '{"name": "weather", ', '"arguments": {"city": "Rome"}}'],
@@ -102,13 +107,13 @@ def test_a_call_comes_with_what_was_said_before_it(server: Server) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_arguments_are_streamed_as_they_come(server: Server) -> None:
+def test_a_call_is_streamed_once_it_is_complete(server: Server) -> None:
     chunks = server.chat(
         messages=USER, tools=TOOLS, chat_template_kwargs={"script": "@call"}, stream=True, return_token_ids=True
     ).chunks()
     deltas = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]  # type: ignore[index]
     gained = [delta[0]["function"].get("arguments") for delta in deltas if delta]
-    assert gained == ["", '{"city": ', '"Par', 'is"}']
+    assert gained == ["", '{"city": "Paris"}']
     ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]  # type: ignore[index]
     assert len(ids) == len(SCRIPTS["@call"]) + 1  # also of tokens that told nothing by themselves
 
@@ -133,10 +138,18 @@ def test_a_call_of_what_is_no_tool_is_content(server: Server) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_is_cut_off_says_so(server: Server) -> None:
+def test_a_call_that_is_cut_off_is_content(server: Server) -> None:
     choice = say(server, "@call", tools=TOOLS, max_tokens=7)
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Par'
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == "".join(SCRIPTS["@call"][:7])
     assert choice["finish_reason"] == "length"
+
+
+def test_a_call_with_broken_json_is_content_and_the_next_one_is_a_call(server: Server) -> None:
+    choice = say(server, "@broken", tools=TOOLS)
+    assert choice["message"]["content"] == "".join(SCRIPTS["@broken"][:2])
+    assert called(choice) == [("time", {})]
+    assert choice["finish_reason"] == "tool_calls"
 
 
 CHOOSY: Any = [

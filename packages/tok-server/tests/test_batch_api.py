@@ -13,7 +13,8 @@ from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel
 
 from support.batching import Line, assert_each_once, chat_line, completion_line, jsonl, read_jsonl
-from support.serving import Server, serving, wait_until
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, serving
 from tok_client import types as wire
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -49,7 +50,7 @@ def begin(client: openai.OpenAI, data: bytes, endpoint: str = "/v1/completions")
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while (found := client.batches.retrieve(batch.id)).status not in ENDED:
         assert time.monotonic() < deadline, found.status
         time.sleep(0.02)

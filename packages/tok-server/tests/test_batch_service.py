@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ from support.batch_services import (
     LINES,
     RUNNING,
     SLOW,
-    Clock,
+    FakeTime,
+    add_file,
     begin,
     begin_with,
     completed,
@@ -28,19 +30,21 @@ from support.batch_services import (
     until,
 )
 from support.batching import NAME, assert_each_once, completion_line, custom_ids, jsonl, read_jsonl
-from tok_client.types import FileObject
+from support.patience import PATIENCE, wait_until
 from tok_core import AsyncEngine, EngineClosed
 from tok_core.sampling import SamplingParams
+from tok_server.batch import service as service_module
 from tok_server.batch import states
 from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.blobs import Blobs
 from tok_server.batch.budget import Budget
 from tok_server.batch.gate import Gate
 from tok_server.batch.life import Life
 from tok_server.batch.run import AHEAD, Means, Run, Source, _Ready
-from tok_server.batch.service import BatchService, Limits
-from tok_server.batch.store import ENDED, Job, Missing
+from tok_server.batch.service import GRACE_SECONDS, BatchService, Limits
+from tok_server.batch.store import ENDED, Job, Missing, Store
 from tok_server.batch.validation import Validated
-from tok_server.endpoints import BEHIND, Served, behind
+from tok_server.endpoints import BEHIND, ENDPOINTS, Served, behind
 from tok_server.errors import ApiError
 from tok_server.ids import new_id
 from tok_server.tools.formats import Formats
@@ -55,36 +59,34 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
 
 
 async def test_a_batch_whose_time_is_over_keeps_what_is_answered(engine: AsyncEngine, tmp_path: Path) -> None:
-    clock = Clock()
-    async with opened(tmp_path, engine, clock) as service:
+    time = FakeTime()
+    async with opened(tmp_path, engine, time.clock()) as service:
         batch = await begin(service, LINES[:5] + SLOW[5:], hours=2)
         await until(service, batch.id, lambda one: completed(one) >= 5)
-        clock.now += 7200
+        time.passed += 7200
         found = await ended(service, batch.id)
         output, errors = outputs(service, found)
         assert found.status == "expired"
-        assert found.expired_at == found.expires_at == int(clock.now)
+        assert found.expired_at == found.expires_at == int(time.wall())
         assert_each_once(LINES[:5] + SLOW[5:], output, errors)
         assert all(line["error"]["code"] == "batch_expired" for line in read_jsonl(errors))  # type: ignore[index]
         assert len(read_jsonl(output)) == completed(found) >= 5
 
 
 async def test_files_whose_time_is_over_are_deleted_unless_they_are_read(engine: AsyncEngine, tmp_path: Path) -> None:
-    clock = Clock()
-    async with opened(tmp_path, engine, clock, paused=lambda: True) as service:
+    fake = FakeTime()
+    async with opened(tmp_path, engine, fake.clock(), paused=lambda: True) as service:
         batch = await begin(service, LINES)
-        for id, expires in (("file-" + 24 * "a", 10), ("file-" + 24 * "b", 1000)):
-            file = FileObject(
-                id=id, bytes=0, created_at=0, filename="f", purpose="batch", expires_at=int(clock.now) + expires
-            )
-            service.place.blobs.path(id).write_bytes(b"")
-            await service.ask(lambda store, file=file: store.add_file(file))  # type: ignore[misc]
-        clock.now += 20
-        deadline = time.monotonic() + 60
+        await add_file(service, b"", seconds=10)
+        later = await add_file(service, b"", seconds=1000)
+        fake.passed += 20
+        assert len(await service.ask(Store.file_ids)) == 3  # the server has just started: nothing is deleted yet
+        fake.passed += GRACE_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while len(await service.ask(lambda store: store.file_ids())) > 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        while {path.name for path in (tmp_path / "files").iterdir()} != {batch.input_file_id, "file-" + 24 * "b"}:
+        while {path.name for path in (tmp_path / "files").iterdir()} != {batch.input_file_id, later.id}:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
 
@@ -149,9 +151,18 @@ async def test_whoever_waits_is_served_before_a_batch(engine: AsyncEngine, tmp_p
         assert (await ended(service, batch.id)).status == "cancelled"
 
 
-@pytest.mark.parametrize(("own", "wanted"), [(0, BEHIND), (5, BEHIND + 5), (-(1 << 62), BEHIND - (1 << 32))])
+@pytest.mark.parametrize(("own", "wanted"), [(0, BEHIND), (5, BEHIND + 5), (-(1 << 40), BEHIND - (1 << 32))])
 def test_a_line_of_any_priority_is_behind_whoever_waits(own: int, wanted: int) -> None:
     assert behind(SamplingParams(priority=own)).priority == wanted > 1 << 32
+
+
+@pytest.mark.parametrize(("least", "refused"), [(0, True), (-5, False), (None, False)])
+async def test_a_line_cannot_ask_for_a_class_that_is_closed_to_clients(
+    engine: AsyncEngine, least: int | None, refused: bool
+) -> None:
+    served = Served(engine, NAME, Formats(), least=least)
+    with pytest.raises(ApiError, match="priority") if refused else nullcontext():
+        ENDPOINTS["/v1/completions"](b'{"prompt": [1, 2], "priority": -5}', served)
 
 
 async def test_while_paused_nothing_is_begun(engine: AsyncEngine, tmp_path: Path) -> None:
@@ -194,22 +205,30 @@ async def test_a_batch_nobody_made_is_missing(engine: AsyncEngine, tmp_path: Pat
 async def test_whatever_was_written_when_it_died_a_batch_ends_whole(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory is copied before and after each transaction of a batch; every copy is a death at that moment."""
-    change, copies = Life._change, list[Path]()
+    """The directory is copied before and after each step that lasts; every copy is a death at that moment."""
+    copies = list[Path]()
 
-    async def copying(life: Life, *arguments: object) -> None:
-        copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
-        await change(life, *arguments)  # type: ignore[arg-type]
-        copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
+    def copy_around(kind: type, name: str) -> None:
+        step = getattr(kind, name)
+
+        def copying(self: object, *arguments: object) -> object:
+            copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
+            done = step(self, *arguments)
+            copies.append(shutil.copytree(tmp_path / "data", tmp_path / f"copy {len(copies)}"))
+            return done
+
+        patch.setattr(kind, name, copying)
 
     lines = [completion_line(number, **({"n": 0} if number % 3 else {})) for number in range(20)]
     with monkeypatch.context() as patch:
-        patch.setattr(Life, "_change", copying)
+        copy_around(Store, "change")
+        copy_around(Blobs, "publish")
         async with opened(tmp_path / "data", engine) as service:
             batch = await begin(service, lines)
             await ended(service, batch.id)
-    assert len(copies) == 6
-    for copy in copies:
+    steps = 3 + 1 + 2 + 2  # changes; publishing the input, both outputs, and both once more
+    assert len(copies) == 2 * steps
+    for copy in copies[4:]:  # in those before there is no batch yet
         async with opened(copy, engine) as service:
             found = await ended(service, batch.id)
             assert (found.status, completed(found)) == ("completed", 7)
@@ -246,19 +265,18 @@ async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
 
 
 class Full(Answers):
-    """Refuses whatever is added, once the budget has been taken."""
+    """Finds itself damaged once the budget has been taken."""
 
     budget: Budget
     lines: int
     full = False
 
     def add(self, answers: Iterable[Answer]) -> list[Answer]:
-        deadline = time.monotonic() + 60
-        while not self.full:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-            self.full = self.budget.used >= self.lines
-        raise sqlite3.OperationalError("database or disk is full")
+        wait_until(lambda: self.full or self.budget.used >= self.lines)
+        self.full = True
+        error = sqlite3.DatabaseError("database disk image is malformed")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
 
 
 async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
@@ -270,7 +288,7 @@ async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
         answers = store.submit(Full, tmp_path / "answers", "batch").result()
         answers.budget, answers.lines = budget, 700
         means = Means(Served(engine, NAME, Formats()), budget, gate, store, reader, reader)
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(sqlite3.DatabaseError):
             await Run(Source(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
     assert budget.used == 0
@@ -281,7 +299,7 @@ class Cancelling:
 
     samples = 1
 
-    async def compute(self) -> Callable[[], bytes]:
+    async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         (gone := asyncio.get_running_loop().create_future()).cancel()
         await gone
         return bytes
@@ -313,12 +331,11 @@ async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(Life, "live", failing)
+        patch.setattr(service_module, "RETRY_SECONDS", 10 * PATIENCE)  # a service that tries again does not close
         async with opened(tmp_path, engine) as service:
             await begin(service, LINES)
             await begun.wait()
-            closing = asyncio.create_task(service.close())
-            done, _ = await asyncio.wait([closing], timeout=5)  # RETRY_SECONDS would pass else, again and again
-            assert done
+            await asyncio.wait_for(service.close(), PATIENCE)
             service._clockwork = None
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from tok_client.types import UNSET, Batch, FileObject
+from tok_client.types import UNSET, Batch, BatchError, FileObject
 from tok_server.batch import states
 from tok_server.batch.answers import Answer, Answers, Totals
 from tok_server.batch.blobs import Blobs, durable
@@ -78,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=files, purpose=st.sampled_from(["batch", "batch_output"]), expires=st.none() | st.integers(0, 100))
     def add_file(self, purpose: str, expires: int | None) -> str:
         file = made_file(self.new_id("file"), purpose, expires)
-        self.store.add_file(file)
+        self.store.add_file(file, deadline=expires)
         self.known_files[file.id] = file
         return file.id
 
@@ -100,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
                 case "validated":
                     return states.validated(job, Validated(3, "", []), 2)
                 case "refused":
-                    return states.unreadable(job, "gone", 2)
+                    return states.failed(job, BatchError(code="file_unreadable", message="gone"), 2)
                 case "answered":
                     return states.answered(job, 3)
                 case "finished":
@@ -138,7 +138,8 @@ class StoreMachine(RuleBasedStateMachine):
             for file in self.known_files.values()
             if isinstance(file.expires_at, int) and file.expires_at <= now and not self.readers(file.id)
         }
-        assert set(self.store.delete_expired(now)) == over
+        assert set(self.store.expired(now)) == over
+        self.store.delete_files(over)
         for id in over:
             del self.known_files[id]
 
@@ -279,22 +280,6 @@ def test_what_is_no_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
         Blobs(tmp_path).path(id)
     with pytest.raises(ValueError, match="allowed"):
         Place(tmp_path).answers(id)
-
-
-def test_what_a_death_has_left_behind_is_removed(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    names = ["file-" + 24 * "a", "file-" + 24 * "b", "file-" + 24 * "a" + ".part"]
-    for name in names:
-        (tmp_path / "files" / name).write_bytes(b"x")
-    batches = ["batch_" + 24 * "a", "batch_" + 24 * "b"]
-    for id in batches:
-        Answers(place.answers(id), id).close()
-    (tmp_path / "batches" / f"batch_{24 * 'c'}.sqlite-wal").write_bytes(b"")
-    for kind in ("files", "batches"):
-        (tmp_path / kind / "somebody's").mkdir()
-    place.sweep({names[0]}, {batches[0]})
-    assert {path.name for path in (tmp_path / "files").iterdir()} == {names[0], "somebody's"}
-    assert {path.name for path in (tmp_path / "batches").iterdir()} == {batches[0] + ".sqlite", "somebody's"}
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.serving import Server, serving, wait_until
+from support.gates import gated
+from support.patience import PATIENCE, wait_until
+from support.scripted_model import make_scripted_model
+from support.serving import Server, serving
 from tok_server.cli import main
 from tok_server.dialogue import Dialogue
+
+WORDS = [f"w{number}. " for number in range(1, 61)]
 
 
 def test_reset_forgets_what_was_said_and_system_begins_anew() -> None:
@@ -100,26 +104,30 @@ class Session:
             pass
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_conversation(guarded: Server) -> None:
-    session = Session(["--url", guarded.url, "--api-key", "secret", "--temperature", "1"])
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose answer to `recite` is sixty words."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    model = make_scripted_model(tmp_path_factory.mktemp("recite") / "model", {"recite": WORDS}, template)
+    with serving(model) as running:
+        yield running
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(reciting: Server) -> None:
+    session = Session(["--url", reciting.url])
     try:
         wait_until(lambda: session.shown.count(b"you>") == 1)
-        for _ in range(60):  # an answer may end by itself before it is stopped
-            before = session.shown.count(b"you>")
-            session.type("one two three\n")
-            deadline = time.monotonic() + 60
-            while not guarded.engine.open_requests and session.shown.count(b"you>") == before:
-                assert time.monotonic() < deadline
-            if session.shown.count(b"you>") == before:
-                session.popen.send_signal(signal.SIGINT)
-            wait_until(lambda before=before: session.shown.count(b"you>") > before)  # type: ignore[misc]
-            if "…".encode() in session.shown:
-                break
-        assert "…".encode() in session.shown
-        wait_until(lambda: guarded.engine.open_requests == 0)
+        with gated(reciting.engine, steps=20):
+            session.type("recite\n")
+            wait_until(lambda: b"w1." in session.shown)
+            session.popen.send_signal(signal.SIGINT)
+            wait_until(lambda: session.shown.count(b"you>") == 2)
+            assert " …\r\n".encode() in session.shown
+            wait_until(lambda: reciting.engine.open_requests == 0)  # in the middle of the answer
+        assert b"w30." not in session.shown
         session.type("/system be kind\n")
         wait_until(lambda: b"with these instructions" in session.shown)
         session.type("/exit\n")
-        assert session.popen.wait(60) == 0
+        assert session.popen.wait(PATIENCE) == 0
     finally:
         session.close()

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.serving import Server, serving, wait_until
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, serving
 from tok_server.dashboard import page
 from tok_server.dashboard.history import COLUMNS, EACH, HOUR, LATENCY, SECONDS, History
 from tok_server.dashboard.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, Took
@@ -111,7 +112,7 @@ def test_counters_that_begin_anew_make_no_negative_rates() -> None:
 
 @contextmanager
 def watching(server: Server, headers: dict[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
         connection.request("GET", "/dashboard/events", headers=headers or {})
         yield connection.getresponse()
 

@@ -8,10 +8,11 @@ import socket
 
 import pytest
 
+from support.patience import PATIENCE
 from support.serving import Server
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 def request(headers: str = "", *, packed: bool = False, **fields: object) -> bytes:
@@ -26,7 +27,7 @@ def request(headers: str = "", *, packed: bool = False, **fields: object) -> byt
 def test_bodies_that_come_while_another_request_is_answered_are_read_after_it(server: Server, packed: bool) -> None:
     slow, long = request(max_tokens=100, ignore_eos=True), request(packed=packed, user="x" * 1_000_000)
     found = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(slow + long + long + HEALTH)
         while part := connection.recv(65_536):
             found += part
@@ -39,7 +40,7 @@ def test_a_body_that_comes_with_many_more_requests_is_followed_by_all_of_them(se
     first, one = request("Expect: 100-continue\r\n"), request()
     cut = first.index(b"\r\n\r\n") + 4
     found = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(first[:cut])
         assert connection.recv(65_536).startswith(b"HTTP/1.1 100 Continue")  # it is being handled
         connection.sendall(first[cut:] + one * 39 + HEALTH)

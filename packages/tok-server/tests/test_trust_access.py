@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import re
 import ssl
@@ -9,15 +10,22 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
-from support.serving import Server, serving, wait_until
+from support.engines import manager_of
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, serving
 from tok_core import InvalidField
+from tok_core.messages import Submit
 from tok_server import Settings
 from tok_server.auth import ANYONE, Keys
 from tok_server.cli import main, make_parser
 from tok_server.errors import ApiError
+from tok_server.hosts import Hosts
 from tok_server.origins import Origins
 from tok_server.rates import Bucket, Rates
 from tok_server.server_flags import settings_of
@@ -47,6 +55,30 @@ def ask(server: Server, headers: dict[str, str], **fields: object) -> tuple[int,
 
 def test_each_of_several_keys_is_served_and_no_other(guarded: Server) -> None:
     assert [ask(guarded, headers)[0] for headers in (FIRST, SECOND, ADMIN, {})] == [200, 200, 401, 401]
+
+
+def test_the_engine_knows_each_request_by_a_name_of_its_key(guarded: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, seen = manager_of(guarded.engine), list[str]()
+    submit = manager._submit
+
+    def note(message: Submit) -> None:
+        seen.append(message.tenant)
+        submit(message)
+
+    monkeypatch.setattr(manager, "_submit", note)
+    for headers in (FIRST, SECOND, FIRST):
+        assert ask(guarded, headers)[0] == 200
+        assert guarded.call("POST", "/v1/embeddings", {"input": [1, 2]}, headers).status == 200
+    first, second = seen[0], seen[2]
+    assert seen == [first, first, second, second, first, first]
+    assert first != second
+    assert not {"", "first", "second"} & set(seen)  # the engine need not know the keys themselves
+
+
+def test_a_key_keeps_its_name_and_no_key_has_none() -> None:
+    keys, other = Keys(("a", "b")), Keys(("b",))
+    assert keys.tenant(1) == other.tenant(0) != keys.tenant(0)
+    assert keys.tenant(ANYONE) == ""
 
 
 def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
@@ -114,7 +146,7 @@ def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Se
 def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
     now = [0.0]
     bucket = Bucket(60, lambda: now[0])
-    assert bucket.wait(60) == 0
+    assert bucket.wait(PATIENCE) == 0
     bucket.spend(90)
     assert (bucket.left, bucket.wait(1)) == (-30, 31)
     now[0] = 31
@@ -191,7 +223,7 @@ def test_with_a_certificate_https_is_served_and_http_is_not(tiny_model: Path, tm
     with serving(tiny_model, tls_cert=str(cert), tls_key=str(key), header_timeout=5.0) as server:
         trusted = ssl.create_default_context(cafile=str(cert))
         url = f"https://127.0.0.1:{server.port}/health"
-        with urllib.request.urlopen(url, context=trusted, timeout=60) as answer:
+        with urllib.request.urlopen(url, context=trusted, timeout=PATIENCE) as answer:
             assert answer.status == 200
         with pytest.raises((OSError, http.client.HTTPException)):
             server.call("GET", "/health")
@@ -219,3 +251,75 @@ def test_serve_says_which_file_it_cannot_use(tmp_path: Path, capsys: pytest.Capt
     missing = str(tmp_path / "missing.pem")
     assert main(["serve", "--port", "0", "--tls-cert", missing]) == 2
     assert capsys.readouterr().err.startswith("tok serve: error: --tls-cert is ")
+
+
+def test_on_loopback_no_other_name_is_answered(server: Server) -> None:
+    """A page of evil.example whose name resolves to 127.0.0.1 reads nothing, and changes nothing."""
+    for host in (
+        "evil.example",
+        f"evil.example:{server.port}",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "2130706433",
+    ):
+        for method, path in (("GET", "/v1/models"), ("GET", "/"), ("GET", "/health"), ("POST", "/v1/completions")):
+            origin = {} if method == "GET" else {"Origin": f"http://{host}"}
+            refused = server.call(method, path, b"{}", {"Host": host, **origin})
+            assert refused.status == 403, (host, path)
+            error = refused.error()
+            assert (error["param"], error["code"]) == ("Host", "host_not_allowed")
+            assert "--allowed-host" in str(error["message"])
+    for host in ("localhost", "LOCALHOST:1", "localhost.", "a.localhost", "127.0.0.1", "127.0.0.2:80", "[::1]:80", ""):
+        assert server.call("GET", "/v1/models", None, {"Host": host}).status == 200, host
+
+
+def host_of(headers: dict[str, str], own: str) -> web.Request:
+    """A request that came to the address `own`."""
+    transport = Mock(asyncio.Transport)
+    transport.get_extra_info.return_value = (own, 80)
+    return make_mocked_request("GET", "/", headers, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("listens", "allowed", "own", "asked", "refused"),
+    [
+        ("127.0.0.1", (), "127.0.0.1", "evil.example", True),
+        ("::1", (), "::1", "evil.example", True),
+        ("127.0.0.1", ("api.example",), "127.0.0.1", "API.example:443", False),
+        ("127.0.0.1", ("api.example",), "127.0.0.1", "evil.example", True),
+        ("127.0.0.1", ("*",), "127.0.0.1", "evil.example", False),
+        ("127.0.0.1", (), "10.0.0.5", "any.example", False),  # a loop of one's own listens elsewhere
+        ("0.0.0.0", (), "10.0.0.5", "any.example", False),
+        ("0.0.0.0", ("api.example",), "10.0.0.5", "evil.example", True),
+        ("0.0.0.0", ("api.example",), "10.0.0.5", "10.0.0.5", False),
+        ("my.host", ("api.example",), "10.0.0.5", "my.host", False),
+    ],
+)
+def test_names_that_are_answered(listens: str, allowed: tuple[str, ...], own: str, asked: str, refused: bool) -> None:
+    hosts = Hosts(listens, allowed)
+    for _ in range(2):  # what is remembered changes nothing
+        if refused:
+            with pytest.raises(ApiError, match="Host is "):
+                hosts.check(host_of({"Host": asked}, own))
+        else:
+            hosts.check(host_of({"Host": asked}, own))
+
+
+def test_what_is_tokenised_counts_against_the_limits(tiny_model: Path) -> None:
+    with serving(tiny_model, rate_limit_requests=600, rate_limit_tokens=200) as server:
+        many = {"tokens": [5] * 300}
+        answer = server.call("POST", "/detokenize", many)
+        assert answer.status == 200
+        assert answer.headers["x-ratelimit-limit-tokens"] == "200"
+        wait_until(lambda: server.context.open_requests == 0)
+        for path, body in (("/detokenize", many), ("/tokenize", {"prompt": "a"})):
+            refused = server.call("POST", path, body)
+            assert refused.status == 429
+            assert refused.error()["code"] == "rate_limit_exceeded"
+    with serving(tiny_model, rate_limit_tokens=200) as server:
+        assert server.call("POST", "/tokenize", {"prompt": "a b c " * 100}).status == 200
+        wait_until(lambda: server.context.open_requests == 0)
+        assert server.call("POST", "/tokenize", {"prompt": "a"}).status == 429
+    with serving(tiny_model, max_queued=0) as server:
+        for path, body in (("/detokenize", many), ("/tokenize", {"prompt": "a"})):
+            assert server.call("POST", path, body).error()["code"] == "max_queued"

@@ -22,9 +22,13 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from support.serving import Server, serving, wait_until
+from support.gates import ENDLESS, ENDLESS_POSITIONS, gated
+from support.patience import PATIENCE, wait_until
+from support.serving import Server, serving
+from support.tiny_models import make_model
 from tok_core import InvalidField
 from tok_core.log_format import FIELDS, JsonFormatter
+from tok_core.messages import Silence
 from tok_server.telemetry import Telemetry
 
 ADMIN = {"Authorization": "Bearer root"}
@@ -37,7 +41,7 @@ def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: 
 
         def ask(number: int) -> int:
             count = 0
-            while not stop.is_set():
+            while not (count and stop.is_set()):
                 fields = {"prompt": [number] * 20, "max_tokens": 60, "ignore_eos": True, "stream": number % 2 == 0}
                 answer = server.complete(**fields)
                 assert answer.status == 200, answer.body
@@ -54,7 +58,7 @@ def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: 
                 assert answer.json() == {"state": "ready", "detail": ""}
         finally:
             stop.set()
-        assert all(one.result(60) for one in asking)
+        assert all(one.result(PATIENCE) for one in asking)
         assert server.engine.stats()["restarts"] == 2
         for wrong in ("2", "-1", "x", "0" * 100):
             assert server.call("POST", f"/admin/replicas/{wrong}/restart", None, ADMIN).status == 404
@@ -63,19 +67,43 @@ def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: 
 
 def test_the_only_replica_restarts_with_503_meanwhile_and_a_second_restart_gets_409(tiny_model: Path) -> None:
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
-        long = pool.submit(server.complete, prompt="one", max_tokens=150, n=4, ignore_eos=True)
-        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
-        restart = pool.submit(server.call, "POST", "/admin/replicas/0/restart", None, ADMIN)
-        wait_until(lambda: server.engine.health().replicas[0].state == "draining")
-        refused = server.complete(prompt="one")
-        assert refused.status == 503
-        assert refused.error()["code"] == "engine_unavailable"
-        assert refused.headers["retry-after"] == "1"
-        again = server.call("POST", "/admin/replicas/0/restart", None, ADMIN)
-        assert again.status == 409
-        assert long.result(120).status == 200
-        assert restart.result(120).status == 200
+        with gated(server.engine, steps=8):
+            long = pool.submit(server.complete, prompt="one", max_tokens=150, n=4, ignore_eos=True)
+            wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+            restart = pool.submit(server.call, "POST", "/admin/replicas/0/restart", None, ADMIN)
+            wait_until(lambda: server.engine.health().replicas[0].state == "draining")
+            refused = server.complete(prompt="one")
+            assert refused.status == 503
+            assert refused.error()["code"] == "engine_unavailable"
+            assert refused.headers["retry-after"] == "1"
+            again = server.call("POST", "/admin/replicas/0/restart", None, ADMIN)
+            assert again.status == 409
+        assert long.result(PATIENCE).status == 200
+        assert restart.result(PATIENCE).status == 200
         assert server.complete(prompt="one", max_tokens=1).status == 200
+
+
+def test_an_unresponsive_replica_is_told_of_and_restarts_without_a_drain(tiny_model: Path) -> None:
+    with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
+        long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
+        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+        fleet, why = server.engine._core._fleet, "no sign of life from the manager process"
+        fleet._hear(fleet.lives[0], Silence(why))
+        for path in ("/health", "/ready"):
+            answer = server.call("GET", path, None)
+            assert (answer.status, answer.json()["status"]) == (503, "unresponsive")
+        assert server.call("GET", "/health", None).json()["detail"] == why
+        assert server.complete(prompt="one").status == 503
+        for drain in ("-1", "inf", "x", "nan"):
+            refused = server.call("POST", f"/admin/replicas/0/restart?drain={drain}", None, ADMIN)
+            assert (refused.status, refused.error()["param"]) == (400, "drain"), drain
+        assert server.call("POST", "/admin/replicas/0/restart", None, ADMIN).json() == {"state": "ready", "detail": ""}
+        assert long.result(120).status in (200, 503)  # it may have been done
+        long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
+        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+        assert server.call("POST", "/admin/replicas/0/restart?drain=0", None, ADMIN).status == 200
+        assert long.result(120).status in (200, 503)
+        assert server.call("GET", "/ready", None).status == 200
 
 
 def test_without_an_admin_key_nobody_restarts_anything(server: Server) -> None:
@@ -199,9 +227,23 @@ def test_without_the_extra_spans_are_refused_by_name_and_without_the_flag_nothin
     assert "tok-server[otel]" in done.stdout
 
 
-def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tiny_model: Path) -> None:
-    flags = ["--port", "0", "--device", "cpu", "--drain-timeout", "0.5", "--log-format", "json", "--log-level", "info"]
-    command = [sys.executable, "-m", "tok_server.cli", "serve", str(tiny_model), *flags]
+def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "endless", max_positions=ENDLESS_POSITIONS)
+    flags = [
+        "--port",
+        "0",
+        "--kv-cache-tokens",
+        str(ENDLESS_POSITIONS),
+        "--device",
+        "cpu",
+        "--drain-timeout",
+        "0.5",
+        "--log-format",
+        "json",
+        "--log-level",
+        "info",
+    ]
+    command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOK_API_KEY": "secret"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as popen:
@@ -209,8 +251,8 @@ def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tiny_
             assert popen.stdout is not None
             found = re.search(r"127\.0\.0\.1:(\d+)", popen.stdout.readline())
             assert found is not None
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-            body = json.dumps({"prompt": [1, 2, 3], "n": 64, "max_tokens": 900, "ignore_eos": True, "stream": True})
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=PATIENCE)
+            body = json.dumps({"prompt": [1, 2, 3], "n": 8, "max_tokens": ENDLESS, "ignore_eos": True, "stream": True})
             headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
             connection.request("POST", "/v1/completions", body, headers)
             response = connection.getresponse()
@@ -218,7 +260,7 @@ def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tiny_
             popen.send_signal(signal.SIGTERM)
             last = response.read().decode().rstrip("\n").rpartition("data: ")[2]
             connection.close()
-            _, errors = popen.communicate(timeout=60)
+            _, errors = popen.communicate(timeout=PATIENCE)
         finally:
             popen.kill()
     assert popen.returncode == 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.patience import PATIENCE
 from tok_server.deadlines import Deadlines
 from tok_server.errors import ApiError
 from tok_server.loop import new_event_loop, run
@@ -52,8 +53,8 @@ def test_whoever_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
         await asyncio.sleep(0)
         for cancelled in tasks[1:3]:
             cancelled.cancel()
-        await asyncio.wait(tasks, timeout=60)
-        await asyncio.wait_for(one(4), 60)  # and later ones are not kept waiting
+        await asyncio.wait(tasks, timeout=PATIENCE)
+        await asyncio.wait_for(one(4), PATIENCE)  # and later ones are not kept waiting
         return begun
 
     assert asyncio.run(begin()) == [0, 3, 4]
@@ -71,10 +72,10 @@ async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
 def test_each_request_has_its_own_deadline_whatever_the_order_in_which_they_come() -> None:
     async def several() -> list[str]:
         deadlines, now = Deadlines(LONG), time.monotonic()
-        nearly, over = now - LONG + 0.05, now - LONG - 1
+        soon, nearly, over = now - LONG + PATIENCE, now - LONG + 0.05, now - LONG - 1
         found = await asyncio.gather(
-            *(_keep(deadlines, now, 0.0), _keep(deadlines, nearly, 60.0), _keep(deadlines, now, 0.2)),
-            *(_keep(deadlines, over, 60.0), _keep(deadlines, nearly, 0.0), _keep(deadlines, nearly - 0.04, 60.0)),
+            *(_keep(deadlines, now, 0.0), _keep(deadlines, nearly, PATIENCE), _keep(deadlines, now, 0.2)),
+            *(_keep(deadlines, over, PATIENCE), _keep(deadlines, soon, 0.0), _keep(deadlines, nearly - 0.04, PATIENCE)),
         )
         return list(found)
 

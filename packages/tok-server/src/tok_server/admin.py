@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from tok_client.types import ReplicaReport
+from tok_server.batch.query import read_query
 from tok_server.context import CONTEXT, Context
-from tok_server.errors import ApiError
+from tok_server.errors import ApiError, invalid
 from tok_server.openapi import Operation, json_of
 from tok_server.wire import encode
 
 log = logging.getLogger("tok.server")
 
 
+class RestartReplica(msgspec.Struct, frozen=True):
+    """Query of `POST /admin/replicas/{number}/restart`.
+
+    drain  seconds that what the replica computes is given to end; left out: as long as any request may take, and none
+           where the replica is unresponsive
+    """
+
+    drain: float | None = None
+
+
 async def restart_replica(request: web.Request) -> web.Response:
     """Starts a replica anew once it has ended what it computes; others get the new requests meanwhile.
 
-    Answers when it serves again. With one replica only, new requests get 503 until then.
+    Answers when it serves again. With one replica only, new requests get 503 until then. `drain=SECONDS` bounds how
+    long it may compute on; 0 restarts it at once.
     """
     context = request.app[CONTEXT]
     context.await_start()
     replicas = context.engine.health().replicas
     number = _replica(request, len(replicas))
-    if (state := replicas[number].state) not in ("ready", "failed"):
+    drain = read_query(request, RestartReplica).drain
+    if drain is not None and not 0 <= drain < math.inf:
+        raise invalid("drain", f"drain is {drain}; allowed: seconds from 0")
+    if (state := replicas[number].state) not in ("ready", "unresponsive", "failed"):
         raise ApiError(409, f"replica {number} is {state} already", code="restarting")
+    if drain is None:
+        drain = 0.0 if state == "unresponsive" else context.settings.request_timeout
     # Once begun it goes on, whether or not whoever asked for it waits.
-    restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=context.settings.request_timeout))
+    restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=drain))
     context.background.add(restart)
     restart.add_done_callback(partial(_tell, context, number))
     await asyncio.shield(restart)
@@ -59,7 +78,8 @@ OPERATIONS = (
         "POST",
         "/admin/replicas/{number}/restart",
         restart_replica,
+        query=RestartReplica,
         answers={200: json_of(ReplicaReport)},
-        errors=(403, 404, 409),
+        errors=(400, 403, 404, 409),
     ),
 )

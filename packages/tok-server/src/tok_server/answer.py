@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
+from types import TracebackType
 from typing import Protocol
 from urllib.parse import quote
 
 from aiohttp import web
 
 from tok_client.types import StopWhenResult, Usage
-from tok_core import Delta, EngineDead, RequestOutput, RequestStream
+from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStream
 from tok_server.context import Context
 from tok_server.counts import COUNTS
 from tok_server.deadlines import Deadline
-from tok_server.errors import ApiError, limited, of_exception
+from tok_server.errors import ApiError, invalid, limited, of_exception
 from tok_server.job import Job
+from tok_server.json_pieces import next_piece
 from tok_server.judge import Judge, judged, output_of
+from tok_server.limits import MAX_CLIENT_PRIORITY
 from tok_server.streams import MOST_CHECKS, check_grammar, merged, submitted
 from tok_server.usage import usage
 
@@ -31,14 +36,27 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 MOST_WARNED = 1000
+TOGETHER = 256  # deltas whose events are made and written together: other requests run in between
 FEW = 32  # choices without log-probabilities that are written down at once
+SHORT = 1 << 16  # bytes of an answer, as far as it can be told before, that the event loop writes itself
+LONG = 1 << 20  # from which on it is written a piece at a time
+TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # in an answer, about
+
+MAX_LOGPROBS = 1 << 24  # of a whole answer: some 3 GB in memory
+MAX_KEPT_LOGPROBS = 1 << 21  # of one that is kept as a whole: some 200 MB of JSON
+MAX_RESPONSE_LOGPROBS = 1 << 18  # of a response, whose last events repeat all of it
 
 
 class Form(Protocol):
-    """The JSON of one endpoint, for one request."""
+    """The JSON of one endpoint, for one request. `most_logprobs`: that an answer may hold, streamed or not."""
+
+    most_logprobs: int | None
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         """The whole answer. Called in a thread, unless it is a short one."""
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The same in pieces, of which none takes long to make; called in a thread. `outputs` are used up."""
 
     def events(self, prompt: int, delta: Delta) -> bytes:
         """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing.
@@ -61,10 +79,15 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def check_size(job: Job, context: Context) -> None:
-    """Raises ApiError for a job of too many samples (400), or one more than may wait (429)."""
+def check_size(job: Job, context: Context, most: int | None, tenant: str) -> None:
+    """Raises ApiError for a job of too many samples or log-probabilities (400), or one more than may wait (429).
+
+    most  log-probabilities of the answer; None: any number
+    """
     check_drawn(job, context.settings.max_n)
-    context.admit()  # since the request came, others have been read and submitted
+    check_priority(job, context.settings.min_client_priority)
+    check_logprobs(job, context.engine.info.max_model_len, most)
+    context.admit(tenant)  # since the request came, others have been read and submitted
 
 
 def check_drawn(job: Job, most: int) -> None:
@@ -74,6 +97,27 @@ def check_drawn(job: Job, most: int) -> None:
         raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
 
 
+def check_priority(job: Job, least: int) -> None:
+    """Raises ApiError (400) for a job that asks for a class that is not open to clients."""
+    priority = job.params.priority
+    if not least <= priority <= MAX_CLIENT_PRIORITY:
+        told = f"priority is {priority}; allowed: integers from {least} to {MAX_CLIENT_PRIORITY}"
+        raise limited("min_client_priority", 400, told, param="priority")
+
+
+def check_logprobs(job: Job, max_model_len: int, most: int | None) -> None:
+    """Raises ApiError (400) for a job whose answer may hold more than so many log-probabilities."""
+    top = job.params.logprobs
+    if top is None or most is None:
+        return
+    longest = max_model_len if job.params.max_tokens is None else job.params.max_tokens
+    if len(job.prompts) * job.drawn * longest * (1 + top) > most:
+        name = job.names.get("logprobs", "logprobs")
+        factors = f"{len(job.prompts)} × {job.drawn} × {longest} × {1 + top}"
+        what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
+        raise invalid(name, f"{name}: {what}; allowed: at most {most} in all", "too_many_logprobs")
+
+
 def in_time(request: web.Request, context: Context) -> Deadline:
     """`with in_time(…):` raises ApiError (504) once the request has taken all the time it may."""
     return context.deadlines.since(request[COUNTS].started)
@@ -81,26 +125,72 @@ def in_time(request: web.Request, context: Context) -> Deadline:
 
 async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
     """The response to `request`. Errors before its first byte: ApiError, EngineError."""
-    check_size(job, context)
+    most = form.most_logprobs if form.most_logprobs or job.stream else MAX_LOGPROBS
+    check_size(job, context, most, request[COUNTS].tenant)
     if job.params.grammar is not None:
         with in_time(request, context):
-            await check_grammar(context.engine, job, MOST_CHECKS)
-        context.admit()  # meanwhile the engine did not count this one
+            await check_grammar(context.engine, job, MOST_CHECKS, request[COUNTS].tenant)
+        context.admit(request[COUNTS].tenant)  # meanwhile the engine did not count this one
     headers = ignored_header(context, job.ignored)
     counts = request[COUNTS]
-    async with submitted(context.engine, job, counts) as streams:
-        if job.stream:
-            return await _stream(request, context, job, form, streams, headers)
-        with in_time(request, context):
-            outputs = [await output_of(stream, job.stop_when) for stream in streams]
+    shared = context.settings.share_prefixes
+    with context.having(counts.tenant, len(job.prompts)):
+        async with submitted(context.engine, job, counts, counts.tenant, share_prefixes=shared) as streams:
+            if job.stream:
+                return await _stream(request, context, job, form, streams, headers)
+            with in_time(request, context):
+                outputs = [await output_of(stream, job.stop_when) for stream in streams]
     for output in outputs:
         _check_ended(output)
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
         context.metrics.began(min(first) - counts.started)
-    few = job.params.logprobs is None and len(outputs) * job.drawn <= FEW
+    size = size_of(job, outputs)
+    if size > LONG:
+        return await write_pieces(request, context, form.pieces(outputs), headers)
+    few = job.params.logprobs is None and len(outputs) * job.drawn <= FEW and size <= SHORT
     body = form.whole(outputs) if few else await context.work(lambda: form.whole(outputs))
     return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
+    """Return about how many bytes the whole answer has, or the most it can have where that tells enough."""
+    top, of_place, longest = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
+    each = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
+    of_prompt = (each if job.echo else 0) + (0 if of_place is None else LOGPROB_BYTES * (1 + of_place))
+    choices = len(outputs) * job.drawn
+    if longest is not None and not of_prompt:
+        most = choices * (CHOICE_BYTES + each * longest)
+        if most <= (SHORT if choices <= FEW else LONG):
+            return most
+    return sum(
+        CHOICE_BYTES + of_prompt * len(output.prompt_token_ids) + each * len(one.token_ids)
+        for output in outputs
+        for one in output.outputs
+    )
+
+
+async def write_pieces(
+    request: web.Request, context: Context, pieces: Iterator[bytes], headers: dict[str, str]
+) -> web.StreamResponse:
+    """Answer with a JSON body of any size, the next piece of which is made when the client has taken the last one."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
+    await response.prepare(request)
+    try:
+        while piece := await context.work(lambda: next_piece(pieces)):
+            await response.write(piece)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        # Neither the status nor the beginning can be taken back: a connection that breaks off tells the client.
+        counts = request[COUNTS]
+        log.error("%s: failed while answering: %s", counts.id, error, exc_info=error)
+        counts.failed = 500
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError("the answer broke off") from error
+    await response.write_eof()
+    return response
 
 
 def _check_ended(output: RequestOutput) -> None:
@@ -119,14 +209,14 @@ async def _stream(
     response = web.StreamResponse(headers=STREAM_HEADERS | headers)
     await response.prepare(request)
     try:
-        with in_time(request, context):
-            last = await _write(response, request, context, job, form, streams)
+        with in_time(request, context), Unread(streams, context.settings.max_unread) as unread:
+            last = await _write(response, request, context, job, form, streams, unread)
     except ConnectionError:
         raise
     except Exception as error:
         # The status line is gone; what is left is an event that says what happened, and the end of the stream.
         counts = request[COUNTS]
-        failure = of_exception(error, counts.id)
+        failure = job.refused(error, 0) if isinstance(error, InvalidField) else of_exception(error, counts.id)
         counts.failed = failure.status
         context.metrics.refuse(failure.limit)
         if failure.status >= 500:
@@ -146,6 +236,7 @@ async def _write(
     job: Job,
     form: Form,
     streams: list[RequestStream],
+    unread: Unread,
 ) -> bytes:
     """All events but the last ones, which are returned."""
     if data := form.opening():
@@ -160,17 +251,69 @@ async def _write(
         tokens += gained
         return b"".join([form.events(prompt, delta) for delta in batch])
 
+    async def send(prompt: int, batch: Sequence[Delta]) -> None:
+        for start in range(0, len(batch), TOGETHER):
+            part = batch[start : start + TOGETHER]
+            if data := await context.work(partial(events, prompt, part)) if long else events(prompt, part):
+                unread.sending = True
+                await response.write(data)
+                unread.sending = False
+            if len(batch) > TOGETHER:
+                await asyncio.sleep(0)
+
+    # Events that repeat all log-probabilities take long to encode.
+    long = form.most_logprobs is not None and job.params.logprobs is not None
     judge = None if job.stop_when is None else Judge(job.stop_when)
     if judge is None and len(streams) == 1:  # most are: each generator on the way takes its time for each token
         while batch := await streams[0].batch():
-            if data := events(0, batch):
+            if long or len(batch) > TOGETHER:
+                await send(0, batch)
+            elif data := events(0, batch):
+                unread.sending = True
                 await response.write(data)
+                unread.sending = False
     else:
         async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
             async for prompt, batch in batches:
-                if data := events(prompt, batch):
-                    await response.write(data)
-    return form.closing(usage(streams, tokens), None if judge is None else judge.result())
+                await send(prompt, batch)
+    ending = partial(form.closing, usage(streams, tokens), None if judge is None else judge.result())
+    return await context.work(ending) if long else ending()
+
+
+class Unread:
+    """`with Unread(…) as unread:` raise ApiError where a client leaves more of its streams unread than it may.
+
+    Ends the task that enters it, if tokens come while that waits for the client. While it is merely busy, no client is
+    at fault; what comes meanwhile is written together.
+
+    sending  the task waits for the client to read, or is about to write
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], most: int) -> None:
+        self.sending = False
+        self._most = most
+        self._passed = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._asked = task, task.cancelling()
+        for stream in streams:  # half of it for what has been taken, and is being written
+            stream.bound(most // (2 * len(streams)), self._flooded)
+
+    def __enter__(self) -> Unread:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.sending = False
+        if self._passed and self._task.uncancel() <= self._asked and kind is asyncio.CancelledError:
+            message = f"the client has left more than {self._most} bytes of its stream unread"
+            raise limited("max_unread", 408, message, code="unread_stream") from error
+
+    def _flooded(self) -> None:
+        if self.sending and not self._passed:
+            self._passed = True
+            self._task.cancel()
 
 
 def _tokens_of(batch: Sequence[Delta]) -> int:

@@ -5,6 +5,7 @@ The page by itself tells nothing of the server: what it shows, /dashboard/events
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
@@ -17,11 +18,22 @@ ANYONE = -1
 """The number of the key that is needed where none is."""
 
 
+def salted(tenant: str, cache_salt: str | None, *, share_prefixes: bool) -> str | None:
+    """Return the engine's salt for a request: other keys cannot tell from its cached tokens what it has sent.
+
+    cache_salt      the request's own, which separates requests of one key, too
+    share_prefixes  the tenant does not matter
+    """
+    owner = "" if share_prefixes else tenant
+    return None if not owner and cache_salt is None else f"{owner}\0{cache_salt or ''}"
+
+
 class Keys:
     """The keys that clients may send as bearer token."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:
         self._api_keys = [key.encode() for key in api_keys]
+        self._tenants = [hashlib.sha256(b"tok tenant\0" + key).hexdigest()[:32] for key in self._api_keys]
         self._admin_key = None if admin_key is None else admin_key.encode()
 
     def check(self, path: str, headers: Mapping[str, str]) -> int:
@@ -34,6 +46,13 @@ class Keys:
         if number is None:
             raise _unauthorised("the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'")
         return number
+
+    def tenant(self, number: int) -> str:
+        """Return the name by which the engine, caches and files know a key's owner: a hash, the same after a restart.
+
+        number  as `check` returned it; "" for `ANYONE`
+        """
+        return "" if number == ANYONE else self._tenants[number]
 
     def _check_admin(self, headers: Mapping[str, str]) -> int:
         if self._admin_key is None:

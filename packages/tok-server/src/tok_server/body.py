@@ -10,11 +10,14 @@ from aiohttp import web
 from tok_server.context import Context
 from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid, limited, too_large
+from tok_server.json_limits import check_json
 from tok_server.wire import BadJson, decode
 
 Members = dict[str, msgspec.Raw]
 
 JSON = "application/json"
+MAX_RATIO = 100  # unpacked bytes for each packed one; JSON lines have 5 to 40, DEFLATE can make it 1,032
+UNPACKED_FREELY = 1 << 20  # bytes, of any ratio
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
@@ -50,6 +53,7 @@ async def _read(request: web.Request, context: Context) -> bytes:
     parts = []
     size = 0
     async for part in request.content.iter_any():
+        check_ratio(request)
         size += len(part)
         if size > most:
             raise too_large(most)
@@ -75,10 +79,19 @@ def check_encoding(request: web.Request) -> None:
         raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
 
 
+def check_ratio(request: web.Request) -> None:
+    """Raise ApiError (413) for a compressed body that unpacks to far more than any text of requests does."""
+    packed, unpacked = request.content.total_compressed_bytes, request.content.total_bytes
+    if packed is not None and unpacked > UNPACKED_FREELY + MAX_RATIO * packed:
+        message = f"the body unpacks to more than {MAX_RATIO} times its size; send it with less compression, or none"
+        raise ApiError(413, message, param="Content-Encoding", code="compression_ratio")
+
+
 def members(body: bytes) -> Members:
     """The body's members by name, their values not yet decoded. Errors: ApiError 400."""
     if not body:
         raise invalid(None, "the body is empty; expected is a JSON object")
+    check_json(body)
     try:
         body.decode()  # also what no field reads is to be valid
         return decode(body, Members)

@@ -15,13 +15,21 @@ from tok_server.body import read_body
 from tok_server.chat_form import ChatForm
 from tok_server.chat_prompt import chat_prompt
 from tok_server.context import CONTEXT
+from tok_server.counts import COUNTS
 from tok_server.errors import invalid
 from tok_server.ids import new_id
 from tok_server.job import Job, renamed
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given, sampling_params
-from tok_server.reading import check_model, check_prompt_logprobs, read, wants_continuous_usage, wants_usage
+from tok_server.reading import (
+    cache_salt_of,
+    check_model,
+    check_prompt_logprobs,
+    read,
+    wants_continuous_usage,
+    wants_usage,
+)
 from tok_server.response_format import structure_of
 from tok_server.stop_when import rule_of
 from tok_server.tools.formats import Formats
@@ -34,7 +42,7 @@ AUTO = Formats()
 async def create(request: web.Request) -> web.StreamResponse:
     """The assistant's next message in a conversation."""
     context = request.app[CONTEXT]
-    context.admit()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
     job = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
@@ -91,6 +99,7 @@ def job_of(
         prompt_logprobs=params.prompt_logprobs,
         markup=shape.markup,
         stop_when=rule_of(request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=shape.markup),
+        cache_salt=cache_salt_of(request),
         ignored=ignored,
         names=names,
     )

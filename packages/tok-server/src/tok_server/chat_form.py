@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from tok_client.types import (
@@ -23,6 +25,7 @@ from tok_server.answer import event
 from tok_server.chunk_form import ChunkForm
 from tok_server.ids import fingerprint
 from tok_server.job import Job
+from tok_server.json_pieces import elements, filled, separated, slices, split, taken
 from tok_server.judge import result_of
 from tok_server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from tok_server.message_reader import message
@@ -46,19 +49,45 @@ class ChatForm(ChunkForm):
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         """The answer of the one finished request."""
         (output,) = outputs
-        choices = [self._choice(one) for one in output.outputs]
-        used = usage(outputs, sum(len(one.token_ids) for one in output.outputs))
-        return encode(
-            ChatCompletion(
-                id=self._job.id,
-                created=self._job.created,
-                model=self._job.model,
-                choices=choices,
-                usage=self._detailed(used),
-                system_fingerprint=fingerprint(),
-                prompt_logprobs=self._prompt_logprobs(output),
-                stop_when=result_of(outputs) or UNSET,
-            )
+        choices = [self._choice(one, self._logprobs(one.logprobs)) for one in output.outputs]
+        return encode(self._whole(outputs, choices, self._prompt_logprobs(output.prompt_logprobs)))
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The same a piece at a time; frees the log-probabilities of `outputs` as it goes."""
+        (output,) = outputs
+        told: Maybe[PromptLogprobs] = [] if self._tells(output.prompt_logprobs) else UNSET
+        before, _ = split(encode(self._whole(outputs, [], told)), "choices")
+        yield before
+        yield from separated(map(self._choice_pieces, output.outputs))
+        # The usage tells how many tokens were reasoning: known now that the choices have been read.
+        _, after = split(encode(self._whole(outputs, [], told)), "choices")
+        if told is UNSET:
+            yield after
+            return
+        most = self._job.prompt_logprobs or 0
+        parts = (prompt_logprobs(part, self._texts, most) for part in slices(output.prompt_logprobs or []))
+        yield from filled(after, [("prompt_logprobs", elements(parts))])
+
+    def _choice_pieces(self, one: Completion) -> Iterator[bytes]:
+        if self._job.params.logprobs is None:
+            return iter([encode(self._choice(one, None))])
+        choice = encode(self._choice(one, ChatLogprobs(content=[])))
+        parts = (chat_logprobs(part, self._texts).content or [] for part in taken(one.logprobs or []))
+        return filled(choice, [("content", elements(parts))])
+
+    def _whole(
+        self, outputs: list[RequestOutput], choices: list[ChatChoice], told: Maybe[PromptLogprobs]
+    ) -> ChatCompletion:
+        (output,) = outputs
+        return ChatCompletion(
+            id=self._job.id,
+            created=self._job.created,
+            model=self._job.model,
+            choices=choices,
+            usage=self._detailed(usage(outputs, sum(len(one.token_ids) for one in output.outputs))),
+            system_fingerprint=fingerprint(),
+            prompt_logprobs=told,
+            stop_when=result_of(outputs) or UNSET,
         )
 
     def events(self, prompt: int, delta: Delta) -> bytes:
@@ -95,14 +124,14 @@ class ChatForm(ChunkForm):
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
         return event(encode(self._chunk([], self._detailed(used) if used else UNSET, stop_when)))
 
-    def _choice(self, one: Completion) -> ChatChoice:
+    def _choice(self, one: Completion, logprobs: ChatLogprobs | None) -> ChatChoice:
         sample = SampleReader(self._job, self._texts)
         said = message(sample.pieces(one.text, one.token_ids, ended=True))
         self._reasoning_tokens += sample.reasoning_tokens
         return ChatChoice(
             index=one.index,
             message=said,
-            logprobs=self._logprobs(one.logprobs),
+            logprobs=logprobs,
             finish_reason=sample.finish_reason(one.finish_reason),
             token_ids=one.token_ids if self._job.return_token_ids else UNSET,
         )
@@ -132,10 +161,14 @@ class ChatForm(ChunkForm):
             return None
         return chat_logprobs(entries, self._texts)
 
-    def _prompt_logprobs(self, output: RequestOutput) -> Maybe[PromptLogprobs]:
-        if self._job.prompt_logprobs is None or output.prompt_logprobs is None:
+    def _prompt_logprobs(self, entries: list[TokenLogprob | None] | None) -> Maybe[PromptLogprobs]:
+        if not self._tells(entries):
             return UNSET
-        return prompt_logprobs(output.prompt_logprobs, self._texts, self._job.prompt_logprobs)
+        return prompt_logprobs(entries or [], self._texts, self._job.prompt_logprobs or 0)
+
+    def _tells(self, entries: list[TokenLogprob | None] | None) -> bool:
+        """Whether log-probabilities of the prompt are wanted and known."""
+        return self._job.prompt_logprobs is not None and entries is not None
 
     def _chunk(
         self, choices: list[ChunkChoice], used: Maybe[Usage], stop_when: StopWhenResult | None = None

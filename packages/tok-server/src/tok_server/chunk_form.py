@@ -13,6 +13,8 @@ from tok_server.job import Job
 class ChunkForm(ABC):
     """Of one request. `_plain`: nothing but text is told of a token."""
 
+    most_logprobs: int | None = None
+
     def __init__(self, job: Job) -> None:
         self._job = job
         self._plain = job.params.logprobs is None and not (job.return_token_ids or job.continuous_usage)

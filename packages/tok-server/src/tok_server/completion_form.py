@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
 
 from tok_client.types import (
     UNSET,
@@ -22,6 +24,7 @@ from tok_server.chunk_form import ChunkForm
 from tok_server.echo import EchoedPrompt, both
 from tok_server.ids import fingerprint
 from tok_server.job import Job
+from tok_server.json_pieces import elements, filled, free, separated, slices, taken
 from tok_server.judge import result_of
 from tok_server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from tok_server.text_event import TextEvent
@@ -50,6 +53,38 @@ class CompletionForm(ChunkForm):
             self._whole_choice(prompt, output, one) for prompt, output in enumerate(outputs) for one in output.outputs
         ]
         return encode(self._object(choices, usage(outputs, tokens), result_of(outputs)))
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The same a piece at a time; frees the log-probabilities of `outputs` as it goes."""
+        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        found = outputs
+        if self._job.best_of is not None:
+            found = [best(output, self._job.params.n) for output in outputs]
+        envelope = encode(self._object([], usage(outputs, tokens), result_of(outputs)))
+        choices = separated(
+            self._choice_pieces(prompt, output, one) for prompt, output in enumerate(found) for one in output.outputs
+        )
+        yield from filled(envelope, [("choices", choices)])
+        for output in outputs:
+            for one in output.outputs:
+                free(one.logprobs)
+
+    def _choice_pieces(self, prompt: int, output: RequestOutput, one: Sample) -> Iterator[bytes]:
+        choice = self._whole_choice(prompt, output, one)
+        free(one.logprobs)
+        lists: list[tuple[str, Iterable[bytes]]] = []
+        if (told := choice.logprobs) is not None:
+            lists += [
+                ("tokens", elements(taken(told.tokens))),
+                ("token_logprobs", elements(taken(told.token_logprobs))),
+                ("top_logprobs", elements(taken(told.top_logprobs or []))),
+                ("text_offset", elements(taken(told.text_offset))),
+            ]
+            choice = msgspec.structs.replace(choice, logprobs=CompletionLogprobs(top_logprobs=[]))
+        if (of_prompt := choice.prompt_logprobs) is not UNSET and of_prompt is not None:
+            lists.append(("prompt_logprobs", elements(slices(of_prompt))))  # other choices have the same
+            choice = msgspec.structs.replace(choice, prompt_logprobs=[])
+        return filled(encode(choice), lists)
 
     def events(self, prompt: int, delta: Delta) -> bytes:
         """A chunk; before a choice's first one, with `echo`, another that holds the prompt."""

@@ -17,6 +17,7 @@ from tok_server.best_of import drawn
 from tok_server.body import read_body
 from tok_server.completion_form import CompletionForm
 from tok_server.context import CONTEXT
+from tok_server.counts import COUNTS
 from tok_server.echo import check_repeated
 from tok_server.errors import invalid
 from tok_server.ids import new_id
@@ -25,7 +26,14 @@ from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given, sampling_params
 from tok_server.prompts import tokenised
-from tok_server.reading import check_model, check_prompt_logprobs, read, wants_continuous_usage, wants_usage
+from tok_server.reading import (
+    cache_salt_of,
+    check_model,
+    check_prompt_logprobs,
+    read,
+    wants_continuous_usage,
+    wants_usage,
+)
 from tok_server.response_format import structure_of
 from tok_server.stop_when import rule_of
 from tok_server.unsupported import COMPLETION
@@ -39,7 +47,7 @@ TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 async def create(request: web.Request) -> web.StreamResponse:
     """Text that continues a prompt."""
     context = request.app[CONTEXT]
-    context.admit()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     # Text needs the tokenizer, which takes its time and leaves the interpreter to others meanwhile.
     short = len(body) <= SHORT and TOKEN_IDS.search(body) is not None
@@ -82,6 +90,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
         ignored=ignored,
         default_length=max_tokens is None,
         stop_when=rule_of(request, n=params.n, prompts=len(prompts), tokenizer=engine.tokenizer),
+        cache_salt=cache_salt_of(request),
         names=names,
     )
     check_repeated(job)

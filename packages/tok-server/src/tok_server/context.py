@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from tok_server.auth import Keys
 from tok_server.dashboard.latency import Latencies
 from tok_server.deadlines import Deadlines
 from tok_server.errors import limited, unavailable
+from tok_server.hosts import Hosts
 from tok_server.metrics import Metrics
 from tok_server.origins import Origins
 from tok_server.rates import Rates
@@ -36,8 +39,9 @@ class Context:
     ready          the engine has started: it knows its sizes and takes requests
     draining       the server is about to stop: new requests are turned away
     open_requests  requests being answered now
+    open_prompts   prompts that the engine has got from callers who wait, by tenant
     held_bytes     bytes of their bodies
-    keys, origins, rates  who may ask, from where, and how often
+    keys, origins, hosts, rates  who may ask, from where, by which name, and how often
     deadlines      until when requests must be answered
     turns          how many of them begin in one turn of the event loop
     unhurried      how many requests the engine has got that nobody waits for
@@ -55,10 +59,12 @@ class Context:
     ready: bool = False
     draining: bool = False
     open_requests: int = 0
+    open_prompts: Counter[str] = field(default_factory=Counter)
     held_bytes: int = 0
     warned: set[str] = field(default_factory=set)
     keys: Keys = field(init=False)
     origins: Origins = field(init=False)
+    hosts: Hosts = field(init=False)
     rates: Rates = field(init=False)
     deadlines: Deadlines = field(init=False)
     turns: Turns = field(default_factory=Turns)
@@ -71,6 +77,7 @@ class Context:
         settings = self.settings
         self.keys = Keys(settings.api_keys, settings.admin_key)
         self.origins = Origins(settings.allow_origins)
+        self.hosts = Hosts(settings.host, settings.allowed_hosts)
         self.deadlines = Deadlines(settings.request_timeout)
         self.rates = Rates(settings.rate_limit_requests, settings.rate_limit_tokens)
         if settings.otlp_endpoint is not None:
@@ -83,15 +90,31 @@ class Context:
             return "draining"
         return self.engine.health().state if self.ready else "starting"
 
-    def admit(self) -> None:
-        """Raises ApiError while no request can be taken (503), or too many wait already (429)."""
+    def admit(self, tenant: str) -> None:
+        """Raises ApiError while no request can be taken (503), or too many wait already (429).
+
+        Callers who have fewer prompts open than their part of those that may wait are let in: others fill the queue.
+        """
         if self.draining:
             raise unavailable("the server is stopping", "draining")
         self.await_start()
         most = self.settings.max_queued
         # Asked for only where it can matter: the engine's own figures take their time.
         if self.engine.open_requests >= most and self.waiting >= most:
+            if self.open_prompts[tenant] < most // len({tenant, *(+self.open_prompts)}) and tenant:
+                return
             raise limited("max_queued", 429, f"{most} requests wait already", kind="requests", retry_after=1)
+
+    @contextmanager
+    def having(self, tenant: str, prompts: int) -> Iterator[None]:
+        """So many more of the tenant's are open meanwhile."""
+        self.open_prompts[tenant] += prompts
+        try:
+            yield
+        finally:
+            self.open_prompts[tenant] -= prompts
+            if not self.open_prompts[tenant]:
+                del self.open_prompts[tenant]
 
     @property
     def waiting(self) -> int:

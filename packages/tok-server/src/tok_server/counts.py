@@ -18,6 +18,7 @@ class Counts:
 
     id            tells it apart from others, in the log and to its client
     key           number of the API key that it came with; `auth.ANYONE`: none was needed
+    tenant        name of that key's owner for the engine; "": nobody in particular
     queued        when the engine got it
     first_token   when its first token came
     held_bytes    of its body, as far as it has been read
@@ -26,6 +27,7 @@ class Counts:
 
     id: str
     key: int = -1
+    tenant: str = ""
     started: float = field(default_factory=time.monotonic)
     queued: float | None = None
     first_token: float | None = None

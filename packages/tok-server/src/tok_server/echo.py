@@ -75,8 +75,10 @@ def _known(values: Sequence[T | None], entries: Sequence[TokenLogprob | None]) -
 
 def both(prompt: CompletionLogprobs | None, sample: CompletionLogprobs | None) -> CompletionLogprobs | None:
     """The prompt's log-probabilities and then a sample's."""
-    if prompt is None or sample is None:
-        return prompt or sample
+    if prompt is None:
+        return sample
+    if sample is None:  # a copy: the prompt's are those of other choices, too
+        sample = CompletionLogprobs(top_logprobs=[])
     return CompletionLogprobs(
         tokens=prompt.tokens + sample.tokens,
         token_logprobs=prompt.token_logprobs + sample.token_logprobs,

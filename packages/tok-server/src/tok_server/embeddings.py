@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,17 +12,19 @@ from aiohttp import web
 
 from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
-from tok_server.answer import ignored_header, in_time
+from tok_server.answer import ignored_header, in_time, write_pieces
+from tok_server.auth import salted
 from tok_server.body import read_body
 from tok_server.completions import SHORT
 from tok_server.context import CONTEXT
 from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid
 from tok_server.job import renamed
+from tok_server.json_pieces import elements, filled
 from tok_server.openapi import Operation, json_of
 from tok_server.params import given
 from tok_server.prompts import numbered, tokenised
-from tok_server.reading import check_model, read
+from tok_server.reading import cache_salt_of, check_model, read
 from tok_server.wire import encode
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_INPUTS = 2048  # as OpenAI's
 FEW_NUMBERS = 4096  # written down at once
+MANY_NUMBERS = 65_536  # from which on the answer is written a piece at a time
 _TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
 _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
 
@@ -44,25 +48,30 @@ class EmbeddingJob:
     base64: bool
     ignored: tuple[str, ...] = ()
     priority: int = 0
+    cache_salt: str | None = None
 
-    async def embed(self, engine: AsyncEngine) -> list[EmbeddingOutput]:
-        """What was asked for, input by input. Errors: ApiError, EngineError."""
-        asked = {"pooling": self.pooling, "dimensions": self.dimensions, "priority": self.priority}
+    async def embed(self, engine: AsyncEngine, tenant: str, *, share_prefixes: bool) -> list[EmbeddingOutput]:
+        """What was asked for, input by input, for `tenant`. Errors: ApiError, EngineError."""
+        salt = salted(tenant, self.cache_salt, share_prefixes=share_prefixes)
+        options = {"dimensions": self.dimensions, "priority": self.priority, "cache_salt": salt}
         try:
-            return await engine.embed(self.prompts, **asked)  # type: ignore[arg-type]
+            return await engine.embed(self.prompts, pooling=self.pooling, tenant=tenant, **options)  # type: ignore[arg-type]
         except InvalidField as error:
             raise self._refused(error) from error
 
     def whole(self, outputs: list[EmbeddingOutput]) -> bytes:
         """The answer. To be called in a thread, unless it is a short one."""
+        return b"".join(self.pieces(outputs))
+
+    def pieces(self, outputs: list[EmbeddingOutput]) -> Iterator[bytes]:
+        """The answer, a vector at a time."""
         tokens = sum(map(len, self.prompts))
-        data = [
-            Embedding(index=index, embedding=_written(one.embedding, as_base64=self.base64))
+        used = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+        vectors = (
+            [Embedding(index=index, embedding=_written(one.embedding, as_base64=self.base64))]
             for index, one in enumerate(outputs)
-        ]
-        return encode(
-            EmbeddingList(data=data, model=self.model, usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens))
         )
+        yield from filled(encode(EmbeddingList(data=[], model=self.model, usage=used)), [("data", elements(vectors))])
 
     def _refused(self, error: InvalidField) -> ApiError:
         found = _PROMPT.fullmatch(error.field)
@@ -73,20 +82,23 @@ class EmbeddingJob:
 async def create(request: web.Request) -> web.StreamResponse:
     """Vectors that stand for texts."""
     context = request.app[CONTEXT]
-    context.admit()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     short = len(body) <= SHORT and _TOKEN_IDS.search(body) is not None
     engine, model = context.engine, context.settings.model_name
     job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
-    context.admit()  # since the request came, others have been read and submitted
-    with in_time(request, context):
-        outputs = await job.embed(context.engine)
+    context.admit(request[COUNTS].tenant)  # since the request came, others have been read and submitted
     counts = request[COUNTS]
+    with in_time(request, context), context.having(counts.tenant, len(job.prompts)):
+        outputs = await job.embed(context.engine, counts.tenant, share_prefixes=context.settings.share_prefixes)
     counts.prompt_tokens += sum(map(len, job.prompts))
     counts.cached_tokens += sum(one.cached_tokens for one in outputs)
-    few = sum(len(one.embedding) for one in outputs) <= FEW_NUMBERS
-    answer = job.whole(outputs) if few else await context.work(lambda: job.whole(outputs))
-    return web.Response(body=answer, content_type="application/json", headers=ignored_header(context, job.ignored))
+    numbers = sum(len(one.embedding) for one in outputs)
+    headers = ignored_header(context, job.ignored)
+    if numbers > MANY_NUMBERS:
+        return await write_pieces(request, context, job.pieces(outputs), headers)
+    answer = job.whole(outputs) if numbers <= FEW_NUMBERS else await context.work(lambda: job.whole(outputs))
+    return web.Response(body=answer, content_type="application/json", headers=headers)
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
@@ -103,6 +115,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
         dimensions=given(request.dimensions),
         base64=given(request.encoding_format) == "base64",
         ignored=ignored,
+        cache_salt=cache_salt_of(request),
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_server import chat, completions, embeddings
-from tok_server.answer import Form, check_drawn
+from tok_server.answer import LONG, MAX_KEPT_LOGPROBS, Form, check_drawn, check_logprobs, check_priority, size_of
 from tok_server.chat_form import ChatForm
 from tok_server.completion_form import CompletionForm
 from tok_server.embeddings import EmbeddingJob
@@ -55,16 +55,20 @@ class Unhurried:
 class Served:
     """A model that can be asked.
 
-    model    the name under which it is served
-    formats  how it writes tool calls and reasoning
-    max_n    most samples of a prompt
-    checks   taken while a grammar is compiled
+    model           the name under which it is served
+    formats         how it writes tool calls and reasoning
+    max_n           most samples of a prompt
+    share_prefixes  whether tenants share cached prefixes
+    least           smallest priority that a body may ask for, among others of its kind; None: any
+    checks          taken while a grammar is compiled
     """
 
     engine: AsyncEngine
     model: str
     formats: Formats
     max_n: int = Limits().max_n
+    share_prefixes: bool = False
+    least: int | None = None
     unhurried: Unhurried = field(default_factory=Unhurried)
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(GRAMMARS))
 
@@ -76,8 +80,8 @@ class Asked(Protocol):
     def samples(self) -> int:
         """How many it takes of those that can run at once."""
 
-    async def compute(self) -> Callable[[], bytes]:
-        """Waits for the model. Returns what writes the answer, to be called in a thread.
+    async def compute(self, tenant: str = "") -> Callable[[], bytes]:
+        """Waits for the model, on behalf of `tenant`. Returns what writes the answer, to be called in a thread.
 
         Errors: ApiError, EngineError. Leaving by an exception or cancelled ends what runs.
         """
@@ -90,6 +94,10 @@ class Generation:
         if job.stream:
             raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
         check_drawn(job, served.max_n)
+        if served.least is not None:
+            check_priority(job, served.least)
+        most = form.most_logprobs or MAX_KEPT_LOGPROBS
+        check_logprobs(job, served.engine.info.max_model_len, most)
         self._job = msgspec.structs.replace(job, params=behind(job.params))
         self._form = form
         self._served = served
@@ -99,20 +107,23 @@ class Generation:
         """All choices."""
         return len(self._job.prompts) * self._job.drawn
 
-    async def compute(self) -> Callable[[], bytes]:
+    async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         """Waits for all choices."""
         job, engine = self._job, self._served.engine
         if job.params.grammar is not None:
             async with self._served.checks:
-                await check_grammar(engine, job)
+                await check_grammar(engine, job, tenant=tenant)
         with self._served.unhurried.having(len(job.prompts)):
-            outputs = await self._outputs()
+            outputs = await self._outputs(tenant)
         if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
             raise EngineDead("the request was aborted: the engine is stopping")
+        if size_of(job, outputs) > LONG:
+            return lambda: b"".join(self._form.pieces(outputs))
         return lambda: self._form.whole(outputs)
 
-    async def _outputs(self) -> list[RequestOutput]:
-        async with submitted(self._served.engine, self._job) as streams:
+    async def _outputs(self, tenant: str) -> list[RequestOutput]:
+        shared = self._served.share_prefixes
+        async with submitted(self._served.engine, self._job, tenant=tenant, share_prefixes=shared) as streams:
             return [await output_of(stream, self._job.stop_when) for stream in streams]
 
 
@@ -128,10 +139,11 @@ class Vectors:
         """All inputs."""
         return len(self._job.prompts)
 
-    async def compute(self) -> Callable[[], bytes]:
+    async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         """Waits for all vectors."""
         with self._served.unhurried.having(len(self._job.prompts)):
-            outputs = await self._job.embed(self._served.engine)
+            shared = self._served.share_prefixes
+            outputs = await self._job.embed(self._served.engine, tenant, share_prefixes=shared)
         return lambda: self._job.whole(outputs)
 
 

@@ -12,7 +12,7 @@ import math
 from aiohttp import web
 
 from tok_client.types import ErrorBody, ErrorResponse
-from tok_core import EngineError, InvalidField
+from tok_core import EngineError, InvalidField, RequestFailed
 from tok_server.wire import BadJson, encode
 
 INVALID = "invalid_request_error"
@@ -106,6 +106,8 @@ def of_exception(error: Exception, request_id: str) -> ApiError:
             return invalid(field, str(error))
         case BadJson(path=path):
             return invalid(path, str(error))
+        case RequestFailed():
+            return ApiError(500, str(error), kind=SERVER, code="request_failed")
         case EngineError():
             return unavailable(str(error), "engine_unavailable")
         case web.HTTPException():

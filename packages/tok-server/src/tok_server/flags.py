@@ -44,6 +44,7 @@ ENGINE_FLAGS = (
     "backend",
     "load_format",
     "generation_config",
+    "ignore_config_keys",
     "kv_cache_dtype",
     "page_size",
     "kv_cache_tokens",
@@ -61,6 +62,7 @@ ENGINE_FLAGS = (
     "run_ahead",
     "seed",
     "step_timeout",
+    "start_timeout",
     "max_restarts",
     "restart_window",
     "eos_probability",
@@ -107,6 +109,12 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
     _choice(group, "load_format", LoadFormat, "dummy: random weights, to measure speed without a checkpoint")
     text = "whence come sampling parameters that a request leaves out; auto: the model's generation_config.json"
     _choice(group, "generation_config", GenerationConfig, text)
+    group.add_argument(
+        "--ignore-config-keys",
+        type=lambda text: tuple(text.split(",")),
+        metavar="KEY,…",
+        help="keys of the model's config.json to pass over although they are not known (default: none)",
+    )
     _choice(group, "kv_cache_dtype", KVCacheDType, "of the KV cache; auto: as --dtype, fp8: half as large, less exact")
     _number(group, "page_size", "tokens in a page of the KV cache, a power of two")
     _number(group, "kv_cache_tokens", "tokens the KV cache holds", unset="what the memory allows")
@@ -135,7 +143,8 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
         metavar="P",
         unset="as likely as any",
     )
-    _number(group, "step_timeout", "seconds after which a step means a stuck worker", kind=float, metavar="S")
+    _number(group, "step_timeout", "seconds after which a step, or a silent process, hangs", kind=float, metavar="S")
+    _number(group, "start_timeout", "seconds that a start may take without any progress", kind=float, metavar="S")
     _number(group, "max_restarts", "times that an engine that died is started anew within --restart-window")
     _number(group, "restart_window", "seconds in which --max-restarts are allowed", kind=float, metavar="S")
 

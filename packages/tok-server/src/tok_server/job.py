@@ -27,6 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     ignored           paths of fields that nobody defines
     default_length    params.max_tokens is this server's default, which gives way to the model's length
     stop_when         what ends the samples of its one prompt early
+    cache_salt        requests with different ones share nothing in the prefix cache
     names             the engine's name of a field -> what this endpoint calls it
     """
 
@@ -46,6 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
     default_length: bool = False
     stop_when: Rule | None = None
+    cache_salt: str | None = None
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @property

@@ -16,12 +16,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections      open at once; more are turned away with 503
     max_header           bytes of the request line, and of each header line
-    max_body             bytes of a request's body
+    max_body             bytes of a JSON body; what a body of so many may hold besides: `json_limits`
     max_bodies           bytes of all bodies that are held at once; requests beyond are turned away with 503
     max_file             bytes of an uploaded file
+    data_quota           bytes of all files and answers of batches in the data directory; None: any
+    max_unread           bytes that a stream holds for a client which does not read it; beyond, it is ended
     max_n                samples of one prompt, at most those that the engine takes
+    min_client_priority  smallest `priority` that clients may ask for; requests of a smaller one preempt others
     max_queued           prompts of clients that wait for the engine at once, lines of batches aside; while so many do,
-                         further requests are turned away with 429
+                         further requests are turned away with 429, but for those of keys that have less than their part
+                         of as many open
     rate_limit_requests  requests a minute that one key may send, lines of batches aside; None: any
     rate_limit_tokens    tokens a minute, of prompts and answers, that one key may cause, batches aside; None: any
     header_timeout       seconds in which a request's line and headers must have arrived, once begun
@@ -34,10 +38,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections: int = 16_384
     max_header: int = 16_384
-    max_body: int = 64 * MIB
+    max_body: int = 8 * MIB
     max_bodies: int = 2 * GIB
     max_file: int = 8 * GIB
+    data_quota: int | None = None
+    max_unread: int = MIB
     max_n: int = MAX_N
+    min_client_priority: int = 0
     max_queued: int = 65_536
     rate_limit_requests: int | None = None
     rate_limit_tokens: int | None = None
@@ -55,6 +62,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidField(name, value, f"{unit}, at least {LEAST.get(name, 1)}")
         if self.max_n > MAX_N:
             raise InvalidField("max_n", self.max_n, f"samples, at most the {MAX_N} that the engine takes")
+        if self.min_client_priority > MAX_CLIENT_PRIORITY:
+            allowed = f"integers from {-MAX_CLIENT_PRIORITY} to {MAX_CLIENT_PRIORITY}"
+            raise InvalidField("min_client_priority", self.min_client_priority, allowed)
         for name in SECONDS:
             if not getattr(self, name) > 0:
                 raise InvalidField(name, getattr(self, name), "seconds above 0")
@@ -68,10 +78,19 @@ COUNTS = {
     "max_body": "bytes",
     "max_bodies": "bytes",
     "max_file": "bytes",
+    "data_quota": "bytes",
+    "max_unread": "bytes",
     "max_n": "samples",
     "max_queued": "requests",
+    "min_client_priority": "priorities",
     "rate_limit_requests": "requests a minute",
     "rate_limit_tokens": "tokens a minute",
 }
-LEAST = {"max_header": 1024, "max_queued": 0}  # bytes: less, and usual requests do not pass
+MAX_CLIENT_PRIORITY = (1 << 31) - 1  # far below the numbers of lines of batches: no client comes behind these
+LEAST = {
+    "max_header": 1024,  # bytes: less, and usual requests do not pass
+    "max_queued": 0,
+    "max_unread": 4096,  # bytes: less, and usual streams do not pass
+    "min_client_priority": -MAX_CLIENT_PRIORITY,
+}
 SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "request_timeout")

@@ -30,9 +30,13 @@ from tok_server.params import given
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 TemplateMessage = dict[str, object]
 
+MAX_MESSAGES = 8192  # of a chat: templates take some microseconds for each
+
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
     """All messages for the template. Errors: ApiError naming what is refused ("messages[1].audio")."""
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"messages holds {len(messages)} messages; allowed: at most {MAX_MESSAGES}")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

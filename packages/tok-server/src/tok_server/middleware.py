@@ -22,7 +22,7 @@ log = logging.getLogger("tok.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CLIENT_GONE = 499  # in log and metrics only: nobody is left to read a status
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
-API = "/v1/"
+RATED = ("/v1/", "/tokenize", "/detokenize")  # beginnings of paths that count against the rate limits
 
 
 @web.middleware
@@ -36,6 +36,7 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
     context.open_requests += 1
     status = CLIENT_GONE
     try:
+        context.hosts.check(request)
         response: web.StreamResponse | None = context.origins.preflight(request.method, request.headers)
         if response is None:
             await context.turns.begin()
@@ -68,11 +69,12 @@ def _let_in(request: web.Request, context: Context, counts: Counts) -> None:
     """Raises ApiError for a request that is turned away whatever it asks."""
     context.origins.check(request.method, request.headers)
     counts.key = context.keys.check(request.path, request.headers)
+    counts.tenant = context.keys.tenant(counts.key)
     if request.method == "POST":
         if context.draining:
             raise unavailable("the server is stopping", "draining")
         check_encoding(request)
-        if context.rates and request.path.startswith(API):
+        if context.rates and request.path.startswith(RATED):
             context.rates.admit(counts.key)
 
 
@@ -85,7 +87,7 @@ async def dress(request: web.Request, response: web.StreamResponse) -> None:
     headers["X-Content-Type-Options"] = "nosniff"
     if more := context.origins.headers(request.headers.get("Origin")):
         headers.update(more)
-    if context.rates and request.path.startswith(API):
+    if context.rates and request.path.startswith(RATED):
         headers.update(context.rates.headers(request[COUNTS].key))
     if context.draining:
         headers["Connection"] = "close"

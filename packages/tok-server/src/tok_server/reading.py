@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tok_client.types import StreamOptions
+from tok_client.types import EmbeddingRequest, StreamOptions
 from tok_server.body import members
 from tok_server.errors import ApiError, invalid
 from tok_server.params import Request, given
@@ -15,6 +15,7 @@ from tok_server.unknown import unknown_fields
 from tok_server.unsupported import Refused, refuse_unsupported
 from tok_server.wire import BadJson, decode
 
+MAX_CACHE_SALT = 1024  # characters
 R = TypeVar("R", bound=msgspec.Struct)
 
 # OpenAI's completions take `metadata` nowhere, but its clients may send it to any endpoint.
@@ -43,6 +44,15 @@ def check_model(asked: str | None, served: str) -> None:
     if asked is not None and asked != served:
         message = f"model is {asked[:200]!r}; served here: {served!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def cache_salt_of(request: Request | EmbeddingRequest) -> str | None:
+    """Return the request's salt for the prefix cache. Errors: ApiError 400."""
+    salt = given(request.cache_salt)
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT:
+        allowed = f"strings of 1 to {MAX_CACHE_SALT} characters"
+        raise invalid("cache_salt", f"cache_salt has {len(salt)} characters; allowed: {allowed}")
+    return salt
 
 
 def wants_usage(request: Request) -> bool:

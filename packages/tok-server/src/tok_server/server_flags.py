@@ -25,10 +25,19 @@ ADMIN_KEY = "TOK_ADMIN_KEY"
 LIMITS = {
     "max_connections": ("N", "connections open at once"),
     "max_header": ("BYTES", "most bytes of the request line and of each header line"),
-    "max_body": ("BYTES", "most bytes of a request's body"),
+    "max_body": (
+        "BYTES",
+        "most bytes of a JSON body, or of a line of a batch; while a larger one is decoded all others wait",
+    ),
     "max_bodies": ("BYTES", "most bytes of all bodies held at once"),
     "max_file": ("BYTES", "most bytes of an uploaded file"),
+    "data_quota": ("BYTES", "most bytes of all files and batches below --data-dir; uploads beyond get 507"),
+    "max_unread": ("BYTES", "most bytes held for a client that does not read its stream; beyond, the stream is ended"),
     "max_n": ("N", "most samples of one prompt"),
+    "min_client_priority": (
+        "N",
+        "smallest `priority` that requests may ask for; those of a smaller one preempt those of a greater one",
+    ),
     "max_queued": ("N", "most prompts that wait for the engine at once, batches aside; requests beyond get 429"),
     "rate_limit_requests": (
         "N",
@@ -61,10 +70,14 @@ def add_server(group: argparse._ActionsContainer) -> None:
     )
     _several(group, "--api-key", "KEY", f"serve only clients that send this key; may be repeated (also: {API_KEYS})")
     group.add_argument("--api-key-file", metavar="FILE", help="file with such keys, one a line")
+    text = "let requests of different keys share cached prefixes; then cached_tokens tell one what another has sent"
+    group.add_argument("--share-prefixes", action="store_true", help=text)
     group.add_argument("--admin-key", metavar="KEY", help=f"serve /admin/ to who sends this key (also: {ADMIN_KEY})")
     group.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     group.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM; default: in the same file)")
     _several(group, "--allow-origin", "URL", "let web pages of this origin use the server; may be repeated; *: all")
+    text = "answer to this host name, too; may be repeated; *: to any (default: on loopback localhost and addresses)"
+    _several(group, "--allowed-host", "NAME", text)
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
     group.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="json: an object a line (default: %(default)s)"
@@ -94,12 +107,13 @@ def add_limits(group: argparse._ActionsContainer) -> None:
 
 def settings_of(options: argparse.Namespace, model_name: str) -> Settings:
     """From the flags of `tok serve`, and the environment. Errors: InvalidField."""
-    same = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", *LIMITS)
+    same = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
     return Settings(
         model_name=model_name,
         api_keys=_api_keys(options),
         admin_key=options.admin_key or os.environ.get(ADMIN_KEY) or None,
         allow_origins=tuple(options.allow_origin or ()),
+        allowed_hosts=tuple(options.allowed_host or ()),
         formats=Formats(options.tool_call_parser, options.reasoning_parser),
         **{name: getattr(options, name) for name in same},
     )

@@ -15,8 +15,11 @@ class Settings(Limits, frozen=True, kw_only=True):
     model_name       the name under which the model is served
     host, port       where to listen; port 0: any free one
     api_keys         keys one of which clients must send as bearer token; none: everyone is served
+    share_prefixes   whether prompts of different API keys share cached prefixes
     admin_key        the key for /admin/; None: nobody is served there
     allow_origins    origins whose web pages may use the server from a browser; "*": all
+    allowed_hosts    names by which the server is asked beside localhost and addresses (`Host`); "*": any. Without any,
+                     a server on a loopback address answers to no other name, one on another address to every name
     tls_cert         PEM file with the server's certificate and those that lead to its authority; None: plain HTTP
     tls_key          PEM file with its key; None: it is in `tls_cert`
     data_dir         where files and batches are kept; None: there are none
@@ -28,8 +31,10 @@ class Settings(Limits, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 10210
     api_keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
     admin_key: str | None = None
     allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     tls_cert: str | None = None
     tls_key: str | None = None
     data_dir: str | None = None

@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
+from tok_server.auth import salted
 from tok_server.counts import Counts
 from tok_server.job import Job
 
 BATCH = 64  # prompts submitted before other requests get their turn
-MOST_CHECKS = 256  # grammars that may be compiled at once, or wait for that, where somebody waits for the answer
+BATCH_TOKENS = 1 << 16  # or prompts of so many tokens
+MOST_WAITING = 16  # batches of deltas that wait to be written, of several prompts: others stay with the engine
+MOST_CHECKS = 256  # grammars of one caller that may be compiled at once, or wait for that
 
 
 class submitted:
@@ -20,22 +23,37 @@ class submitted:
     Leaving by an exception or cancelled aborts them all. To be entered after `check_grammar`: a grammar that is refused
     later is, in the midst of the stream.
 
-    counts  is told what they have cost
+    counts          is told what they have cost
+    tenant          whose requests they are
+    share_prefixes  whether tenants share cached prefixes
     """
 
-    __slots__ = ("_counts", "_engine", "_job", "_streams")
+    __slots__ = ("_counts", "_engine", "_job", "_salt", "_streams", "_tenant")
 
-    def __init__(self, engine: AsyncEngine, job: Job, counts: Counts | None = None) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        job: Job,
+        counts: Counts | None = None,
+        tenant: str = "",
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
         self._engine = engine
         self._job = job
         self._counts = counts
+        self._tenant = tenant
+        self._salt = salted(tenant, job.cache_salt, share_prefixes=share_prefixes)
         self._streams: list[RequestStream] = []
 
     async def __aenter__(self) -> list[RequestStream]:
         try:
+            tokens = 0
             for index, prompt in enumerate(self._job.prompts):
-                self._streams.append(_submit(self._engine, self._job, index, prompt))
-                if index % BATCH == BATCH - 1:
+                self._streams.append(self._submit(index, prompt))
+                tokens += len(prompt)
+                if index % BATCH == BATCH - 1 or tokens > BATCH_TOKENS:
+                    tokens = 0
                     await asyncio.sleep(0)
         except BaseException:
             self._leave(failed=True)
@@ -48,39 +66,55 @@ class submitted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(failed=kind is not None)
+        if isinstance(error, InvalidField):  # a grammar that took too much in the middle of an answer
+            raise self._job.refused(error, 0) from error
+
+    def _submit(self, index: int, prompt: list[int]) -> RequestStream:
+        job, engine = self._job, self._engine
+        try:
+            return engine.generate(
+                prompt,
+                job.params_of(prompt, engine.info.max_model_len),
+                request_id=f"{job.id}-{index}",
+                stream=job.stream,
+                tenant=self._tenant,
+                cache_salt=self._salt,
+            )
+        except InvalidField as error:
+            raise job.refused(error, index) from error
 
     def _leave(self, *, failed: bool) -> None:
         if failed:
             for stream in self._streams:
                 stream.abort()
+            if self._job.params.logprobs is not None:
+                asyncio.get_running_loop().run_in_executor(None, _free, self._streams)
         if self._counts is not None:
             self._counts.ended(self._streams)
 
 
-async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None) -> None:
+def _free(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.free()
+
+
+async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, tenant: str = "") -> None:
     """Waits until it is known that the job's grammar, if it has one, can be followed. Errors: ApiError, EngineError.
 
-    most  EngineError where it is unknown and so many others are being compiled
+    most    EngineError where it is unknown and so many others of the tenant are being compiled
+    tenant  of the request
     """
     if job.params.grammar is None:
         return
     try:
-        await engine.check_grammar(job.params.grammar, most=most)
+        await engine.check_grammar(job.params.grammar, most=most, tenant=tenant)
     except InvalidField as error:
         raise job.refused(error, 0) from error
 
 
-def _submit(engine: AsyncEngine, job: Job, index: int, prompt: list[int]) -> RequestStream:
-    try:
-        params = job.params_of(prompt, engine.info.max_model_len)
-        return engine.generate(prompt, params, request_id=f"{job.id}-{index}", stream=job.stream)
-    except InvalidField as error:
-        raise job.refused(error, index) from error
-
-
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
-    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MOST_WAITING)
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
@@ -103,7 +137,7 @@ async def _pump(
 ) -> None:
     try:
         async for batch in stream.batches():
-            queue.put_nowait((index, batch))
-        queue.put_nowait((index, None))
+            await queue.put((index, batch))
+        await queue.put((index, None))
     except Exception as error:
-        queue.put_nowait((index, error))
+        await queue.put((index, error))

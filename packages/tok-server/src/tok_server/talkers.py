@@ -7,6 +7,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Coroutine, Generator
+from contextlib import suppress
 from typing import TypeVar
 
 import tok_client
@@ -15,6 +16,7 @@ from tok_core import AsyncEngine, InvalidField, ModelError, RequestStream, Sampl
 from tok_server.flags import CHAT_TEMPERATURE, engine_config
 
 T = TypeVar("T")
+Piece = str | Exception | None
 Message = dict[str, str]
 
 
@@ -46,11 +48,11 @@ class LocalTalker:
         assert engine.tokenizer is not None
         text = engine.chat_template.render(messages)
         prompt = engine.tokenizer.encode(text, add_special_tokens=False)
-        pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         stream = self._run(self._submit(prompt))
         asyncio.run_coroutine_threadsafe(_forward(stream, pieces), self._loop)
         try:
-            while (piece := pieces.get()) is not None:
+            while (piece := _next(pieces)) is not None:
                 if isinstance(piece, Exception):
                     raise piece
                 yield piece
@@ -71,7 +73,14 @@ class LocalTalker:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-async def _forward(stream: RequestStream, pieces: queue.SimpleQueue[str | Exception | None]) -> None:
+def _next(pieces: queue.SimpleQueue[Piece]) -> Piece:
+    """Wait for the next piece, and now and then look for signals: one that comes just before a wait does not end it."""
+    while True:
+        with suppress(queue.Empty):
+            return pieces.get(timeout=0.5)
+
+
+async def _forward(stream: RequestStream, pieces: queue.SimpleQueue[Piece]) -> None:
     try:
         async for delta in stream:
             if delta.text:

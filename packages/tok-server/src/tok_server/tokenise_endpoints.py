@@ -16,6 +16,7 @@ from tok_core.text import Tokenizer
 from tok_server.body import read_body
 from tok_server.chat_prompt import chat_text
 from tok_server.context import CONTEXT
+from tok_server.counts import COUNTS
 from tok_server.errors import invalid, not_served
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of
@@ -31,19 +32,21 @@ LONGEST = 16  # times the model's length, that many tokens are made text at once
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text or a chat."""
     context = request.app[CONTEXT]
-    context.await_start()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
     found = await context.work(lambda: _tokens(body, context.engine, settings.model_name, settings.formats))
+    request[COUNTS].prompt_tokens += found.count  # against the rate limit of tokens
     return web.Response(body=encode(found), content_type="application/json")
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens."""
     context = request.app[CONTEXT]
-    context.await_start()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    found = await context.work(lambda: _text(body, context.engine, context.settings.model_name))
+    tokens, found = await context.work(lambda: _text(body, context.engine, context.settings.model_name))
+    request[COUNTS].prompt_tokens += tokens
     return web.Response(body=encode(found), content_type="application/json")
 
 
@@ -77,7 +80,8 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
     )
 
 
-def _text(body: bytes, engine: AsyncEngine, model: str) -> DetokenizeResponse:
+def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
+    """Return how many tokens there are, and their text."""
     request, _ = read(body, DetokenizeRequest, ())
     check_model(given(request.model), model)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
@@ -87,7 +91,8 @@ def _text(body: bytes, engine: AsyncEngine, model: str) -> DetokenizeResponse:
     for index, token in enumerate(request.tokens):
         if not 0 <= token < size:
             raise invalid(f"tokens[{index}]", f"tokens[{index}] is {token}; allowed: integers from 0 to {size - 1}")
-    return DetokenizeResponse(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False))
+    text = tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return len(request.tokens), DetokenizeResponse(prompt=text)
 
 
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from heapq import nsmallest
 from itertools import chain, islice
 
 import msgspec
@@ -25,7 +26,7 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
     if found.keys() <= _harmless(type(request), accepted):
         return ()
     known = known_fields(type(request))
-    top = sorted(found.keys() - known - accepted)
+    top = nsmallest(MOST_LISTED, found.keys() - known - accepted)  # sorting all would hold the interpreter
     deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
     if not top and not deep:
         return ()

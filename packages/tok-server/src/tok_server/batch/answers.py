@@ -7,11 +7,11 @@ NORMAL): those lines are answered again, for no output file has been written yet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tok_server.batch.database import StoreError, open_database, transaction
+from tok_server.batch.database import DamagedError, open_database, transaction
 
 VERSION = 1
 SCHEMA = """
@@ -29,6 +29,10 @@ CREATE TABLE IF NOT EXISTS answers (
 INSERT = "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)"
 TOTALS = """SELECT count(*) - coalesce(sum(failed), 0), coalesce(sum(failed), 0), coalesce(sum(input_tokens), 0),
     coalesce(sum(cached_tokens), 0), coalesce(sum(output_tokens), 0), coalesce(sum(reasoning_tokens), 0) FROM answers"""
+
+
+class OtherAnswers(DamagedError):
+    """A file with answers to another input."""
 
 
 class Answer(NamedTuple):
@@ -67,9 +71,11 @@ class Answers:
     """One batch's answers. For the thread that opened it.
 
     source  says what they are answers to; a file of other answers is refused (StoreError)
+    charge  told how many bytes more are to be kept before they are; may raise OSError
     """
 
-    def __init__(self, path: Path, source: str) -> None:
+    def __init__(self, path: Path, source: str, charge: Callable[[int], None] = lambda size: None) -> None:
+        self._charge = charge
         self._connection = open_database(path, SCHEMA, VERSION, "NORMAL")
         try:
             self._check_source(path, source)
@@ -83,12 +89,19 @@ class Answers:
             if found is None:
                 self._connection.execute("INSERT INTO source VALUES (?)", (source,))
             elif found[0] != source:
-                raise StoreError(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
+                raise OtherAnswers(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
 
     def add(self, answers: Iterable[Answer]) -> list[Answer]:
         """Keeps them, in one transaction. Returns the new ones: a line that has an answer keeps the one it has."""
-        with transaction(self._connection):
-            return [one for one in answers if self._connection.execute(INSERT, one).rowcount]
+        answers = list(answers)
+        size = sum(len(one.text) for one in answers)
+        self._charge(size)
+        try:
+            with transaction(self._connection):
+                return [one for one in answers if self._connection.execute(INSERT, one).rowcount]
+        except BaseException:
+            self._charge(-size)
+            raise
 
     def totals(self) -> Totals:
         """Sums over all of them."""

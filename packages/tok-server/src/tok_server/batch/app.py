@@ -27,11 +27,18 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     if settings.data_dir is None:
         return
     context = app[CONTEXT]
-    served = Served(engine, settings.model_name, settings.formats, settings.max_n)
+    served = Served(
+        engine,
+        settings.model_name,
+        settings.formats,
+        settings.max_n,
+        settings.share_prefixes,
+        settings.min_client_priority,
+    )
     service = app[BATCHES] = BatchService(
         Path(settings.data_dir).expanduser(),
         served,
-        Limits(file=settings.max_file, line=settings.max_body),
+        Limits(file=settings.max_file, line=settings.max_body, quota=settings.data_quota),
         ready=lambda: context.ready,
         paused=lambda: context.draining,
     )

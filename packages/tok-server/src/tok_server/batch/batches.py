@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from typing import Annotated
 
 import msgspec
@@ -14,8 +15,9 @@ from tok_server.batch.query import read_query
 from tok_server.batch.service import BatchService, TooMany
 from tok_server.batch.states import BEFORE_THE_END
 from tok_server.batch.store import ENDED, Job, Missing
-from tok_server.batch.upload import seconds_of
+from tok_server.batch.upload import disk_full, seconds_of
 from tok_server.body import members, read_body
+from tok_server.counts import COUNTS
 from tok_server.endpoints import ENDPOINTS
 from tok_server.errors import ApiError, invalid
 from tok_server.ids import new_id
@@ -39,22 +41,26 @@ class ListBatches(msgspec.Struct, frozen=True, kw_only=True):
 async def create(request: web.Request) -> web.Response:
     """Begins a batch with an uploaded file."""
     service, context = batches_of(request)
-    context.admit()
-    asked = _read(await read_body(request, context))
+    context.admit(request[COUNTS].tenant)
+    body = await read_body(request, context)
+    asked = await context.work(lambda: _read(body))
+    job = _job(asked, service, context.settings.model_name, request[COUNTS].tenant)
     try:
-        return _json(await service.create(_job(asked, service, context.settings.model_name)))
+        return _json(await service.create(job))
     except Missing as error:
         raise invalid("input_file_id", f"input_file_id: {error}") from error
     except TooMany as error:
         raise ApiError(429, str(error), code="too_many_batches", headers={"Retry-After": "60"}) from error
+    except sqlite3.Error as error:
+        raise disk_full(error) or error from error
 
 
 async def list_batches(request: web.Request) -> web.Response:
-    """All batches, the newest first."""
+    """The batches of the caller, the newest first."""
     service, _ = batches_of(request)
     query = read_query(request, ListBatches)
     try:
-        page = await service.ask(lambda store: store.jobs(query.after, query.limit))
+        page = await service.ask(lambda store: store.jobs(query.after, query.limit, request[COUNTS].tenant))
     except Missing as error:
         raise invalid("after", str(error)) from error
     batches = [service.current(job) for job in page.records]
@@ -65,23 +71,26 @@ async def list_batches(request: web.Request) -> web.Response:
 async def retrieve(request: web.Request) -> web.Response:
     """One batch, and how far it is."""
     service, _ = batches_of(request)
-    return _json(await _batch(service, request.match_info["id"]))
+    return _json(await _batch(service, request))
 
 
 async def cancel(request: web.Request) -> web.Response:
     """Ends a batch early; what is answered is kept."""
     service, _ = batches_of(request)
-    before = await _batch(service, request.match_info["id"])
+    before = await _batch(service, request)
     if before.status in ENDED or before.status == "finalizing":
         allowed = ", ".join(map(repr, BEFORE_THE_END))
         message = f"batch {before.id!r} cannot be cancelled: its status is {before.status!r}; allowed: {allowed}"
         raise ApiError(409, message, param="batch_id", code="batch_ended")
-    return _json(await service.cancel(before.id))
-
-
-async def _batch(service: BatchService, id: str) -> Batch:
     try:
-        return await service.batch(id)
+        return _json(await service.cancel(before.id, request[COUNTS].tenant))
+    except sqlite3.Error as error:
+        raise disk_full(error) or error from error
+
+
+async def _batch(service: BatchService, request: web.Request) -> Batch:
+    try:
+        return await service.batch(request.match_info["id"], request[COUNTS].tenant)
     except Missing as error:
         raise ApiError(404, str(error), param="batch_id", code="not_found") from error
 
@@ -97,14 +106,14 @@ def _read(body: bytes) -> BatchRequest:
         raise invalid(error.path, str(error)) from error
 
 
-def _job(asked: BatchRequest, service: BatchService, model: str) -> Job:
+def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> Job:
     """A new batch. Errors: ApiError 400."""
     if asked.endpoint not in ENDPOINTS:
         allowed = ", ".join(map(repr, ENDPOINTS))
         raise invalid("endpoint", f"endpoint is {asked.endpoint[:80]!r}; allowed: {allowed}")
     metadata, keep = given(asked.metadata), given(asked.output_expires_after)
     _check_metadata(metadata or {})
-    now = int(service.now())
+    now, window = service.now(), _window(asked.completion_window)
     batch = Batch(
         id=new_id("batch").replace("-", "_"),
         endpoint=asked.endpoint,
@@ -113,12 +122,17 @@ def _job(asked: BatchRequest, service: BatchService, model: str) -> Job:
         completion_window=asked.completion_window,
         status="validating",
         created_at=now,
-        expires_at=now + _window(asked.completion_window),
+        expires_at=now + window,
         request_counts=BatchRequestCounts(),
         usage=UNSET,
         metadata=metadata,
     )
-    return Job(batch=batch, keep_seconds=None if keep is None else seconds_of(keep, "output_expires_after"))
+    return Job(
+        batch=batch,
+        keep_seconds=None if keep is None else seconds_of(keep, "output_expires_after"),
+        deadline=service.clock.now() + window,
+        owner=owner,
+    )
 
 
 def _window(window: str) -> int:
@@ -146,10 +160,10 @@ def _json(found: Batch | BatchList) -> web.Response:
 _FOUND = {200: json_of(Batch)}
 
 OPERATIONS = (
-    Operation("POST", "/v1/batches", create, request=json_of(BatchRequest), answers=_FOUND, errors=(501,)),
+    Operation("POST", "/v1/batches", create, request=json_of(BatchRequest), answers=_FOUND, errors=(501, 507)),
     Operation(
         "GET", "/v1/batches", list_batches, query=ListBatches, answers={200: json_of(BatchList)}, errors=(400, 501)
     ),
     Operation("GET", "/v1/batches/{id}", retrieve, answers=_FOUND, errors=(404, 501)),
-    Operation("POST", "/v1/batches/{id}/cancel", cancel, answers=_FOUND, errors=(404, 409, 501)),
+    Operation("POST", "/v1/batches/{id}/cancel", cancel, answers=_FOUND, errors=(404, 409, 501, 507)),
 )

@@ -5,9 +5,11 @@ A connection belongs to the thread that opened it. Writers give all of theirs to
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -15,14 +17,50 @@ from tok_core import TokError
 
 Synchronous = Literal["FULL", "NORMAL"]
 SIDE_FILES = ("", "-wal", "-shm", "-journal")
+PRIVATE_FILE = 0o600
+DAMAGE_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StoreError(TokError):
     """A data directory, or a file in it, that cannot be used; the message names it and says what to do."""
 
 
+class DamagedError(StoreError):
+    """A database whose content is not what was written to it."""
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Return whether `error`, or its cause, means that a database is damaged: no retry can help."""
+    if isinstance(error, DamagedError):
+        return True
+    if isinstance(error, StoreError):
+        return is_damage(error.__cause__)
+    return isinstance(error, sqlite3.Error) and _primary_code(error) in DAMAGE_CODES
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether `error`, or its cause, means that the disk or a quota is full: a retry may help."""
+    if isinstance(error, StoreError):
+        return is_full(error.__cause__)
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    if not isinstance(error, sqlite3.Error):
+        return False
+    # SQLite reports a full disk as an I/O error where it extends its shared-memory file.
+    return _primary_code(error) == sqlite3.SQLITE_FULL or _code(error) == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) or 0
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return _code(error) & 0xFF
+
+
 def open_database(path: Path, schema: str, version: int, synchronous: Synchronous) -> sqlite3.Connection:
-    """The file at `path`, made if it is missing.
+    """The file at `path`, made if it is missing, readable by its owner alone.
 
     version      of `schema`; a file of another one is refused
     synchronous  FULL: a commit survives a loss of power, too. NORMAL: the last ones may be lost by it
@@ -30,8 +68,9 @@ def open_database(path: Path, schema: str, version: int, synchronous: Synchronou
     Errors: StoreError.
     """
     try:
+        make_private(path)
         connection = sqlite3.connect(path, isolation_level=None)
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise StoreError(f"{path}: cannot be opened: {error}") from error
     try:
         _prepare(connection, path, schema, version, synchronous)
@@ -46,13 +85,58 @@ def open_database(path: Path, schema: str, version: int, synchronous: Synchronou
 def _prepare(connection: sqlite3.Connection, path: Path, schema: str, version: int, synchronous: Synchronous) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found not in (0, version):
-        raise StoreError(f"{path}: was written by another version of tok (format {found}, not {version})")
+    check_version(connection, path, (0, version))
     with transaction(connection):
         for statement in filter(str.strip, schema.split(";")):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {version}")
+
+
+def check_version(connection: sqlite3.Connection, path: Path, known: tuple[int, ...]) -> int:
+    """Return the file's version; 0 if it is new. Errors: StoreError for one that is not `known`."""
+    found: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found not in known:
+        raise StoreError(f"{path}: was written by another version of tok (format {found}, not {known[-1]})")
+    return found
+
+
+def make_private(path: Path) -> None:
+    """Make the file at `path` if it is missing; let nobody but its owner read it. Errors: OSError."""
+    # SQLite gives its side files the mode of the database.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE))
+    for side in SIDE_FILES:
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + side).chmod(PRIVATE_FILE)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the existing database at `path` so that neither it nor its log changes, and yield the connection.
+
+    Nobody may write to it meanwhile. Errors: DamagedError, sqlite3.Error.
+    """
+    # Without a log nothing but the file is read: SQLite then need not make side files.
+    mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        if is_damage(error):
+            raise DamagedError(f"{path}: is damaged: {error}") from error
+        raise
+
+
+def check_database(path: Path) -> None:
+    """Read the whole database at `path`. Errors: DamagedError, sqlite3.Error."""
+    with reading(path) as connection:
+        check_content(connection, path)
+
+
+def check_content(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise DamagedError if SQLite finds a defect in the database."""
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise DamagedError(f"{path}: is damaged: {' '.join(str(found).split())[:200]}")
 
 
 @contextmanager

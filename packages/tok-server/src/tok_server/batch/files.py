@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from typing import IO, Annotated, Literal
 
 import msgspec
@@ -14,7 +15,8 @@ from tok_server.batch.app import batches_of
 from tok_server.batch.query import read_query
 from tok_server.batch.service import BatchService
 from tok_server.batch.store import InUse, Missing
-from tok_server.batch.upload import FIELDS, PURPOSE, Upload
+from tok_server.batch.upload import FIELDS, PURPOSE, Upload, disk_full
+from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid
 from tok_server.openapi import Media, Operation, json_of, raw
 from tok_server.wire import encode
@@ -36,20 +38,18 @@ class ListFiles(msgspec.Struct, frozen=True, kw_only=True):
 async def upload(request: web.Request) -> web.Response:
     """Keeps a file: the input of a batch."""
     service, context = batches_of(request)
-    context.admit()
-    file = await Upload(service, context.settings.body_timeout).receive(request)
+    context.admit(request[COUNTS].tenant)
+    file = await Upload(service, context.settings.body_timeout, request[COUNTS].tenant).receive(request)
     return _json(file)
 
 
 async def list_files(request: web.Request) -> web.Response:
-    """The files that are kept."""
+    """The files of the caller."""
     service, _ = batches_of(request)
     query = read_query(request, ListFiles)
-    newest_first = query.order == "desc"
+    options = {"newest_first": query.order == "desc", "purpose": query.purpose, "owner": request[COUNTS].tenant}
     try:
-        page = await service.ask(
-            lambda store: store.files(query.after, query.limit, newest_first=newest_first, purpose=query.purpose)
-        )
+        page = await service.ask(lambda store: store.files(query.after, query.limit, **options))  # type: ignore[arg-type]
     except Missing as error:
         raise invalid("after", str(error)) from error
     ids = [file.id for file in page.records]
@@ -92,18 +92,19 @@ async def delete(request: web.Request) -> web.Response:
     service, _ = batches_of(request)
     id = request.match_info["id"]
     try:
-        await service.ask(lambda store: store.delete_file(id))
+        await service.delete_file(id, request[COUNTS].tenant)
     except Missing as error:
         raise _missing(str(error)) from error
     except InUse as error:
         raise ApiError(409, str(error), param="file_id", code="file_in_use") from error
-    service.place.blobs.delete(id)
+    except sqlite3.Error as error:
+        raise disk_full(error) or error from error
     return _json(FileDeleted(id=id, deleted=True))
 
 
 async def _file(service: BatchService, request: web.Request) -> FileObject:
     try:
-        return await service.ask(lambda store: store.file(request.match_info["id"]))
+        return await service.ask(lambda store: store.file(request.match_info["id"], request[COUNTS].tenant))
     except Missing as error:
         raise _missing(str(error)) from error
 
@@ -135,5 +136,5 @@ OPERATIONS = (
     Operation("GET", "/v1/files", list_files, query=ListFiles, answers={200: json_of(FileList)}, errors=(400, 501)),
     Operation("GET", "/v1/files/{id}", retrieve, answers={200: json_of(FileObject)}, errors=(404, 501)),
     Operation("GET", "/v1/files/{id}/content", content, answers={200: raw(CONTENT)}, errors=(404, 501)),
-    Operation("DELETE", "/v1/files/{id}", delete, answers={200: json_of(FileDeleted)}, errors=(404, 409, 501)),
+    Operation("DELETE", "/v1/files/{id}", delete, answers={200: json_of(FileDeleted)}, errors=(404, 409, 501, 507)),
 )

@@ -32,7 +32,10 @@ class Finished(NamedTuple):
 
 
 def finish(job: Job, place: Place, source: Source, now: int, stopped: Callable[[], bool]) -> Finished:
-    """Writes both files. Whoever does it again gets others. Errors: Stopped, OSError, sqlite3.Error, StoreError."""
+    """Write both files; they are to be published. Whoever does it again gets others.
+
+    Errors: Stopped, InputChanged, OSError, sqlite3.Error, StoreError.
+    """
     if not job.lines:
         return Finished(None, None, Totals())
     output, errors = new_id("file"), new_id("file")
@@ -40,8 +43,8 @@ def finish(job: Job, place: Place, source: Source, now: int, stopped: Callable[[
         totals = _write(job, place, source, output, errors, stopped)
         return Finished(_kept(job, place, output, "output", now), _kept(job, place, errors, "error", now), totals)
     except BaseException:
-        place.blobs.delete(output)
-        place.blobs.delete(errors)
+        place.blobs.discard(output)
+        place.blobs.discard(errors)
         raise
 
 
@@ -59,9 +62,9 @@ def _write(job: Job, place: Place, source: Source, output: str, errors: str, sto
 
 
 def _kept(job: Job, place: Place, id: str, what: str, now: int) -> FileObject | None:
-    size = place.blobs.path(id).stat().st_size
+    size = place.blobs.unpublished(id).stat().st_size
     if not size:
-        place.blobs.delete(id)
+        place.blobs.discard(id)
         return None
     return FileObject(
         id=id,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tok_server.batch.database import StoreError
 from tok_server.wire import BadJson, decode
 
 SLICE = 1 << 20
@@ -16,6 +17,10 @@ LOOK_EVERY = 4096  # lines between two looks at whether to stop
 
 class Stopped(Exception):
     """Somebody no longer wants the result."""
+
+
+class InputChanged(StoreError):
+    """A file is not what it was when it was validated; the message says how."""
 
 
 class Line(NamedTuple):
@@ -69,3 +74,11 @@ def parse_line(data: bytes) -> Request:
     except UnicodeDecodeError as error:
         raise BadJson(None, f"is not valid UTF-8: {error.reason} at byte {error.start}") from error
     return decode(data, Request)
+
+
+def parse_known_line(path: Path, line: Line) -> Request:
+    """Return the request of a line that was validated before. Errors: InputChanged."""
+    try:
+        return parse_line(line.data or b"")
+    except BadJson as error:
+        raise InputChanged(f"line {line.number} of {path.name} {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tok_server.batch.answers import Answer, Answers
-from tok_server.batch.lines import LOOK_EVERY, Stopped, parse_line, read_lines
+from tok_server.batch.lines import LOOK_EVERY, InputChanged, Stopped, parse_known_line, read_lines
 from tok_server.batch.run import Source
 from tok_server.batch.written import Unanswered, unanswered
 
@@ -20,7 +20,7 @@ def each_line(
 
     why  None: all have one
 
-    Memory: one answer. Errors: Stopped.
+    Memory: one answer. Errors: Stopped, InputChanged.
     """
     if why is None:
         _check_complete(source, answers)
@@ -33,18 +33,24 @@ def each_line(
 def _check_complete(source: Source, answers: Answers) -> None:
     totals = answers.totals()
     if totals.completed + totals.failed != source.lines:
-        raise AssertionError(f"{totals.completed + totals.failed} of {source.lines} lines have an answer")
+        found = totals.completed + totals.failed
+        raise InputChanged(
+            f"{found} of the {source.lines} lines that {source.path.name} had could be read and answered"
+        )
 
 
 def _merge(source: Source, answers: Iterator[Answer], why: Unanswered, take: Take, stopped: Callable[[], bool]) -> int:
-    missing, answer = 0, next(answers, None)
+    lines, missing, answer = 0, 0, next(answers, None)
     for line in read_lines(source.path, stopped=stopped):
+        lines += 1
         if answer is not None and answer.line == line.row:
             take(answer.text, answer.failed)
             answer = next(answers, None)
         elif line.data is not None:
-            take(unanswered(parse_line(line.data).custom_id, why), True)
+            take(unanswered(parse_known_line(source.path, line).custom_id, why), True)
             missing += 1
+    if lines != source.lines or answer is not None:
+        raise InputChanged(f"{source.path.name} has {lines} lines, not the {source.lines} that were validated")
     return missing
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -17,16 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tok_core import EngineClosed, EngineDead, EngineError
-from tok_server.batch.answers import Answers, Totals
+from tok_core import EngineClosed, EngineDead, EngineError, RequestFailed
+from tok_server.batch.answers import Answer, Answers, Totals
 from tok_server.batch.budget import Budget
+from tok_server.batch.database import is_damage
 from tok_server.batch.gate import Gate
-from tok_server.batch.lines import parse_line, read_lines
+from tok_server.batch.lines import InputChanged, Line, parse_known_line, read_lines
 from tok_server.batch.suspects import Guilty, Suspects
 from tok_server.batch.to_its_end import to_its_end
 from tok_server.batch.written import Done, write
 from tok_server.endpoints import ENDPOINTS, Asked, Served
-from tok_server.errors import SERVER, ApiError, internal, unavailable
+from tok_server.errors import SERVER, ApiError, internal, of_exception, unavailable
 from tok_server.ids import new_id
 
 log = logging.getLogger("tok.server")
@@ -40,6 +42,7 @@ CHUNK_BYTES = 1 << 20
 ATTEMPTS = 4  # of a line whose computation was ended each time by something else than the engine's death
 AHEAD = 2  # samples under way, as a multiple of those that run at once
 PAUSE = 0.1
+KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds between tries to write answers: doubled from the one to the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +85,19 @@ class _Ready:
 
 
 class Run:
-    """One batch. `totals` are of what has been kept so far."""
+    """One batch, computed on behalf of `tenant`. `totals` are of what has been kept so far."""
 
-    def __init__(self, source: Source, answers: Answers, means: Means) -> None:
+    def __init__(self, source: Source, answers: Answers, means: Means, tenant: str = "") -> None:
         self._source = source
         self._answers = answers
         self._means = means
+        self._tenant = tenant
         self._done: list[tuple[Done, int]] = []  # each with what it took of the budget
         self._news = asyncio.Event()
         self._open = 0  # lines begun and not yet kept
         self._taken = 0  # of the budget
         self._fed = False
+        self._ending = False  # nobody waits any more for what cannot be kept at once
         self.totals = Totals()
 
     @property
@@ -103,7 +108,9 @@ class Run:
     async def run(self) -> None:
         """Returns when every line has an answer. Cancelled, it keeps what is done.
 
-        Errors: EngineClosed, where the rest is left to another run; OSError, sqlite3.Error.
+        While answers cannot be written, such as to a full disk, it holds them; the budget bounds how many these are.
+
+        Errors: EngineClosed, where the rest is left to another run; InputChanged; OSError, sqlite3.Error.
         """
         self.totals = await self._in_store(self._answers.totals)
         marks = await self._in_store(lambda: self._answers.answered(self._source.lines))
@@ -145,7 +152,7 @@ class Run:
         for line in read_lines(self._source.path):
             if line.data is None or line.row >= len(marks) or marks[line.row]:
                 continue
-            chunk.append(self._understood(line.row, line.data))
+            chunk.append(self._understood(line))
             size += len(line.data)
             if len(chunk) >= CHUNK or size >= CHUNK_BYTES:
                 yield chunk
@@ -153,15 +160,19 @@ class Run:
         if chunk:
             yield chunk
 
-    def _understood(self, line: int, data: bytes) -> _Ready:
-        request = parse_line(data)
+    def _understood(self, line: Line) -> _Ready:
+        request = parse_known_line(self._source.path, line)
+        prepare = ENDPOINTS.get(request.url)
+        if prepare is None:
+            raise InputChanged(
+                f"line {line.number} of {self._source.path.name} has another url than when it was validated"
+            )
         try:
-            prepare = ENDPOINTS[request.url]
-            return _Ready(line, request.custom_id, prepare(bytes(request.body), self._means.served))
+            return _Ready(line.row, request.custom_id, prepare(bytes(request.body), self._means.served))
         except ApiError as error:
-            return _Ready(line, request.custom_id, error)
+            return _Ready(line.row, request.custom_id, error)
         except Exception as error:
-            return _Ready(line, request.custom_id, _unexpected(error, request.custom_id))
+            return _Ready(line.row, request.custom_id, _unexpected(error, request.custom_id))
 
     async def _begin(self, ready: _Ready, tasks: asyncio.TaskGroup) -> None:
         while self._means.paused():
@@ -194,7 +205,7 @@ class Run:
                 await self._means.gate.passed()
                 while self._means.paused():
                     await asyncio.sleep(PAUSE)
-                return await asked.compute()
+                return await asked.compute(self._tenant)
             except ApiError as error:
                 return error
             except (EngineClosed, EngineDead):
@@ -204,6 +215,8 @@ class Run:
                     raise
                 # Something it waited for was cancelled, not the line: a task that ended so would never be kept.
                 log.warning("batch line %r is computed anew: what it waited for was cancelled", ready.custom_id)
+            except RequestFailed as error:
+                return of_exception(error, ready.custom_id)
             except EngineError as error:
                 log.warning("batch line %r is computed anew: %s", ready.custom_id, error)
             except Exception as error:
@@ -228,19 +241,37 @@ class Run:
         group = self._done[:GROUP]
         del self._done[:GROUP]
         try:
-            await to_its_end(self._keep_these([done for done, _ in group]))
+            written = await to_its_end(self._keep_first(group))
+            wait = KEEP_AGAIN
+            while written:
+                log.error("answers of a batch are kept in memory; the next try to write them is in %g seconds", wait)
+                await asyncio.sleep(wait)  # cancelled, it gives them up: only what is on the disk counts
+                wait = min(2 * wait, MAX_KEEP_AGAIN)
+                written = await to_its_end(self._commit(written))
         finally:
             self._open -= len(group)
             self._give(sum(taken for _, taken in group))
 
-    async def _keep_these(self, group: Sequence[Done]) -> None:
-        answers = await self._in(self._means.reader, lambda: [write(done) for done in group])
-        new = await self._in_store(lambda: self._answers.add(answers))
+    async def _keep_first(self, group: Sequence[tuple[Done, int]]) -> Sequence[Answer]:
+        written = await self._in(self._means.reader, lambda: [write(done) for done, _ in group])
+        return await self._commit(written)
+
+    async def _commit(self, written: Sequence[Answer]) -> Sequence[Answer]:
+        """Commit the answers. Returns them if that may work later. Errors: OSError, sqlite3.Error."""
+        try:
+            new = await self._in_store(lambda: self._answers.add(written))
+        except (OSError, sqlite3.Error) as error:
+            if self._ending or is_damage(error):
+                raise
+            log.error("answers of a batch cannot be written: %s", error)
+            return written
         self.totals = self.totals.plus(new)
         self._means.answered.update("failed" if one.failed else "completed" for one in new)
+        return ()
 
     async def _keep_rest(self) -> None:
-        """What is done when a run is given up is kept, too: it has been computed."""
+        """What is done when a run is given up is kept, too, if that works at once: it has been computed."""
+        self._ending = True
         while self._done:
             await self._keep_some()
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tok_client.types import Batch
+from tok_client.types import Batch, BatchError, FileObject
 from tok_core import EngineClosed
 from tok_server.batch import states
 from tok_server.batch.budget import Budget
+from tok_server.batch.clock import Clock
+from tok_server.batch.database import StoreError, is_full
 from tok_server.batch.gate import Gate
 from tok_server.batch.life import Life
 from tok_server.batch.lock import FileLock
 from tok_server.batch.metrics import BatchFigures
 from tok_server.batch.place import Place
+from tok_server.batch.quota import Quota
+from tok_server.batch.recovery import check_index, recover
 from tok_server.batch.run import Means, samples_ahead
-from tok_server.batch.store import ENDED, Job, Store
+from tok_server.batch.store import ENDED, NOBODY, Job, Store
+from tok_server.batch.suspects import Suspects
 from tok_server.endpoints import Served
 
 log = logging.getLogger("tok.server")
@@ -37,7 +40,11 @@ READERS = 2
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 TICK = 0.5  # seconds between two looks at the clock
 STARTING = 0.05  # seconds between two looks whether there is an engine
-RETRY_SECONDS = 10.0  # after an error that may pass, such as a full disk
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0  # after an error that may pass; doubled from the one to the other
+MAX_FULL_SECONDS = 60.0  # the longest wait for room on a full disk
+MAX_FAILURES = 8  # in a row, without progress, after which a batch fails; those of a full disk aside
+SAVE_CLOCK_SECONDS = 60.0
+GRACE_SECONDS = 300.0  # after the start before any file is deleted: a wrong start can be stopped in time
 
 
 class TooMany(Exception):
@@ -46,10 +53,11 @@ class TooMany(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most bytes of a file, and of a line: of the body of one request."""
+    """Most bytes of a file, of a line (the body of one request), and of all files and answers together."""
 
     file: int
     line: int
+    quota: int | None = None
 
 
 class BatchService:
@@ -57,7 +65,6 @@ class BatchService:
 
     ready   whether the engine has started
     paused  whether no more lines shall begin
-    now     seconds since 1970
     """
 
     def __init__(
@@ -68,10 +75,11 @@ class BatchService:
         *,
         ready: Callable[[], bool] = lambda: True,
         paused: Callable[[], bool] = lambda: False,
-        now: Callable[[], float] = time.time,
+        clock: Clock | None = None,
     ) -> None:
         self.limits = limits
-        self.now = now
+        self.clock = clock or Clock()
+        self.quota = Quota(limits.quota)
         self._directory = directory
         self._served = served
         self._ready = ready
@@ -87,19 +95,45 @@ class BatchService:
         self._means: Means | None = None
 
     async def open(self) -> None:
-        """Takes the directory, and removes what a death has left there. Errors: StoreError."""
+        """Takes the directory, and finishes what a crash has left half done. Errors: StoreError."""
         self.place = await self._run(lambda: Place(self._directory))
         self._lock = FileLock(self.place.lock, f"data directory {self._directory}")
         try:
-            self._store = await self._run(lambda: Store(self.place.store))
+            await self._run(self._open)
+        except (OSError, sqlite3.Error) as error:
+            self._lock.close()
+            raise StoreError(f"data directory {self._directory}: cannot be used: {error}") from error
         except BaseException:
             self._lock.close()
             raise
-        await self._run(self._sweep)
         self._clockwork = asyncio.create_task(self._work())
 
-    def _sweep(self) -> None:
-        self.place.sweep(self._store.file_ids(), {job.batch.id for job in self._store.open_jobs()})
+    def _open(self) -> None:
+        """In the store's thread, which owns its connection."""
+        check_index(self.place)
+        self._store = Store(self.place.store)
+        try:
+            self.clock.start(self._store.clock())
+            self._no_deletion_before = self.clock.now() + GRACE_SECONDS
+            self._store.start_deadlines(self.clock.now())
+            self._store.save_clock(self.clock.reading())
+            recover(self.place, self._store)
+            self._measure()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _measure(self) -> None:
+        """Count what is there against the quota, and announce what is about to be deleted."""
+        for id, path, _ in self.place.blobs.entries():
+            self.quota.put(id, path.stat().st_size)
+        for id in self.place.answer_ids():
+            if (path := self.place.answers(id)).exists():
+                self.quota.put(id, path.stat().st_size)
+        if self.place.lost.is_dir():
+            self.quota.put("lost", sum(path.stat().st_size for path in self.place.lost.iterdir()))
+        if expired := len(self._store.expired(self.clock.now())):
+            log.info("files whose time is over, to be deleted in %g seconds: %d", GRACE_SECONDS, expired)
 
     async def close(self) -> None:
         """Stops; what is computed is kept, what is open goes on when the directory is next opened."""
@@ -113,10 +147,21 @@ class BatchService:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._means is not None:
             self._means.gate.close()
-        await self._run(self._store.close)
+        await self._run(self._close_store)
         for pool in (self._readers, self._clerks, self._threads):
             await asyncio.to_thread(pool.shutdown)
         self._lock.close()
+
+    def _close_store(self) -> None:
+        try:
+            self._store.save_clock(self.clock.reading())
+        except sqlite3.Error as error:
+            log.error("the clock of the data directory cannot be saved: %s", error)
+        self._store.close()
+
+    def now(self) -> int:
+        """Return the seconds since 1970, as clients are told."""
+        return int(self.clock.wall())
 
     @property
     def under_way(self) -> int:
@@ -143,6 +188,49 @@ class BatchService:
         """What `function` returns of the store. Errors: its own."""
         return await self._run(lambda: function(self._store))
 
+    async def add_file(self, file: FileObject, owner: str = NOBODY, seconds: int | None = None) -> None:
+        """Keep a file whose content has been written, for so long; `None`: until it is deleted."""
+        deadline = None if seconds is None else self.clock.now() + seconds
+
+        def add(store: Store) -> None:
+            store.add_file(file, owner, deadline)
+            try:
+                self.place.blobs.publish(file.id)
+            except BaseException:
+                store.delete_files([file.id])
+                raise
+
+        await self.ask(add)
+
+    async def delete_file(self, id: str, owner: str = NOBODY) -> None:
+        """Delete a file and its content. Errors: Missing, InUse, sqlite3.Error, OSError."""
+
+        def delete(store: Store) -> None:
+            store.check_unused(id, owner)
+            self._delete(store, [id])
+
+        await self.ask(delete)
+
+    def _delete(self, store: Store, ids: list[str]) -> None:
+        """Delete these files, none of which is in use. After a crash they are there as a whole, or not at all."""
+        blobs = self.place.blobs
+        for id in ids:
+            blobs.withdraw(id)
+        try:
+            store.delete_files(ids)
+        except BaseException as error:
+            if not is_full(error):
+                for id in ids:
+                    blobs.publish(id)
+                raise
+            # The index cannot grow by a page to forget a file: the file's own space must do.
+            for id in ids:
+                blobs.discard(id)
+            store.delete_files(ids)
+        for id in ids:
+            blobs.discard(id)
+            self.quota.remove(id)
+
     async def create(self, job: Job) -> Batch:
         """A new batch. Errors: Missing (its input), TooMany."""
         if len(self._lives) >= MOST_OPEN:
@@ -151,26 +239,27 @@ class BatchService:
         self._begin(job)
         return job.batch
 
-    async def batch(self, id: str) -> Batch:
+    async def batch(self, id: str, owner: str = NOBODY) -> Batch:
         """One batch as it is now. Errors: Missing."""
-        return self.current(await self.ask(lambda store: store.job(id)))
+        return self.current(await self.ask(lambda store: store.job(id, owner)))
 
     def current(self, job: Job) -> Batch:
         """A batch with the progress that has not been written down."""
         life = self._lives.get(job.batch.id)
         return life.batch if life is not None and job.open else job.batch
 
-    async def cancel(self, id: str) -> Batch:
-        """Ends a batch; without effect on one that ends already. Errors: Missing."""
+    async def cancel(self, id: str, owner: str = NOBODY) -> Batch:
+        """Ends a batch; without effect on one that ends already. Errors: Missing, sqlite3.Error."""
+        await self.batch(id, owner)
         life = self._lives.get(id)
         if life is not None:
             await life.end_early("cancelled")
         else:
             self._begin(await self.ask(lambda store: store.change(id, self._cancelled)))
-        return await self.batch(id)
+        return await self.batch(id, owner)
 
     def _cancelled(self, job: Job) -> Job:
-        return states.end_early(job, "cancelled", int(self.now()))
+        return states.end_early(job, "cancelled", self.now())
 
     async def _work(self) -> None:
         """Begins what is open once there is an engine, then looks at the clock from time to time."""
@@ -179,12 +268,18 @@ class BatchService:
         except Exception:
             log.exception("batches cannot begin")
             return
+        saved, wait = self.clock.now(), TICK
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(wait)
             try:
                 await self._expire()
+                if self.clock.now() - saved >= SAVE_CLOCK_SECONDS:
+                    saved = self.clock.now()
+                    await self.ask(lambda store: store.save_clock(self.clock.reading()))
+                wait = TICK
             except (OSError, sqlite3.Error) as error:
-                log.error("expired files and batches cannot be ended: %s", error)
+                wait = min(max(2 * wait, RETRY_SECONDS), MAX_RETRY_SECONDS)
+                log.error("expired files and batches cannot be ended; next try in %g seconds: %s", wait, error)
 
     async def _begin_all(self) -> None:
         while not self._ready():
@@ -192,15 +287,22 @@ class BatchService:
         budget = Budget(samples_ahead(self._served.engine.info.max_running))
         gate = Gate(self._served.engine, until_closed=True)
         pools = (self._threads, self._readers, self._clerks)
-        self._means = Means(self._served, budget, gate, *pools, paused=self._paused)
+        engine, unhurried = self._served.engine, self._served.unhurried
+        suspects = Suspects(lambda: engine.open_requests <= unhurried.requests)
+        self._means = Means(self._served, budget, gate, *pools, paused=self._paused, suspects=suspects)
         for job in await self.ask(Store.open_jobs):
             self._begin(job)
 
     async def _expire(self) -> None:
         for life in [life for life in self._lives.values() if life.overdue]:
             await life.end_early("expired")
-        for id in await self.ask(partial(Store.delete_expired, now=self.now())):
-            await self._run(partial(self.place.blobs.delete, id))
+        if self.clock.now() >= self._no_deletion_before:
+            await self.ask(self._delete_expired)
+
+    def _delete_expired(self, store: Store) -> None:
+        if ids := store.expired(self.clock.now()):
+            self._delete(store, ids)
+            log.info("files deleted because their time was over: %d", len(ids))
 
     def _begin(self, job: Job) -> None:
         """Brings a batch to life, unless it is, or there is no engine yet: then that will."""
@@ -208,7 +310,14 @@ class BatchService:
         if self._means is None or id in self._lives or not job.open:
             return
         life = self._lives[id] = Life(
-            job, self._store, self.place, self._means, now=self.now, turns=self._turns, most=self.limits.line
+            job,
+            self._store,
+            self.place,
+            self._means,
+            clock=self.clock,
+            quota=self.quota,
+            turns=self._turns,
+            most=self.limits.line,
         )
         task = asyncio.create_task(self._live(id, life))
         self._tasks.add(task)
@@ -216,6 +325,7 @@ class BatchService:
 
     async def _live(self, id: str, life: Life) -> None:
         """One batch to its end, or to that of the engine."""
+        tries, failures, before = 0, 0, life.progress
         try:
             while True:
                 try:
@@ -225,15 +335,29 @@ class BatchService:
                     return
                 except EngineClosed:
                     return  # it goes on when the server is started again
-                except (OSError, sqlite3.Error) as error:
-                    log.error("%s: goes on in %g seconds: %s", id, RETRY_SECONDS, error)
-                except Exception:
-                    log.exception("%s: goes on in %g seconds", id, RETRY_SECONDS)
+                except Exception as error:
+                    full = is_full(error)
+                    if life.progress != before:
+                        tries, failures, before = 0, 0, life.progress
+                    tries, failures = tries + 1, failures + (not full)
+                    wait = min(RETRY_SECONDS * 2 ** (tries - 1), MAX_FULL_SECONDS if full else MAX_RETRY_SECONDS)
+                    expected = isinstance(error, OSError | sqlite3.Error | StoreError)
+                    log.error("%s: goes on in %g seconds: %s", id, wait, error, exc_info=None if expected else error)
+                    if failures >= MAX_FAILURES:
+                        await self._give_up(id, life, error)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     return  # told to end while it failed: that is told only once
-                await asyncio.sleep(RETRY_SECONDS)
+                await life.wait(wait)
         finally:
             del self._lives[id]
+
+    async def _give_up(self, id: str, life: Life, error: Exception) -> None:
+        """End a batch that fails each time as failed. The next turn of its life clears up."""
+        message = f"The batch could not go on, {MAX_FAILURES} times in a row; the last time: {error}"
+        try:
+            await life.fail(BatchError(code="server_error", message=message))
+        except (OSError, sqlite3.Error) as failure:
+            log.error("%s: cannot be ended: %s", id, failure)
 
     async def _run(self, function: Callable[[], T]) -> T:
         # Cancelled, it is carried out all the same: a thread cannot be stopped halfway.

@@ -5,7 +5,8 @@
         ▼              └─► cancelling ───────► cancelled     (the same)
       failed
 
-Cancelled or expired while validating, a batch ends without files. Any state leads to failed once the input is gone.
+Cancelled or expired while validating, a batch ends without files. Any open state leads to failed once the input is gone
+or changed, or the answers are damaged.
 """
 
 from __future__ import annotations
@@ -40,15 +41,14 @@ def validated(job: Job, found: Validated, now: int) -> Job:
         errors = BatchErrors(data=found.errors)
         return _with(job, status="failed", failed_at=now, errors=errors, request_counts=BatchRequestCounts())
     started = _with(job, status="in_progress", in_progress_at=now)
-    return with_totals(msgspec.structs.replace(started, lines=found.lines), Totals())
+    return with_totals(msgspec.structs.replace(started, lines=found.lines, digest=found.digest), Totals())
 
 
-def unreadable(job: Job, message: str, now: int) -> Job:
-    """Its input cannot be read, at whatever moment that is found."""
+def failed(job: Job, error: BatchError, now: int) -> Job:
+    """It cannot go on, at whatever moment that is found."""
     if not job.open:
         return job
-    errors = BatchErrors(data=[BatchError(code="file_unreadable", message=message, param="input_file_id")])
-    return _with(job, status="failed", failed_at=now, errors=errors)
+    return _with(job, status="failed", failed_at=now, errors=BatchErrors(data=[error]))
 
 
 def end_early(job: Job, how: Early, now: int) -> Job:

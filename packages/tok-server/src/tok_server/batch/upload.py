@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import sqlite3
 import time
 from collections.abc import Awaitable
@@ -16,8 +15,11 @@ from aiohttp.http import HttpProcessingError
 
 from tok_client.decoders import decoder
 from tok_client.types import ExpiresAfter, FileObject
+from tok_server.batch.database import is_full
+from tok_server.batch.quota import QuotaExceeded
 from tok_server.batch.service import BatchService
 from tok_server.batch.to_its_end import to_its_end
+from tok_server.body import check_ratio
 from tok_server.connections import LEAST_TAKEN
 from tok_server.errors import SERVER, ApiError, invalid, limited
 from tok_server.ids import new_id
@@ -37,10 +39,11 @@ MALFORMED = (ValueError, AssertionError, HttpProcessingError, web.RequestPayload
 
 
 class Upload:
-    """Takes one file in. `timeout`: seconds in which `LEAST_TAKEN` bytes must arrive, or all there are."""
+    """Takes one file in for `owner`. `timeout`: seconds in which `LEAST_TAKEN` bytes must arrive, or all there are."""
 
-    def __init__(self, service: BatchService, timeout: float) -> None:
+    def __init__(self, service: BatchService, timeout: float, owner: str) -> None:
         self._service = service
+        self._owner = owner
         self._timeout = self._left = timeout
         self._arrived = 0  # bytes, since there was last so much time
         self._id = new_id("file")
@@ -49,21 +52,26 @@ class Upload:
         self._size = 0
 
     async def receive(self, request: web.Request) -> FileObject:
-        """The file, kept. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk full)."""
+        """The file, kept. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk or quota full)."""
         if request.content_type != "multipart/form-data":
             raise invalid("Content-Type", f"Content-Type is {request.content_type!r}; allowed: multipart/form-data")
         try:
             await self._receive(request)
-            file = self._file()
+            seconds = self._seconds()
+            file = self._file(seconds)
         except BaseException as error:
-            self._service.place.blobs.delete(self._id)
+            self._drop()
             raise _of(error) from error
         try:
-            await self._service.ask(lambda store: store.add_file(file))
-        except sqlite3.Error as error:  # if cancelled, the file is kept all the same
-            self._service.place.blobs.delete(self._id)
+            await self._service.add_file(file, self._owner, seconds)
+        except (OSError, sqlite3.Error) as error:  # if cancelled, the file is kept all the same
+            self._drop()
             raise _of(error) from error
         return file
+
+    def _drop(self) -> None:
+        self._service.place.blobs.discard(self._id)
+        self._service.quota.remove(self._id)
 
     async def _receive(self, request: web.Request) -> None:
         reader = await request.multipart()
@@ -74,7 +82,7 @@ class Upload:
                 raise invalid(None, f"the body has other parts than expected; allowed: file, {', '.join(FIELDS)}")
             _check_plain(part)
             if part.name == "file":
-                await self._take_file(part)
+                await self._take_file(part, request)
             else:
                 await self._take_field(part)
 
@@ -92,25 +100,29 @@ class Upload:
                 raise invalid(name, f"{name} has more than {LONGEST} bytes")
         self._fields[name] = data.decode(errors="replace")
 
-    async def _take_file(self, part: BodyPartReader) -> None:
+    async def _take_file(self, part: BodyPartReader, request: web.Request) -> None:
         if self._name is not None:
             raise invalid("file", "file is there twice; allowed: once")
         # A name is shown, and never used as one.
         self._name = (part.filename or "file").encode(errors="replace").decode()[:255]
         with ExitStack() as opened:
             stream = opened.enter_context(self._service.place.blobs.writing(self._id))
-            await self._copy(part, stream)
+            await self._copy(part, stream, request)
             # Cancelled, it waits all the same: what is deleted then must not come into being afterwards.
             await to_its_end(asyncio.to_thread(opened.pop_all().close))
 
-    async def _copy(self, part: BodyPartReader, stream: IO[bytes]) -> None:
-        most = self._service.limits.file
+    async def _copy(self, part: BodyPartReader, stream: IO[bytes], request: web.Request) -> None:
+        quota, most = self._service.quota, self._service.limits.file
         buffer = bytearray()
         while piece := await self._in_time(part.read_chunk(PIECE)):
             self._size += len(piece)
             self._count(len(piece))
             if self._size > most:
                 raise ApiError(413, f"file has more than {most} bytes", param="file", code="file_too_large")
+            if quota.limit is not None and self._size > quota.limit:
+                raise limited("data_quota", 413, f"file has more than {quota.limit} bytes", param="file")
+            check_ratio(request)
+            quota.add(self._id, len(piece))
             buffer += piece
             if len(buffer) >= PIECE:
                 await asyncio.to_thread(stream.write, buffer)
@@ -135,7 +147,7 @@ class Upload:
         if self._arrived >= LEAST_TAKEN:
             self._arrived, self._left = 0, self._timeout
 
-    def _file(self) -> FileObject:
+    def _file(self, seconds: int) -> FileObject:
         """Errors: ApiError 400 for what is missing or not allowed."""
         if self._name is None:
             raise invalid("file", "file is required, but missing")
@@ -149,7 +161,7 @@ class Upload:
             id=self._id,
             bytes=self._size,
             created_at=now,
-            expires_at=now + self._seconds(),
+            expires_at=now + seconds,
             filename=self._name,
             purpose=PURPOSE,
         )
@@ -186,11 +198,22 @@ def _check_plain(part: BodyPartReader) -> None:
             raise invalid(header, f"{header} of a part is {value[:80]!r}; allowed: none")
 
 
+def disk_full(error: BaseException) -> ApiError | None:
+    """Return the answer to a request for which there is no space: 507, which clients should not send again at once."""
+    if not is_full(error):
+        return None
+    if isinstance(error, QuotaExceeded):
+        full = limited("data_quota", 507, f"{error.strerror}; delete files that are not needed", param="file")
+    else:
+        full = ApiError(507, "the server's disk is full", kind=SERVER, code="disk_full")
+    full.headers["x-should-retry"] = "false"
+    return full
+
+
 def _of(error: BaseException) -> BaseException:
     """The error that a client is told of."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or (isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL):
-        return ApiError(507, "the server's disk is full", kind=SERVER, code="disk_full")
+    if full := disk_full(error):
+        return full
     if isinstance(error, MALFORMED):
         return invalid(None, f"the body is no multipart/form-data: {str(error)[:200] or 'it is cut short'}")
     return error

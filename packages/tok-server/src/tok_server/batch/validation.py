@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_client.types import BatchError
-from tok_server.batch.lines import Line, Request, parse_line, read_lines
+from tok_server.batch.lines import InputChanged, Line, Request, parse_line, read_lines
 from tok_server.wire import BadJson
 
 MOST_ERRORS = 100
@@ -56,6 +56,15 @@ def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[],
     errors += [_duplicate(number) for number in seen.repeated()]
     errors.sort(key=lambda error: error.line or 0)
     return Validated(lines, digest.hexdigest(), errors[:MOST_ERRORS])
+
+
+def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Raise InputChanged if the lines are not those that `validate` saw. Errors: Stopped, OSError."""
+    found = blake2b(digest_size=16)
+    for line in read_lines(path, stopped=stopped):
+        found.update(b"\n" + (line.data or b""))
+    if found.hexdigest() != digest:
+        raise InputChanged(f"the lines of {path.name} are not those that were validated")
 
 
 def _check(line: Line, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -14,6 +15,8 @@ from tok_server.batch.answers import Answer
 from tok_server.errors import ApiError, internal
 from tok_server.ids import new_id
 from tok_server.wire import encode
+
+LONG = 1 << 20  # bytes
 
 log = logging.getLogger("tok.server")
 
@@ -80,7 +83,7 @@ def write(done: Done) -> Answer:
 
 def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
     """The answer whose line of the output is `text`, which has `body` in it."""
-    used = decoder(_Used).decode(body).usage or _Usage()
+    used = _used(body)
     cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
     reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
     return Answer(
@@ -92,6 +95,15 @@ def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
         reasoning.reasoning_tokens or 0,
         text,
     )
+
+
+def _used(body: bytes) -> _Usage:
+    """Return the usage; of a long body from its end alone, as decoding it holds the interpreter."""
+    at = body.rfind(b'"usage":{') if len(body) > LONG else -1
+    if at >= 0:
+        with suppress(msgspec.DecodeError):  # else it belongs to something within the body
+            return decoder(_Used).decode(b"{" + body[at:]).usage or _Usage()
+    return decoder(_Used).decode(body).usage or _Usage()
 
 
 def _body(done: Done) -> tuple[bytes, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tok_core.hub import resolve
+from tok_core.processes.scratch import ScratchDirectory
 
 KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 
@@ -22,8 +22,9 @@ def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
     path = resolve(model, data_dir)
     log = logging.getLogger("tok_core")
     level = log.level
-    with tempfile.TemporaryDirectory(prefix="tok-bench-") as scratch:
-        view = Path(scratch) / (path.resolve().name or "model")
+    scratch = ScratchDirectory("bench")
+    try:
+        view = Path(scratch.name) / (path.resolve().name or "model")
         view.mkdir()
         for pattern in KEPT:
             for file in path.glob(pattern):
@@ -33,3 +34,5 @@ def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
             yield str(view)
         finally:
             log.setLevel(level)
+    finally:
+        scratch.cleanup()

@@ -77,7 +77,7 @@ class Drive:
     """Connections that ask, for `seconds` after a warm-up. `rate`: requests a second; 0: as many as are answered."""
 
     def __init__(self, port: int, connections: int, rate: float, body: bytes) -> None:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
         request = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         self.tally = Tally()
         self._rate = rate

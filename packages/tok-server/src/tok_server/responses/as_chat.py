@@ -71,6 +71,7 @@ def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
         top_logprobs=top if wants_logprobs else None,
         response_format=UNSET if text is None else _format(given(text.format)),
         reasoning_effort=UNSET if reasoning is None else reasoning.effort,
+        cache_salt=request.cache_salt,
         tools=tools,
         tool_choice=_choice(choice),
         parallel_tool_calls=request.parallel_tool_calls,

@@ -19,6 +19,7 @@ from tok_server import chat
 from tok_server.answer import answer
 from tok_server.body import read_body
 from tok_server.context import CONTEXT
+from tok_server.counts import COUNTS
 from tok_server.errors import ApiError
 from tok_server.ids import new_id
 from tok_server.job import Job
@@ -35,7 +36,7 @@ from tok_server.unsupported import RESPONSE
 async def create(request: web.Request) -> web.StreamResponse:
     """What the model answers to a conversation in items."""
     context = request.app[CONTEXT]
-    context.admit()
+    context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
     job, begun = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))

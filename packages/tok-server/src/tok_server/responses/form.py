@@ -26,7 +26,7 @@ from tok_client.types import (
 )
 from tok_core import Completion, Delta, RequestOutput, TokenLogprob
 from tok_core.text.detokenise import Detokeniser
-from tok_server.answer import event
+from tok_server.answer import MAX_RESPONSE_LOGPROBS, event
 from tok_server.errors import ApiError
 from tok_server.job import Job
 from tok_server.logprobs import TokenTexts, chat_logprobs
@@ -42,6 +42,8 @@ class ResponseForm:
     begun  the response before anything has been written: what it is made from
     texts  how tokens are shown
     """
+
+    most_logprobs: int | None = MAX_RESPONSE_LOGPROBS
 
     def __init__(self, job: Job, begun: Response, texts: TokenTexts) -> None:
         self._job = job
@@ -61,6 +63,10 @@ class ResponseForm:
             _read(delta, reader, written, self._logprobs(delta))
         used = usage(outputs, len(sample.token_ids))
         return encode(self._ended(written, sample.finish_reason == "length", _usage(used, reader.reasoning_tokens)))
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The whole response in one piece: `answer.MAX_RESPONSE_LOGPROBS` bounds it."""
+        yield self.whole(outputs)
 
     def opening(self) -> bytes:
         """It has begun."""

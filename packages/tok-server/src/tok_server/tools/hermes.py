@@ -57,6 +57,4 @@ class HermesParser(CallParser):
         if self._sought == OPEN:
             self._held.append(self._mark)
         self._mark = ""
-        if self._call is not None and self._call.begun:
-            self._ended()
         super()._give_up()

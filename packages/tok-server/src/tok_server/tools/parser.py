@@ -1,8 +1,8 @@
 """CallParser: an answer's text, in pieces of any size, split into content and tool calls.
 
-However the text is cut, the pieces joined are the same. What looks like a call but is none comes out as content: no
-text is lost, but for the marks around calls and for white space beside them. Of a call that has been told already, what
-spoils it is content, too; its arguments stay as they are.
+Any cutting of the text gives the same pieces, joined. A call comes out once all of it has been read, if its arguments
+are a JSON object. All else is content, unchanged, whether broken or cut off: no text is lost, but for the marks around
+calls and white space beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container
 
 from tok_server.tools.call_object import CallObject
-from tok_server.tools.pieces import Piece, Text, joined
+from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, joined
 
 
 class CallParser(ABC):
@@ -54,28 +54,21 @@ class CallParser(ABC):
     def _inside(self, call: CallObject, text: str, at: int) -> int:
         end = call.run(text, at)
         if end > at:
-            self._out += call.taken()
+            self._held.append(text[at:end])
             return end
-        character = text[at]
-        if not call.feed(character):
+        if not call.feed(text[at]):
             self._give_up()
-            return at  # it is read again, as content
-        if call.begun:
-            if self._held or self._space:
-                self._held, self._space = [], ""
-            self._out += call.taken()
-        else:
-            self._held.append(character)
+            return at  # the character is read again, as content
+        self._held.append(text[at])
         if call.ended:
-            self._call = None
+            self._call, self._held, self._space = None, [], ""
             self._calls += 1
+            self._out += [CallBegin(str(call.name)), Arguments(str(call.arguments))]
             self._ended()
         return at + 1
 
     def _give_up(self) -> None:
-        """What is held is content."""
-        if self._call is not None and self._call.begun:
-            self._calls += 1
+        """The held text is content."""
         self._call = None
         held, self._held = "".join(self._held), []
         self._content(held)

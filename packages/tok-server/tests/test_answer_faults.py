@@ -1,0 +1,78 @@
+"""An answer that cannot be made is one client's loss: it gets an error, nothing stays open, others are answered."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from support.patience import wait_until
+from support.serving import Server
+from tok_core.text.detokenise import Detokeniser
+from tok_server.chat_form import ChatForm
+from tok_server.completion_form import CompletionForm
+
+GUILTY_TOKENS = 13
+MESSAGES = [{"role": "user", "content": "one"}]
+
+
+class Fault(Exception):
+    """What a test makes go wrong."""
+
+
+def break_form(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Let a form's method fail for requests of so many tokens."""
+    right = getattr(owner, name)
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        if self._job.params.max_tokens == GUILTY_TOKENS:
+            raise Fault("it has no JSON")
+        return right(self, *arguments)
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+def ask(server: Server, form: type, *, max_tokens: int, stream: bool, **fields: object) -> Any:
+    fields |= {"max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
+    if form is ChatForm:
+        return server.chat(messages=MESSAGES, **fields)
+    return server.complete(prompt="one", **fields)
+
+
+@pytest.mark.parametrize("form", [CompletionForm, ChatForm])
+@pytest.mark.parametrize(("name", "stream"), [("whole", False), ("events", True), ("last_chunk", True)])
+def test_an_answer_that_cannot_be_written_is_one_clients_loss(
+    server: Server, form: type, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_form(monkeypatch, form, name)
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask, server, form, max_tokens=12, stream=stream, **options) for _ in range(3)]
+        guilty = pool.submit(ask, server, form, max_tokens=GUILTY_TOKENS, stream=stream, **options).result()
+        answers = [one.result() for one in others]
+    if stream:
+        assert guilty.status == 200  # it had begun
+        assert '"code":"internal_error"' in guilty.events()[-1]
+    else:
+        assert (guilty.status, guilty.error()["code"]) == (500, "internal_error")
+    assert "it has no JSON" not in guilty.body.decode()
+    assert [one.status for one in answers] == [200] * 3
+    wait_until(lambda: server.engine.open_requests == 0)
+    assert server.engine.health().ok
+    assert server.engine.stats()["restarts"] == 0
+
+
+def test_a_text_that_cannot_be_made_ends_its_stream_with_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: Detokeniser, ids: list[int]) -> str:
+        raise Fault("it has no text")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokeniser, "push", wrong)
+        answer = ask(server, CompletionForm, max_tokens=5, stream=True)
+    assert '"code":"request_failed"' in answer.events()[-1]
+    wait_until(lambda: server.engine.open_requests == 0)
+    assert ask(server, CompletionForm, max_tokens=5, stream=True).status == 200
+    assert server.engine.stats()["restarts"] == 0

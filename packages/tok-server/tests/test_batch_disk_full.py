@@ -1,0 +1,216 @@
+"""A data directory without room: a full disk, or a quota that is used up. Batches wait, and compute nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.batch_services import (
+    LINES,
+    add_file,
+    begin,
+    completed,
+    ended,
+    made_engine,
+    opened,
+    outputs,
+    until,
+)
+from support.batching import assert_each_once, completion_line
+from support.patience import PATIENCE
+from tok_core import AsyncEngine
+from tok_server.batch import run, service
+from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.database import is_full
+from tok_server.batch.quota import Quota, QuotaExceeded
+from tok_server.batch.store import Store
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
+    found = made_engine(tiny_model)
+    asyncio.run(found.start())
+    yield found
+    asyncio.run(found.close())
+
+
+class Disk:
+    """A disk for answers with so many pages: SQLite itself says that it is full."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pages, self.refused, add = 4, 0, Answers.add
+
+        def limited(answers: Answers, some: Iterable[Answer]) -> list[Answer]:
+            answers._connection.execute(f"PRAGMA max_page_count = {self.pages}")
+            try:
+                return add(answers, some)
+            except sqlite3.OperationalError as error:
+                self.refused += is_full(error)
+                raise
+
+        patch.setattr(Answers, "add", limited)
+
+
+async def test_on_a_full_disk_a_batch_waits_and_computes_nothing_twice(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
+    monkeypatch.setattr(run, "MAX_KEEP_AGAIN", 0.01)
+    disk, before = Disk(monkeypatch), engine.stats()["output_tokens"]
+    async with opened(tmp_path, engine) as found:
+        batch = await begin(found, LINES)
+        deadline = time.monotonic() + PATIENCE
+        while disk.refused < 20 or found.under_way < 2 * 16:  # it has computed as much as it may, and tried again
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert (await found.batch(batch.id)).status == "in_progress"
+        disk.pages = 1 << 30
+        whole = await ended(found, batch.id)
+        assert (whole.status, completed(whole)) == ("completed", len(LINES))
+        assert_each_once(LINES, *outputs(found, whole))
+    assert engine.stats()["output_tokens"] - before == 6 * len(LINES)
+
+
+async def test_a_batch_on_a_full_disk_can_be_cancelled(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETRY_SECONDS", 0.01)
+    disk = Disk(monkeypatch)
+    async with opened(tmp_path, engine) as found:
+        batch = await begin(found, LINES)
+        deadline = time.monotonic() + PATIENCE
+        while not disk.refused:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await found.cancel(batch.id)
+        cancelled = await ended(found, batch.id)
+        assert cancelled.status == "cancelled"
+        assert_each_once(LINES, *outputs(found, cancelled))
+
+
+async def test_a_batch_whose_output_finds_no_room_waits_and_computes_nothing_twice(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(service, "MAX_FULL_SECONDS", 0.01)
+    fsync, room, refused, before = os.fsync, False, 0, engine.stats()["output_tokens"]
+
+    def full(descriptor: int) -> None:
+        nonlocal refused
+        if not room and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".part"):
+            refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    async with opened(tmp_path, engine) as found:
+        batch = await begin(found, LINES)
+        monkeypatch.setattr(os, "fsync", full)
+        deadline = time.monotonic() + PATIENCE
+        while refused < 20:  # more than a batch survives of other errors
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert (await found.batch(batch.id)).status == "finalizing"
+        assert {path.name for path in (tmp_path / "files").iterdir()} >= {batch.input_file_id}
+        room = True
+        whole = await ended(found, batch.id)
+        assert (whole.status, completed(whole)) == ("completed", len(LINES))
+        assert_each_once(LINES, *outputs(found, whole))
+        assert len(list((tmp_path / "files").iterdir())) == 2
+    assert engine.stats()["output_tokens"] - before == 6 * len(LINES)
+
+
+async def test_a_batch_whose_answers_are_damaged_while_it_runs_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+    going = True
+    async with opened(tmp_path, engine, paused=lambda: not going) as found:
+        batch = await begin(found, [completion_line(number, max_tokens=20) for number in range(1000)])
+        await until(found, batch.id, lambda one: completed(one) >= 5)
+        going = False
+        path = tmp_path / "batches" / f"{batch.id}.sqlite"
+        for side in ("", "-wal"):
+            file = path.with_name(path.name + side)
+            file.write_bytes(b"\xa5" * file.stat().st_size)
+        going = True
+        failed = await ended(found, batch.id)
+        assert failed.status == "failed"
+        assert failed.errors
+        assert [error.code for error in failed.errors.data or []] == ["answers_damaged"]
+
+
+async def test_a_file_can_be_deleted_though_the_index_cannot_grow(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, engine) as found:
+        file = await add_file(found, b"x")
+        path, delete, tries = found.place.blobs.unpublished(file.id), Store.delete_files, list[bool]()
+
+        def full(store: Store, ids: list[str]) -> None:
+            tries.append(path.exists())
+            if path.exists():
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+            delete(store, ids)
+
+        monkeypatch.setattr(Store, "delete_files", full)
+        await found.delete_file(file.id)
+        assert tries == [True, False]
+        assert not await found.ask(Store.file_ids)
+
+
+async def test_a_file_that_cannot_be_deleted_is_still_there(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(store: Store, ids: list[str]) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async with opened(tmp_path, engine) as found:
+        file = await add_file(found, b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "delete_files", failing)
+            with pytest.raises(sqlite3.OperationalError):
+                await found.delete_file(file.id)
+        assert found.place.blobs.path(file.id).read_bytes() == b"x"
+
+
+def test_a_quota_counts_what_is_there() -> None:
+    quota = Quota(100)
+    quota.put("a", 60)
+    quota.add("b", 40)
+    with pytest.raises(QuotaExceeded):
+        quota.add("b", 1)
+    quota.put("a", 10)
+    quota.add("b", 50)
+    quota.remove("a")
+    quota.remove("never there")
+    assert quota.used == 90
+
+
+async def test_answers_beyond_the_quota_wait_until_there_is_room(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
+    monkeypatch.setattr(run, "MAX_KEEP_AGAIN", 0.01)
+    async with opened(tmp_path, engine, quota=1 << 20) as found:
+        filler = await add_file(found, b"x")
+        found.quota.put(filler.id, (1 << 20) - 20_000)  # as if it were large: there is room for a few answers
+        batch = await begin(found, LINES)
+        deadline = time.monotonic() + PATIENCE
+        while found.under_way < 2 * 16:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert (await found.batch(batch.id)).status == "in_progress"
+        await found.delete_file(filler.id)
+        whole = await ended(found, batch.id)
+        assert completed(whole) == len(LINES)
+        sizes = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
+        deadline = time.monotonic() + PATIENCE
+        while found.quota.used > sizes + 1:  # `begin` does not count its input
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)

@@ -1,0 +1,146 @@
+"""The prefix cache and its counts tell one API key nothing of what another has sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.batching import Line, jsonl
+from support.patience import wait_until
+from support.serving import Server, serving
+
+ONE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
+SALT = {"cache_salt": "salt"}
+
+
+@pytest.fixture(scope="module")
+def apart(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tiny_model, api_keys=("first", "second"), data_dir=str(tmp_path_factory.mktemp("data"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def together(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, api_keys=("first", "second"), share_prefixes=True) as running:
+        yield running
+
+
+def body_of(endpoint: str, text: str) -> dict[str, object]:
+    """A request that begins with `text`, which is long enough to be cached."""
+    text = f"{text} " * 40
+    match endpoint:
+        case "/v1/completions":
+            return {"prompt": text, "max_tokens": 4, "temperature": 0}
+        case "/v1/chat/completions":
+            return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
+        case "/v1/responses":
+            return {"input": text, "max_output_tokens": 4, "temperature": 0}
+        case _:
+            return {"input": text}
+
+
+def cached_of(answer: dict[str, object]) -> int:
+    """The cached tokens that an answer tells of."""
+    usage = answer["usage"]
+    assert isinstance(usage, dict)
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    assert isinstance(details, dict)
+    return int(details["cached_tokens"])
+
+
+def cached(server: Server, endpoint: str, text: str, key: dict[str, str], **fields: object) -> int:
+    """The cached tokens of a request, as its client or, for embeddings, the server's counters tell."""
+    before = server.engine.stats()["cached_tokens"]
+    answer = server.call("POST", endpoint, body_of(endpoint, text) | fields, key)
+    assert answer.status == 200, answer.body
+    hits = int(server.engine.stats()["cached_tokens"] - before)
+    if endpoint != "/v1/embeddings":
+        assert cached_of(answer.json()) == hits
+    return hits
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_key_finds_its_own_prefixes_and_no_other_ones(apart: Server, endpoint: str) -> None:
+    text = f"{endpoint[4:]} apart"
+    assert cached(apart, endpoint, text, ONE) == 0
+    whole = cached(apart, endpoint, text, ONE)
+    assert whole > 0
+    assert cached(apart, endpoint, text, OTHER) == 0
+    assert cached(apart, endpoint, text, OTHER) == whole
+    for key in (ONE, OTHER):
+        assert cached(apart, endpoint, text, key, **SALT) == 0
+        assert cached(apart, endpoint, text, key, **SALT) == whole
+        assert cached(apart, endpoint, text, key, cache_salt="another") == 0
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_keys_that_share_prefixes_find_each_others_unless_they_salt_them(together: Server, endpoint: str) -> None:
+    text = f"{endpoint[4:]} together"
+    assert cached(together, endpoint, text, ONE) == 0
+    whole = cached(together, endpoint, text, OTHER)
+    assert whole > 0
+    assert cached(together, endpoint, text, ONE, **SALT) == 0
+    assert cached(together, endpoint, text, OTHER, **SALT) == whole  # whoever knows the salt shares it
+    assert cached(together, endpoint, text, OTHER, cache_salt="another") == 0
+
+
+def test_without_keys_all_share_prefixes_unless_they_salt_them(server: Server) -> None:
+    assert cached(server, "/v1/completions", "nobody's", {}) == 0
+    assert cached(server, "/v1/completions", "nobody's", {}) > 0
+    assert cached(server, "/v1/completions", "nobody's", {}, **SALT) == 0
+
+
+def test_a_salt_changes_no_answer(apart: Server) -> None:
+    answers = [
+        apart.call("POST", "/v1/completions", body_of("/v1/completions", "same") | fields, key).json()["choices"]
+        for key in (ONE, OTHER)
+        for fields in ({}, {}, SALT)
+    ]
+    assert answers[1:] == answers[:-1]
+
+
+def run_batch(server: Server, endpoint: str, bodies: list[dict[str, object]], key: dict[str, str]) -> list[int]:
+    """The cached tokens of each line of a batch."""
+    lines: list[Line] = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": one} for number, one in enumerate(bodies)
+    ]
+    head = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\n'
+    form = (
+        head.format("purpose") + "batch\r\n" + head.format('file"; filename="f') + jsonl(lines).decode() + "\r\n--x--"
+    )
+    made = server.call("POST", "/v1/files", form.encode(), key | {"Content-Type": "multipart/form-data; boundary=x"})
+    asked = {"input_file_id": made.json()["id"], "endpoint": endpoint, "completion_window": "24h"}
+    path = f"/v1/batches/{server.call('POST', '/v1/batches', asked, key).json()['id']}"
+    wait_until(lambda: server.call("GET", path, headers=key).json()["status"] == "completed")
+    output = server.call("GET", path, headers=key).json()["output_file_id"]
+    content = server.call("GET", f"/v1/files/{output}/content", headers=key).body
+    return [cached_of(json.loads(line)["response"]["body"]) for line in content.splitlines()]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS[:3])
+def test_lines_of_a_batch_share_with_their_own_key_and_no_other(apart: Server, endpoint: str) -> None:
+    text = f"{endpoint[4:6]} of a batch"
+    bodies = [body_of(endpoint, text)]
+    assert run_batch(apart, endpoint, bodies, ONE) == [0]
+    whole = cached(apart, endpoint, text, ONE)
+    assert whole > 0
+    assert run_batch(apart, endpoint, bodies, ONE) == [whole]
+    assert run_batch(apart, endpoint, bodies, OTHER) == [0]
+    assert run_batch(apart, endpoint, [bodies[0] | SALT], OTHER) == [0]
+    assert cached(apart, endpoint, text, OTHER, **SALT) == whole
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 5])
+def test_what_is_no_salt_is_refused_by_its_name(server: Server, endpoint: str, salt: object) -> None:
+    answer = server.call("POST", endpoint, body_of(endpoint, "bad") | {"cache_salt": salt})
+    assert (answer.status, answer.error()["param"]) == (400, "cache_salt")
+
+
+def test_null_is_no_salt(server: Server) -> None:
+    assert cached(server, "/v1/completions", "null", {}) == 0
+    assert cached(server, "/v1/completions", "null", {}, cache_salt=None) > 0

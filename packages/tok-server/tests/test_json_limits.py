@@ -1,0 +1,117 @@
+"""Bodies of too many members are refused before anything is decoded, and no others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.fuzzing import TEXTS, VALUES, fuzzed
+from support.serving import Server
+from tok_server import json_limits
+from tok_server.body import members
+from tok_server.errors import ApiError
+from tok_server.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES, _Scan, check_json
+from tok_server.messages import MAX_MESSAGES
+
+MARKED = st.text(st.sampled_from('\\"[]{},a日'), max_size=12)
+
+
+def counted(value: Any) -> tuple[int, int, int]:
+    """Strings and containers, commas, and depth of a JSON value."""
+    if isinstance(value, dict):
+        inner = [counted(one) for pair in value.items() for one in pair]
+        commas = max(len(value) - 1, 0)
+    elif isinstance(value, list):
+        inner = [counted(one) for one in value]
+        commas = max(len(value) - 1, 0)
+    else:
+        return int(isinstance(value, str)), 0, 0
+    sums = [sum(column) for column in list(zip(*inner, strict=True))[:2]] or [0, 0]
+    return sums[0] + 1, sums[1] + commas, 1 + max((one[2] for one in inner), default=0)
+
+
+@fuzzed(200)
+@given(
+    value=st.recursive(VALUES | MARKED, lambda inner: st.lists(inner) | st.dictionaries(MARKED | TEXTS, inner)),
+    ascii=st.booleans(),
+    piece=st.integers(1, 40),
+)
+def test_what_is_counted_is_what_is_there_however_the_body_is_cut(value: Any, ascii: bool, piece: int) -> None:
+    body = json.dumps(value, ensure_ascii=ascii).encode(errors="replace")
+    depths: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_limits, "PIECE", piece)
+        patch.setattr(_Scan, "_check", lambda self, depth: depths.append(depth))
+        scan = _Scan()
+        scan.run(body)
+    assert (scan._strings // 2 + scan._containers, scan._commas, max(depths, default=0)) == counted(value)
+    assert scan._depth == scan._in_string == 0
+
+
+def code(body: bytes) -> str | None:
+    """Why a body is refused before it is decoded."""
+    try:
+        check_json(body)
+    except ApiError as error:
+        return error.code if error.status == 400 else f"status {error.status}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("one", "count"),
+    [
+        (b'"k"', MAX_MEMBERS),
+        (b"{}", MAX_MEMBERS),
+        (b"[1]", MAX_MEMBERS),
+        (b'{"a":{}}', MAX_MEMBERS // 3),
+        (b"1", MAX_VALUES),
+    ],
+)
+def test_one_member_too_many_is_refused(one: bytes, count: int) -> None:
+    def body(number: int) -> bytes:
+        return b'{"p":[' + b",".join([one] * number) + b"]}"
+
+    assert code(body(count - 3)) is None
+    assert code(body(count + 1)) == "too_many_members"
+
+
+def test_nesting_is_refused_from_one_level_too_many_on() -> None:
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        body = opening * MAX_NESTING + b"1" + closing * MAX_NESTING
+        assert code(body) is None
+        assert code(opening + body + closing) == "nested_too_deeply"
+    assert code(b"[" * 1_000_000) == "nested_too_deeply"
+    assert code(b'["' + b"[" * 1_000_000 + b'"]') is None
+
+
+def test_a_text_may_hold_any_number_of_marks() -> None:
+    text = '{"a": [1, "b\\"]}, ' * 100_000
+    assert code(json.dumps({"prompt": text}).encode()) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/chat/completions", "messages", {"max_tokens": 1}),
+        ("/v1/responses", "input", {"max_output_tokens": 1}),
+        ("/tokenize", "messages", {}),
+    ],
+)
+def test_more_messages_than_a_chat_may_have_are_refused_by_name(
+    server: Server, path: str, field: str, fields: dict[str, object]
+) -> None:
+    refused = server.call("POST", path, {**fields, field: [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)})
+    assert refused.status == 400
+    assert refused.error()["param"] == field
+    assert str(MAX_MESSAGES) in str(refused.error()["message"])
+
+
+def test_the_error_says_what_is_allowed_and_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
+    monkeypatch.setattr("tok_server.body.decode", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(ApiError, match=f"the body has more than {MAX_MEMBERS} strings, objects and arrays"):
+        members(body)

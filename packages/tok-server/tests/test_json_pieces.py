@@ -1,0 +1,161 @@
+"""Answers that are written a piece at a time are the same answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.patience import PATIENCE
+from support.serving import Server
+from tok_core import Completion, RequestOutput, TokenLogprob
+from tok_core.outputs import Timings
+from tok_core.text import Tokenizer
+from tok_server import answer, chat, completions, json_pieces
+from tok_server.batch.written import answer_of
+from tok_server.chat_form import ChatForm
+from tok_server.completion_form import CompletionForm
+from tok_server.json_pieces import elements, filled, next_piece, separated, slices, taken
+from tok_server.logprobs import TokenTexts
+
+ASKED: Sequence[tuple[str, dict[str, object]]] = [
+    ("completions", {}),
+    ("completions", {"n": 3, "return_token_ids": True, "seed": 1}),
+    ("completions", {"n": 2, "logprobs": 3}),
+    ("completions", {"n": 2, "logprobs": 0, "echo": True}),
+    ("completions", {"logprobs": 2, "echo": True, "max_tokens": 0}),
+    ("completions", {"n": 2, "prompt_logprobs": 2, "echo": True}),
+    ("completions", {"n": 2, "best_of": 4, "prompt": ["one two", '"choices":[] "tokens":[]']}),
+    ("completions", {"n": 2, "best_of": 4, "logprobs": 1, "prompt": ["one", "two"]}),
+    ("chat/completions", {"n": 2}),
+    ("chat/completions", {"n": 2, "logprobs": True, "top_logprobs": 4, "return_token_ids": True}),
+    ("chat/completions", {"logprobs": True, "prompt_logprobs": 1}),
+    ("chat/completions", {"stop_when": {"type": "distinct", "count": 2, "pattern": "(.)"}, "n": 4}),
+    ("embeddings", {}),
+    ("embeddings", {"input": ["one"] * 40, "encoding_format": "base64"}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ASKED)
+def test_an_answer_in_pieces_says_what_a_whole_one_says(
+    server: Server, path: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'one "choices":[] {"tokens":[]}'
+    asked: dict[str, object] = {"model": "tiny", "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    if path == "completions":
+        asked["prompt"] = text
+    elif path == "embeddings":
+        asked = {"model": "tiny", "input": [text, "two"]}
+    else:
+        asked["messages"] = [{"role": "user", "content": text}]
+    asked |= fields
+    whole = server.call("POST", f"/v1/{path}", asked)
+    assert whole.status == 200, whole.body
+    assert "content-length" in whole.headers
+    for name, size in (("LONG", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
+        for module in (answer, json_pieces, __import__("tok_server.embeddings").embeddings):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
+    pieces = server.call("POST", f"/v1/{path}", asked)
+    assert pieces.headers["transfer-encoding"] == "chunked"
+    assert pieces.headers["content-type"] == whole.headers["content-type"]
+    assert said(pieces.json()) == said(whole.json())
+    assert list(pieces.json()) == list(whole.json())
+
+
+def said(found: dict[str, object]) -> dict[str, object]:
+    """An answer without what no two have in common."""
+    found = {name: value for name, value in found.items() if name not in ("id", "created")}
+    if isinstance(found.get("usage"), dict):
+        found["usage"] = {**found["usage"], "prompt_tokens_details": None}  # type: ignore[dict-item]
+    return found
+
+
+def test_helpers_cut_and_join_lists() -> None:
+    assert list(taken([1, 2, 3, 4, 5], 2)) == [[1, 2], [3, 4], [5]]
+    assert list(slices([1, 2, 3], 2)) == [[1, 2], [3]]
+    assert b"".join(elements([[1], [], [2, 3]])) == b"1,2,3"
+    assert b"".join(separated([[b"a", b"b"], [b"c"]])) == b"ab,c"
+    assert b"".join(filled(b'{"a":[],"b":[]}', [("a", [b"1"]), ("b", [])])) == b'{"a":[1],"b":[]}'
+    assert next_piece(iter([])) == b""
+
+
+def output(tokens: int, n: int, top: int) -> RequestOutput:
+    """A finished request with log-probabilities."""
+    likely = tuple((token, -0.5 * token) for token in range(top))
+    samples = [
+        Completion(index, [5] * tokens, "a" * tokens, [TokenLogprob(5, -0.25, likely) for _ in range(tokens)], "length")
+        for index in range(n)
+    ]
+    return RequestOutput("r", [1, 2], samples, 0, Timings(0.0))
+
+
+@pytest.mark.parametrize("path", ["completions", "chat"])
+def test_no_piece_takes_long_and_what_has_been_written_is_freed(server: Server, tiny_model: Path, path: str) -> None:
+    texts = TokenTexts(Tokenizer.load(tiny_model))
+    if path == "chat":
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True, "top_logprobs": 5}
+        job = chat.parse(json.dumps(body).encode(), server.engine, "tiny")
+        form: ChatForm | CompletionForm = ChatForm(job, texts)
+    else:
+        body = {"prompt": "a", "n": 2, "logprobs": 5, "max_tokens": 50}
+        job = completions.parse(json.dumps(body).encode(), server.engine, "tiny")
+        form = CompletionForm(job, texts)
+    outputs = [output(20_000, 2, 5)]
+    expected = msgspec.json.decode(form.whole(outputs))
+    pieces, found, longest = form.pieces(outputs), [], 0
+    while piece := next_piece(pieces):
+        found.append(piece)
+        longest = max(longest, len(piece))
+    assert msgspec.json.decode(b"".join(found)) == expected
+    assert longest < 1 << 20 < sum(map(len, found))
+    assert not any(one.logprobs for one in outputs[0].outputs)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("completions", {"prompt": "a", "n": 16_384, "max_tokens": 1000, "logprobs": 1}, "logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 4096, "logprobs": True,
+                              "top_logprobs": 20}, "top_logprobs"),
+    ],
+)  # fmt: skip
+def test_more_log_probabilities_than_memory_holds_are_refused_by_name(
+    server: Server, path: str, fields: dict[str, object], name: str
+) -> None:
+    refused = server.call("POST", f"/v1/{path}", fields)
+    assert refused.status == 400
+    assert refused.error()["param"] == name
+    assert str(answer.MAX_LOGPROBS) in str(refused.error()["message"])
+
+
+def test_an_answer_that_cannot_be_made_to_its_end_breaks_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: CompletionForm, outputs: object) -> object:
+        yield b'{"id":'
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(answer, "LONG", 0)
+    monkeypatch.setattr(CompletionForm, "pieces", broken)
+    with pytest.raises(Exception, match=r"Incomplete|reset|closed|aborted"):
+        server.complete(prompt="one", max_tokens=1)
+    deadline = time.monotonic() + PATIENCE
+    while server.context.open_requests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    assert server.complete(prompt="one", max_tokens=1).status == 200
+
+
+def test_the_usage_of_a_long_answer_is_read_from_its_end() -> None:
+    used = '"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}'
+    filler = '"x":"' + "a" * (2 << 20) + '"'
+    for body in (
+        f'{{{filler},{used},"system_fingerprint":"f"}}',
+        f'{{{used},{filler},"tools":[{{"parameters":{{"usage":{{"prompt_tokens":9}}}}}}]}}',
+        f"{{{used},{filler}}}",
+    ):
+        found = answer_of(7, 200, body.encode(), b"")
+        assert (found.line, found.input_tokens, found.output_tokens) == (7, 3, 5)
