@@ -1,6 +1,11 @@
-"""What holds for every test of the workspace: GPU tests need a GPU, and property tests repeat themselves."""
+"""What holds for every test of the workspace: GPU tests need a GPU, property tests repeat themselves, and files may
+run in any order.
+"""
 
 from __future__ import annotations
+
+import random
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,9 +18,24 @@ settings.register_profile(
 settings.register_profile("explore", settings.get_profile("repeat"), derandomize=False)
 settings.load_profile("repeat")
 
+# A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--random-files`."""
+    parser.addoption("--random-files", type=int, metavar="SEED", help="run test files in the order that SEED gives")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device, and shuffle the files if asked to."""
+    seed: int | None = config.getoption("--random-files")
+    if seed is not None:
+        order = sorted({item.path for item in items})
+        random.Random(seed).shuffle(order)
+        rank = {path: place for place, path in enumerate(order)}
+        items.sort(key=lambda item: rank[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:

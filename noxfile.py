@@ -28,6 +28,7 @@ TEST_ENVIRONMENT = {
 # Whole servers first and small files last, so that no core is left alone with the longest of them at the end.
 SUITE = ("tests", *(f"packages/{package}" for package in ("tok-core", "tok-kernels", "tok-server", "tok-client")))
 PYTEST = ("-m", "pytest", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+SLOWEST = ("--durations", "10")  # said at the end: which ten tests cost most
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
@@ -50,8 +51,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Tests; what follows `--` goes to pytest."""
-    session.run(sys.executable, *PYTEST, "-m", "not browser", *(session.posargs or SUITE), env=TEST_ENVIRONMENT)
+    """Tests; what follows `--` goes to pytest, such as `--random-files SEED`: no file depends on those before it."""
+    session.run(
+        sys.executable, *PYTEST, *SLOWEST, "-m", "not browser", *(session.posargs or SUITE), env=TEST_ENVIRONMENT
+    )
 
 
 @nox.session
@@ -114,7 +117,7 @@ SANITIZED = (
     "triton_attention.py::test_a_step_with_prefix_groups_equals_the_same_step_without",
     "triton_attention.py::test_any_mixed_step_equals_the_loop_in_float64",
     "triton_attention.py::test_every_head_size_and_type_holds_its_tolerance",
-    "triton_attention.py::test_one_long_sequence_is_split_among_many_programs",
+    "triton_attention_gpu.py::test_one_long_sequence_is_split_among_many_programs",
     "triton_attention.py::test_pages_of_every_power_of_two",
     "triton_attention.py::test_splitting_the_keys_of_a_row_among_programs_changes_nothing",
     "triton_filters.py",

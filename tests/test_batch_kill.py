@@ -9,7 +9,6 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from support.batch_process import answer_file, killed_server, told_server
 from support.batching import assert_each_once, chat_line, completion_line, jsonl, read_jsonl
+from support.patience import PATIENCE, wait_until
 from support.tiny_models import make_model
 
 KILLS = int(os.environ.get("TOK_KILLS", "3"))
@@ -89,17 +89,11 @@ def test_a_server_killed_at_random_moments_answers_every_line_once(model: Path, 
                 jobs.go_on(client)
             time.sleep(RANDOM.uniform(0, LONGEST))
     with killed_server(model, tmp_path) as (_, port), client_of(port) as client:
-        deadline = time.monotonic() + 120
-        while jobs.go_on(client):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not jobs.go_on(client))
         listed = {file.id for file in client.files.list()}
         assert {path.name for path in (tmp_path / "files").iterdir()} == listed
         assert len(listed) == 3 * jobs.ended
-        deadline = time.monotonic() + 60
-        while list((tmp_path / "batches").iterdir()):
-            assert time.monotonic() < deadline, "answers of an ended batch are still there"
-            time.sleep(0.05)
+        wait_until(lambda: not list((tmp_path / "batches").iterdir()))  # answers of ended batches are deleted
     print(f"{KILLS} kills, {jobs.ended} batches of {len(LINES)} lines")
 
 
@@ -121,17 +115,17 @@ def test_a_server_told_to_stop_ends_the_lines_it_has_begun_and_begins_no_more(mo
     with told_server(model, tmp_path) as (process, port), client_of(port) as client:
         file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
         id = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h").id
-        until(lambda: done(client, id) > 0)
+        wait_until(lambda: done(client, id) > 0)
         process.terminate()
-        process.join(120)
+        process.join(PATIENCE)
         assert process.exitcode == 0
     assert 0 < answered(tmp_path / "batches" / f"{id}.sqlite") < len(lines)
     with told_server(model, tmp_path) as (process, port), client_of(port) as client:
-        until(lambda: client.batches.retrieve(id).status == "completed")
+        wait_until(lambda: client.batches.retrieve(id).status == "completed")
         output = client.files.content(str(client.batches.retrieve(id).output_file_id)).read()
         assert_each_once(lines, output)
         process.terminate()
-        process.join(60)
+        process.join(PATIENCE)
         assert process.exitcode == 0
 
 
@@ -140,27 +134,20 @@ def done(client: openai.OpenAI, id: str) -> int:
     return counts.completed if counts else 0
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_tok_batch_killed_at_random_moments_answers_every_line_once(model: Path, tmp_path: Path) -> None:
     lines = [*LINES, *(chat_line(number + len(LINES)) for number in range(20))]
     (file := tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     kills = ended = partly = 0
     going = True
     while kills < KILLS or going:
-        process, committed = answer_file(model, file, output := tmp_path / f"out {ended}.jsonl")
-        assert committed.poll(120), "nothing was answered"
-        # The first is killed at once, while the other lines are computed.
-        process.join(RANDOM.uniform(0, LONGEST) * (kills > 0) if kills < KILLS else 120)
+        # The first is killed while the other lines are computed: it stops there.
+        process, committed = answer_file(model, file, output := tmp_path / f"out {ended}.jsonl", stops=not kills)
+        assert committed.poll(PATIENCE), "nothing was answered"
+        process.join(RANDOM.uniform(0, LONGEST) * (kills > 0) if kills < KILLS else PATIENCE)
         committed.close()
         if process.exitcode is None:
             process.kill()
-            process.join(60)
+            process.join(PATIENCE)
             kills += 1
             partly += 0 < answered(Path(f"{output}.partial")) < len(lines)
         else:

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from support.conformance import NAME, served
 from support.conformance_lm_eval import CHAT, CHOICE, DOCUMENTS, PLAIN
+from support.patience import PATIENCE
 
 QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
 USER: Any = [{"role": "user", "content": QUESTION}]
@@ -58,7 +59,7 @@ def url(directory: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as one:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as one:
         yield one
 
 
@@ -77,7 +78,7 @@ def run_client(name: str, *arguments: str, given: str = "") -> Any:
     command = [sys.executable, "-m", f"support.conformance_{name}", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, env=environment, timeout=280, check=False
+        command, input=given, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -91,7 +92,7 @@ def test_openai_streams_what_it_gets_whole_with_both_of_its_clients(
         assert stream.get_final_completion().choices[0].message.content == text == solution
 
     async def by_the_other() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as other:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as other:
             chunks = await other.chat.completions.create(model=NAME, messages=USER, temperature=0, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
@@ -154,7 +155,7 @@ def test_openai_has_a_batch_answered(client: openai.OpenAI, solution: str) -> No
     line = json.dumps(LINE | {"body": {"model": NAME, "messages": USER, "temperature": 0}})
     file = client.files.create(file=("in.jsonl", line.encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while (batch := client.batches.retrieve(batch.id)).status != "completed":
         assert batch.status in ("validating", "in_progress", "finalizing"), batch.errors
         assert time.monotonic() < deadline, batch.status

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.patience import PATIENCE
 from support.serving import Server, serving
 from support.workspace import ROOT
 from tok_server.demo import MODEL_DIR
@@ -29,7 +30,7 @@ def server() -> Iterator[Server]:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -119,8 +119,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32
     return Case(q, cache, batch, shape.head_dim**-0.5)
 
 
-def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """One query token at a time, over all its positions, in float64; knows nothing of groups."""
+def oracle(case: Case, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """One query token at a time, over all the positions it sees, in float64; knows nothing of groups."""
     q, k, v = (x.double().cpu().numpy() for x in (case.q, case.cache.k, case.cache.v))
     table, slots, q_start, kv_len = (
         x.cpu().numpy() for x in (case.batch.page_table, case.batch.slots, case.batch.q_start, case.batch.kv_len)
@@ -129,7 +129,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
     for b, slot in enumerate(slots):
         for t in range(q_start[b], q_start[b + 1]):
-            position = np.arange(kv_len[b] - (q_start[b + 1] - t) + 1)
+            position = np.arange(kv_len[b] - (q_start[b + 1] - t) + 1)[-(window or 0) :]
             page, offset = table[slot, position // ps], position % ps
             keys, values = (np.repeat(x[page, offset], group, axis=1) for x in (k, v))
             score = np.einsum("hd,lhd->hl", q[t], keys) * case.scale
@@ -137,6 +137,28 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
             out[t] = np.einsum("hl,lhd->hd", weight / weight.sum(-1, keepdims=True), values)
             lse[t] = np.log(weight.sum(-1)) + score.max(-1)
     return out, lse
+
+
+def without_unseen(case: Case, window: int) -> Case:
+    """The same step in a cache that holds NaN wherever no query's window reaches."""
+    batch, ps = case.batch, case.cache.page_size
+    seen = torch.zeros(case.cache.k.shape[:2], dtype=torch.bool, device=case.q.device)
+    for slot, count, end in zip(
+        batch.slots.tolist(), batch.q_start.diff().tolist(), batch.kv_len.tolist(), strict=True
+    ):
+        position = torch.arange(max(0, end - count + 1 - window), end, device=case.q.device)
+        seen[batch.page_table[slot, position // ps].long(), position % ps] = True
+    unseen = ~seen[..., None, None]
+    cache = LayerCache(*(x.masked_fill(unseen, torch.nan) for x in (case.cache.k, case.cache.v)))
+    return replace(case, cache=cache)
+
+
+def spoil(case: Case, *places: tuple[int, int]) -> None:
+    """Makes the keys and values of a sequence's position NaN, for each of `places`."""
+    for sequence, position in places:
+        page = case.batch.page_table[case.batch.slots[sequence].long(), position // case.cache.page_size].long()
+        for cached in (case.cache.k, case.cache.v):
+            cached[page, position % case.cache.page_size] = torch.nan
 
 
 def flat(case: Case) -> Case:

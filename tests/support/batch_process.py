@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from support.patience import PATIENCE
 from support.serving import serving
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings
@@ -42,11 +43,11 @@ def killed_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProce
     process.start()
     theirs.close()
     try:
-        assert ours.poll(120), "the server did not start"
+        assert ours.poll(PATIENCE), "the server did not start"
         yield process, ours.recv()
     finally:
         process.kill()
-        process.join(60)
+        process.join(PATIENCE)
         ours.close()
 
 
@@ -64,11 +65,11 @@ def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess
     process.start()
     theirs.close()
     try:
-        assert ours.poll(120), "the server did not start"
+        assert ours.poll(PATIENCE), "the server did not start"
         yield process, ours.recv()
     finally:
         process.kill()
-        process.join(60)
+        process.join(PATIENCE)
         ours.close()
 
 
@@ -76,24 +77,29 @@ def _serve_until_told(model: Path, data_dir: Path, port: Connection) -> None:
     # Its engine runs in threads: what is forked here may have no processes of its own.
     serve_module.AsyncEngine = partial(AsyncEngine, in_process=True)  # type: ignore[assignment,attr-defined]
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
-    settings = Settings(model_name="tiny", port=0, data_dir=str(data_dir), drain_timeout=60.0)
+    settings = Settings(model_name="tiny", port=0, data_dir=str(data_dir), drain_timeout=PATIENCE)
     asyncio.run(serve_module.serve(config, settings, lambda _, number: port.send(number)))
 
 
-def answer_file(model: Path, file: Path, output: Path) -> tuple[ForkServerProcess, Connection]:
-    """`tok batch`, begun, its engine in its own process; and what can be read from once an answer is committed."""
+def answer_file(model: Path, file: Path, output: Path, *, stops: bool = False) -> tuple[ForkServerProcess, Connection]:
+    """`tok batch`, begun, its engine in its own process; and what can be read from once an answer is committed.
+
+    stops  it stops itself then, in the middle of its work, as by SIGSTOP
+    """
     ours, theirs = context().Pipe()
-    process = context().Process(target=_answer, args=(model, file, output, theirs), daemon=True)
+    process = context().Process(target=_answer, args=(model, file, output, theirs, stops), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _answer(model: Path, file: Path, output: Path, committed: Connection) -> None:
+def _answer(model: Path, file: Path, output: Path, committed: Connection, stops: bool) -> None:
     async def tell(work: Offline) -> None:
         while not work.totals.completed:
             await asyncio.sleep(0.001)
         committed.send(True)
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     async def answer(work: Offline) -> None:
         config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)

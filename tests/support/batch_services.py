@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from support.batching import NAME, Line, completion_line, jsonl
-from tok_client.types import Batch, FileObject
+from support.patience import PATIENCE
+from tok_client.types import UNSET, Batch, FileObject
 from tok_core import AsyncEngine, EngineConfig
+from tok_server.batch.clock import Clock
 from tok_server.batch.service import BatchService, Limits
 from tok_server.batch.store import ENDED, Job
 from tok_server.endpoints import Served
@@ -28,26 +30,38 @@ def made_engine(model: Path, **options: int) -> AsyncEngine:
     return AsyncEngine(config, in_process=True)
 
 
-class Clock:
-    """Seconds since 1970, as a test says."""
+class FakeTime:
+    """Time as a test says.
+
+    passed  seconds that have really passed
+    ahead   seconds by which the wall clock is ahead of its right time
+    boot    names the boot of the machine
+    """
 
     def __init__(self) -> None:
-        self.now = 1_000_000.5
+        self.passed = 1000.0
+        self.ahead = 0.0
+        self.boot = "first boot"
 
-    def __call__(self) -> float:
-        return self.now
+    def wall(self) -> float:
+        return 1_000_000.5 + self.passed + self.ahead
+
+    def clock(self) -> Clock:
+        """A clock of this time, as a process that starts now has it."""
+        return Clock(self.wall, lambda: self.passed, lambda: self.boot)
 
 
 @asynccontextmanager
 async def opened(
     directory: Path,
     engine: AsyncEngine,
-    now: Callable[[], float] = time.time,
+    clock: Clock | None = None,
     paused: Callable[[], bool] = lambda: False,
     line: int = 1 << 12,
+    quota: int | None = None,
 ) -> AsyncIterator[BatchService]:
     served = Served(engine, NAME, Formats())
-    service = BatchService(directory, served, Limits(file=1 << 20, line=line), now=now, paused=paused)
+    service = BatchService(directory, served, Limits(file=1 << 20, line=line, quota=quota), clock=clock, paused=paused)
     await service.open()
     try:
         yield service
@@ -60,25 +74,39 @@ async def begin(service: BatchService, lines: Sequence[Line], hours: int = 24) -
 
 
 async def begin_with(service: BatchService, data: bytes, hours: int = 24) -> Batch:
-    now = int(service.now())
-    file = FileObject(id=new_id("file"), bytes=1, created_at=now, filename="f", purpose="batch")
-    with service.place.blobs.writing(file.id) as stream:
-        stream.write(data)
-    await service.ask(lambda store: store.add_file(file))
-    batch = Batch(
+    now = service.now()
+    file = await add_file(service, data)
+    batch = new_batch(file.id, now, hours)
+    return await service.create(Job(batch=batch, deadline=service.clock.now() + hours * 3600))
+
+
+def new_batch(input: str, now: int = 1, hours: int = 24) -> Batch:
+    return Batch(
         id=new_id("batch").replace("-", "_"),
         endpoint="/v1/completions",
-        input_file_id=file.id,
+        input_file_id=input,
         completion_window=f"{hours}h",
         status="validating",
         created_at=now,
         expires_at=now + hours * 3600,
     )
-    return await service.create(Job(batch=batch))
+
+
+async def add_file(service: BatchService, data: bytes, seconds: int | None = None) -> FileObject:
+    """An uploaded file."""
+    now = service.now()
+    expires = UNSET if seconds is None else now + seconds
+    file = FileObject(
+        id=new_id("file"), bytes=len(data), created_at=now, filename="f", purpose="batch", expires_at=expires
+    )
+    with service.place.blobs.writing(file.id) as stream:
+        stream.write(data)
+    await service.add_file(file, seconds=seconds)
+    return file
 
 
 async def until(service: BatchService, id: str, true: Callable[[Batch], bool]) -> Batch:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not true(found := await service.batch(id)):
         assert time.monotonic() < deadline, found
         await asyncio.sleep(0.01)

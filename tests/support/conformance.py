@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.patience import PATIENCE
 from tok_server.demo import MODEL_DIR
 
 NAME = "demo"
@@ -67,4 +68,4 @@ def served(directory: Path) -> Iterator[str]:
             yield found[0]
         finally:
             popen.terminate()
-            assert popen.wait(60) == 0
+            assert popen.wait(PATIENCE) == 0

@@ -15,7 +15,7 @@ from support.conformance import NAME
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 
 CHOICE, PLAIN, CHAT = "demo_choice", "demo_plain", "demo_chat"
-DOCUMENTS = 4
+DOCUMENTS = 2
 
 # The right solution among wrong ones, by log-likelihood; and a solution of its own, generated.
 TASK = """task: {name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from support.patience import wait_until
 from tok_core import Engine, EngineConfig
 from tok_core.manager.loop import Manager
 from tok_core.processes.replica import ThreadReplica
@@ -23,12 +23,10 @@ def manager_of(core: object, replica_number: int = 0) -> Manager:
     return replica.manager
 
 
-def assert_all_given_back(manager: Manager, seconds: float = 60.0) -> None:
+def assert_all_given_back(manager: Manager) -> None:
     """No slot, page, lock or request is held once everything has ended; waits for the last steps to come back."""
-    deadline = time.monotonic() + seconds
-    while manager.requests or manager.returns.in_flight or manager.table.free_slots < manager.table.slots:
-        assert time.monotonic() < deadline, "something is still held"
-        time.sleep(0.01)
+    table, returns = manager.table, manager.returns
+    wait_until(lambda: not manager.requests and not returns.in_flight and table.free_slots == table.slots)
     assert manager.paging.used == 0
     assert manager.paging.allocator.free + manager.paging.tree.pages == manager.paging.num_pages
     assert manager.paging.tree.evictable == manager.paging.tree.pages

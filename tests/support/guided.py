@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import time
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import xgrammar
 
+from support.patience import wait_until
 from support.schedules import EOS, VOCAB, make_manager
 from support.schemas import tokens_of
 from support.simulated_worker import SimulatedPorts, SimulatedWorker, next_token
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.grammar.local import LocalWorker, LocalWorkers
+from tok_core.grammar.matchers import Answer, Verdict, Work
+from tok_core.grammar.processes import WorkerLost
+from tok_core.grammar.worker import COMPILING, IDLE
 from tok_core.manager.loop import Manager
+from tok_core.manager.sequences import Request
 from tok_core.messages import EngineInfo, StepInput, StepOutput
 
 LONGER = ('{"', '": ', "ab", "abc", "cd", ", ", '"}', "bcd", "ef", "efg", "gh", "01", "123")
@@ -54,24 +60,77 @@ class GuidedWorker(SimulatedWorker):
         return allowed[next_token(context, int(self.sample[slot]), 1 << 20) % len(allowed)]
 
 
+class LateWorker:
+    """A worker that says late what it has to say, and that may be lost over any of the sequences that it follows."""
+
+    def __init__(self, worker: LocalWorker, workers: LateWorkers) -> None:
+        self._worker = worker
+        self._workers = workers
+        self._said: list[Verdict | Answer] = []
+        self.at = COMPILING
+        self.lost = False
+
+    def send(self, work: Work) -> None:
+        if self.lost:
+            return
+        self.at = work.follow[-1].sequence if work.follow else self.at
+        self._worker.send(work)
+
+    def receive(self) -> list[Verdict | Answer]:
+        if self.lost:
+            raise WorkerLost(self.at)
+        self._said += self._worker.receive()
+        if self._workers.rng.random() < 0.6:
+            return []
+        said, self._said = self._said, []
+        self.at = IDLE if said else self.at
+        return said
+
+    def close(self) -> None:
+        self._workers.all.remove(self)
+        self._worker.close()
+
+
+class LateWorkers(LocalWorkers):
+    """Workers that are late."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(lambda: COMPILER)
+        self.rng = random.Random(seed)
+        self.all: list[LateWorker] = []
+
+    def begin(self, grammar: Grammar) -> LateWorker:  # type: ignore[override]
+        self.all.append(LateWorker(super().begin(grammar), self))
+        return self.all[-1]
+
+
 def guided_manager(
-    info: EngineInfo, run_ahead: int = 2, *, pp: int = 1, compiler: Compiler = COMPILER
+    info: EngineInfo,
+    run_ahead: int = 2,
+    *,
+    pp: int = 1,
+    compiler: Compiler = COMPILER,
+    workers: LateWorkers | None = None,
 ) -> tuple[Manager, SimulatedPorts]:
     """A manager whose simulated worker follows masks."""
     manager, ports = make_manager(info, run_ahead, pp=pp)
     ports.worker = GuidedWorker(info)
-    setattr(manager.guides._library, "_load", lambda: compiler)  # noqa: B010
+    manager.guides._workers = workers or LocalWorkers(lambda: compiler)
     return manager, ports
 
 
 def prepare(manager: Manager, grammars: Sequence[Grammar]) -> None:
     """Waits until all are compiled."""
-    deadline = time.monotonic() + 60
-    for grammar in grammars:  # begun one after the other, in one thread
-        manager.guides._library.find(grammar)
-    while not all(manager.guides._library.find(grammar) for grammar in grammars):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    guides = manager.guides
+    for rid, grammar in enumerate(grammars):
+        request = Request(-1 - rid, np.array([1], np.int32), SamplingParams(grammar=grammar), 0, 64)
+
+        def admitted(request: Request = request) -> bool:
+            guides.advance()
+            return guides.admit(request)
+
+        wait_until(admitted)
+        guides.leave(request)
 
 
 def expected_guided(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:

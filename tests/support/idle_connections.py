@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import psutil
 
-USED = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+USED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def hold(port: int, count: int, pid: int) -> int:
@@ -31,10 +31,8 @@ async def hold(port: int, count: int, pid: int) -> int:
         open_ones += await asyncio.gather(*(_connect(port, number % 2 == 0) for number in batch))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": [1], "max_tokens": 2}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    )
-    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body)
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200"), answer
     grown = int(psutil.Process(pid).memory_info().rss - before)

@@ -6,11 +6,15 @@ none. A module of such tests holds one test that calls `rerun(__file__)`.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from support.patience import PATIENCE
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -27,7 +31,30 @@ outside = pytest.mark.skipif(INTERPRETING, reason="is what started this process"
 """Marks the test that calls `rerun`."""
 
 
-def rerun(module: str, timeout: float = 300.0) -> None:
+def _patch_at_once() -> None:
+    """Let the interpreter look its builtins up once, not at each call of a function: a third of all its time."""
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    names: dict[int, list[str]] = {}  # of each of Triton's modules and classes, by its id: the builtins
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in names:
+            members = inspect.getmembers(package)
+            names[id(package)] = [name for name, member in members if interpreter.tl.core.is_builtin(member)]
+        for name in names[id(package)]:
+            member = getattr(package, name)
+            if not interpreter.tl.core.is_builtin(member):
+                return  # all have been patched together, by an outer function
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
+
+
+if INTERPRETING:
+    _patch_at_once()
+
+
+def rerun(module: str, timeout: float = 3 * PATIENCE) -> None:
     """Runs the tests of the file `module` in an interpreting process; fails with that process's output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"

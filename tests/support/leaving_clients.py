@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import psutil
+
 from support.own_memory import own_memory
+from support.patience import PATIENCE
 
 LEAVING = 0.1
 GAUGES = ("requests_running", "requests_waiting", "steps_in_flight", "pages_used", "sequences_running")
@@ -39,13 +42,19 @@ class Served:
 
     def __init__(self, popen: subprocess.Popen[str]) -> None:
         assert popen.stdout is not None
-        found = re.search(r"127\.0\.0\.1:(\d+)", popen.stdout.readline())
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", popen.stdout.readline())
         assert found is not None
-        self.port, self.pid = int(found[1]), popen.pid
+        self.url, self.port, self.pid = found[0], int(found[1]), popen.pid
 
     def memory(self) -> int:
         """Bytes that its processes hold for themselves."""
         return own_memory(self.pid)
+
+    def child(self, role: str) -> psutil.Process:
+        """The worker holds the model and torch, and so by far the most; the manager is the other child."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        children.sort(key=lambda child: child.memory_info().rss)
+        return children[-1] if role == "worker" else children[0]
 
 
 @contextmanager
@@ -57,7 +66,7 @@ def served(*flags: str) -> Iterator[Served]:
             yield Served(popen)
         finally:
             popen.terminate()
-            assert popen.wait(60) == 0
+            assert popen.wait(PATIENCE) == 0
 
 
 def asked(seed: int) -> dict[str, object]:
@@ -77,8 +86,8 @@ async def request(port: int, seed: int) -> str:
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         if rng.random() < LEAVING:
             try:
                 async with asyncio.timeout(rng.expovariate(1.0)):
@@ -123,10 +132,10 @@ async def load(server: Served, count: int, concurrency: int, first_seed: int = 0
 
 async def settled(port: int) -> dict[str, float]:
     """The metrics once nothing runs any more."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         lines = (await reader.read()).decode().partition("\r\n\r\n")[2].splitlines()
         writer.close()
         found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:4] == "tok_")}

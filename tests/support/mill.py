@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -11,6 +9,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from support.patience import PATIENCE, until
 from tok_client import AsyncClient, Backoff
 from tok_client import types as wire
 
@@ -37,7 +36,7 @@ class Mill:
         return str(self.server.make_url("/v1"))
 
     def client(self) -> AsyncClient:
-        return AsyncClient(self.url, backoff=FAST, timeout=30)
+        return AsyncClient(self.url, backoff=FAST, timeout=PATIENCE)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         asked = msgspec.json.decode(await request.read(), type=wire.CompletionRequest)
@@ -94,14 +93,6 @@ class Mill:
         status, _, after = fault.partition(" ")
         headers = {"Retry-After": after} if after else {}
         return web.Response(body=b'{"error":{"message":"no"}}', status=int(status), headers=headers)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Returns as soon as the condition holds; fails when it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 def prompts(count: int) -> list[str]:

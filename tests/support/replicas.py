@@ -45,9 +45,9 @@ class SimulatedReplica:
         self.ports.wait(1.0)
         return bool(self.ports.queued)
 
-    def die(self, reason: str) -> None:
+    def die(self, reason: str, *, by_request: bool = False) -> None:
         """Ends without another word."""
-        self._death(self, reason)
+        self._death(self, reason, by_request=by_request)
 
     def settle(self) -> None:
         """Works until there is nothing to do, and checks that the manager holds nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -40,24 +41,29 @@ def engine_info(**sizes: int) -> EngineInfo:
 
 
 def make_manager(
-    info: EngineInfo, run_ahead: int = 2, *, groups: bool = True, pp: int = 1
+    info: EngineInfo,
+    run_ahead: int = 2,
+    *,
+    groups: bool = True,
+    pp: int = 1,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Manager, SimulatedPorts]:
     """A manager and the ports through which its simulated worker, or pipeline of `pp` stages, answers.
 
-    Short prompts are grouped, too, and few pages told at once.
+    Short prompts are grouped, too, and few pages told at once. While `clock` stands still, nobody waits for too long.
     """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
     config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
-    manager = Manager(config, info, ports, None)
+    manager = Manager(config, info, ports, None, clock)
     manager.scheduler.cohorts.fewest = 1
     manager.paging.at_once = 8
     group_eagerly(manager)
     return manager, ports
 
 
-def submit(rid: int, prompt: Sequence[int], params: SamplingParams) -> Submit:
+def submit(rid: int, prompt: Sequence[int], params: SamplingParams, tenant: str = "", salt: bytes = b"") -> Submit:
     """A request for a simulated model."""
-    return Submit(rid, np.array(prompt, np.int32), params)
+    return Submit(rid, np.array(prompt, np.int32), params, tenant=tenant, salt=salt)
 
 
 def expected(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:
@@ -132,8 +138,17 @@ def kept(manager: Manager) -> list[Stem]:
 
 
 def check(manager: Manager) -> None:
-    """Every page is free, the tree's, one slot's own, or kept for late samples; never two of these."""
+    """Every page is free, the tree's, one slot's own, or kept for late samples; never two of these.
+
+    No page is held by two slots whose requests have different salts.
+    """
     table, paging, stems = manager.table, manager.paging, kept(manager)
+    salts: dict[int, bytes] = {}
+    for slot in np.flatnonzero(table.num_pages).tolist():
+        request, salt = table.requests[slot], table.salt[slot]
+        assert request is None or request.salt == salt
+        for page in table.pages[slot, : table.num_pages[slot]].tolist():
+            assert salts.setdefault(page, salt) == salt
     tails = [page for stem in stems for page in stem.tail.tolist()]
     own = [
         page
@@ -149,6 +164,21 @@ def check(manager: Manager) -> None:
     assert table.requests_running == len(set(table.rid[np.isin(table.state, (State.FREE, State.ENDED), invert=True)]))
     assert table.ended == np.count_nonzero(table.state == State.ENDED)
     paging.tree.check()
+    check_accounts(manager)
+
+
+def check_accounts(manager: Manager) -> None:
+    """Each caller's account counts the samples that hold a slot, or will fork from one that prefills."""
+    table, held = manager.table, Counter[int]()
+    for request in {id(one): one for one in table.requests if one is not None}.values():
+        forks = 0 if request.leader is None else len(manager.scheduler.followers.get(request.leader, ()))
+        assert request.running == len(request.slots) + forks
+        held[request.account.id] += request.running
+        accounts = manager.scheduler.shares.accounts.of_class(request.params.priority)
+        assert request.account in accounts or request.rid not in manager.requests
+    for account in {request.account for request in manager.requests.values()}:
+        assert account.running == held[account.id]
+        assert account.holders == sum(bool(manager.requests[rid].running) for rid in account.open)
 
 
 def assert_all_given_back(manager: Manager) -> None:

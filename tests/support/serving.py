@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from support.patience import PATIENCE
+from support.patience import wait_until as wait_until
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings, make_app
 from tok_server.connections import listening
@@ -73,6 +75,7 @@ class Server:
     port: int
     engine: AsyncEngine
     context: Context
+    loop: asyncio.AbstractEventLoop
 
     @property
     def url(self) -> str:
@@ -82,7 +85,7 @@ class Server:
     def call(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
         """One request; a body that is not bytes is sent as JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             given = {"Content-Type": "application/json"} | (headers or {})
             connection.request(method, path, data, given)
@@ -143,18 +146,19 @@ def serving(
         await engine.close()
 
     try:
-        port = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
-        yield Server(port, engine, runner.app[CONTEXT])
+        port = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE)
+        yield Server(port, engine, runner.app[CONTEXT], loop)
     finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Returns as soon as `true()` holds; fails when it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.01)
+def free_port() -> int:
+    """A port at which another process may listen later: below those that the system gives to whoever names none."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in range(lowest - 1 - os.getpid() % (lowest // 2), 1024, -1):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")

@@ -1,4 +1,4 @@
-"""What stop strings mean, by the plain definition: join the bytes of all tokens and search."""
+"""What stop strings mean, by the plain definition: join the bytes of all tokens, or of shown ones, and search."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from collections.abc import Sequence
 from tok_core.manager.stops import StopHit
 
 
-def whole_text_search(pieces: Sequence[bytes], stops: Sequence[str], min_tokens: int = 0) -> StopHit | None:
-    """The first to end of `stops` in a sample's `pieces`, and of those that end at once the longest.
+def whole_text_search(
+    pieces: Sequence[bytes], stops: Sequence[str], min_tokens: int = 0, shown: Sequence[bytes] | None = None
+) -> StopHit | None:
+    """The first to end of `stops` in a sample's `pieces`, and of those that end at once the one that begins first.
 
-    Those that end within the first `min_tokens` pieces do not count.
+    Those that end within the first `min_tokens` pieces do not count. `shown`: what of each piece is shown, all or none.
     """
-    text = b"".join(pieces)
     ends = [len(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
+    every = list(range(ends[-1]))
+    visible = [at for place, piece in enumerate(shown or ()) for at in range(ends[place], ends[place] + len(piece))]
     found: list[tuple[int, int, str]] = []
-    for stop in stops:
-        bytes_ = stop.encode()
-        at = text.find(bytes_, max(0, ends[min(min_tokens, len(pieces))] - len(bytes_) + 1))
-        if at >= 0:
-            found.append((at + len(bytes_), at, stop))
+    for parts, places in ((pieces, every), (shown or (), visible)):
+        text, begun = b"".join(parts), len(b"".join(parts[:min_tokens]))
+        for stop in stops:
+            bytes_ = stop.encode()
+            at = text.find(bytes_, max(0, begun - len(bytes_) + 1))
+            if at >= 0:
+                found.append((places[at + len(bytes_) - 1] + 1, places[at], stop))
     if not found:
         return None
     end, at, stop = min(found)

@@ -7,17 +7,18 @@ near 1, embeddings of std 1 and linears of std 0.25 every position matters.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -26,15 +27,30 @@ from transformers import (
 
 from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
 
-KINDS = ("llama", "llama-untied", "llama3", "qwen2", "qwen3")
+KINDS = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3")
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "mistral": MistralConfig,
+    "qwen2-window": Qwen2Config,
+    "qwen3-window": Qwen3Config,
     "llama": LlamaConfig,
     "llama-untied": LlamaConfig,
     "llama3": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
+BIASES = {"llama": ("attention_bias", "mlp_bias"), "mistral": (), "qwen2": (), "qwen3": ("attention_bias",)}
 UNTIED = ("llama-untied", "qwen3")
+# Windows of every layer, of the last one, and of the first: no multiple of a page, shorter than most prompts.
+WINDOWS: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": 37},
+    "qwen2-window": {"sliding_window": 21, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3-window": {
+        "sliding_window": 33,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # Wavelengths from 6 to 600 000 positions: some kept, some blended, some stretched within 200 tokens.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -60,12 +76,13 @@ def make_model(
     shards: int = 1,
     biases: bool = False,
     generation_config: bool = True,
+    rope: Mapping[str, object] | None = None,
 ) -> Path:
-    """Writes a random model of one of `KINDS`, tokenizer and chat template included; returns `directory`.
+    """Writes a random model of one of `CONFIGS`, tokenizer and chat template included; returns `directory`.
 
     Hidden size 64, 4 query and 2 key/value heads of size 16 (qwen3: 32), equal seeds giving equal weights.
     `biases` adds them to every projection that can have one (qwen2 always has them on q, k and v).
-    `<|end_of_text|>` and `<|eot_id|>` both end a text.
+    `rope` replaces the kind's own rotary settings. `<|end_of_text|>` and `<|eot_id|>` both end a text.
     """
     first_special = write_tokenizer(directory, vocab_size)
     begin, *ends = range(first_special, first_special + len(SPECIAL_TOKENS))
@@ -76,13 +93,14 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=head_dim or (32 if kind == "qwen3" else 16),
+        head_dim=head_dim or (32 if kind.startswith("qwen3") else 16),
         max_position_embeddings=max_positions,
-        rope_parameters=dict(LLAMA3_ROPE if kind == "llama3" else {"rope_type": "default", "rope_theta": 10_000.0}),
+        rope_parameters=dict(rope or (LLAMA3_ROPE if kind == "llama3" else DEFAULT_ROPE)),
         tie_word_embeddings=kind not in UNTIED if tied is None else tied,
         bos_token_id=begin,
         eos_token_id=ends,
-        **({"attention_bias": biases, "mlp_bias": biases} if kind != "qwen2" else {}),
+        **dict.fromkeys(BIASES[CONFIGS[kind].model_type], biases),
+        **WINDOWS.get(kind, {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
@@ -126,6 +144,15 @@ def write_checkpoint(model: nn.Module, directory: Path, shards: int = 1) -> None
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Changes the weights of a model of one file in place; returns `directory`."""
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
 def reference_greedy(
     path: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: torch.dtype = torch.float32
 ) -> list[tuple[list[int], list[float]]]:
@@ -162,6 +189,7 @@ def _greedy(
     logprobs: list[float] = []
     inputs = torch.tensor([prompt])
     with torch.inference_mode():
+        model(inputs[:, :1])  # undoes what dynamic rope scaling remembers of longer passes
         for _ in range(new_tokens):
             out = model(inputs, past_key_values=past, use_cache=True)
             past, logits = out.past_key_values, out.logits[0, -1].float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, processors, trainers
@@ -46,6 +47,22 @@ def write_tokenizer(directory: Path, vocab_size: int) -> int:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return first_special
+
+
+def add_merges(directory: Path, texts: Sequence[str], most: int) -> None:
+    """Adds tokens to a directory's tokenizer: the first two, three, ... `most` bytes of each text."""
+    file = directory / "tokenizer.json"
+    found = json.loads(file.read_text())
+    vocab, merges = found["model"]["vocab"], found["model"]["merges"]
+    first = 1 + max(*vocab.values(), *(token["id"] for token in found["added_tokens"]))
+    for text in texts:
+        ((spelt, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        for end in range(2, min(most, len(spelt)) + 1):
+            if spelt[:end] not in vocab:
+                vocab[spelt[:end]] = first
+                merges.append([spelt[: end - 1], spelt[end - 1]])
+                first += 1
+    file.write_text(json.dumps(found))
 
 
 def _train(vocab_size: int) -> Tokenizer:

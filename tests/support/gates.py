@@ -1,0 +1,72 @@
+"""Hold an engine in the middle of an answer, so that what a test does meanwhile cannot be too late."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from support.engines import manager_of
+from support.patience import PATIENCE
+from tok_core.messages import StepInput
+from tok_core.worker.runner import Launched
+
+# A model of so many positions, and a request for so many tokens: no engine comes to its end within a test.
+ENDLESS_POSITIONS, ENDLESS = 1 << 16, 60_000
+
+
+class Gate:
+    """Lets a number of steps pass; the engine's thread waits in the next one until `open`."""
+
+    def __init__(self, steps: int) -> None:
+        self._left: float = steps
+        self._changed = threading.Condition()
+        self.reached = threading.Event()  # a step waits
+
+    def open(self) -> None:
+        """Let all steps pass from now on."""
+        with self._changed:
+            self._left = math.inf
+            self._changed.notify_all()
+
+    def _pass(self) -> None:
+        with self._changed:
+            if not self._left:
+                self.reached.set()
+                assert self._changed.wait_for(lambda: self._left > 0, PATIENCE), "the gate was never opened"
+            self._left -= 1
+
+
+@contextmanager
+def gated(engine: object, steps: int = 0, replica: int = 0) -> Iterator[Gate]:
+    """Hold a replica of the engine after so many more steps. The tokens of all but the last two are reported then."""
+    gate, runner = Gate(steps), manager_of(engine, replica).ports._runner  # type: ignore[attr-defined]
+    launch = runner.launch
+
+    def launch_later(step: StepInput) -> Launched:
+        gate._pass()
+        launched: Launched = launch(step)
+        return launched
+
+    runner.launch = launch_later
+    try:
+        yield gate
+    finally:
+        gate.open()
+        del runner.launch
+
+
+@contextmanager
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    """Stop the processes; those that are still there go on when the context ends."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
