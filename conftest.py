@@ -1,5 +1,5 @@
-"""What holds for every test of the workspace: GPU tests need a GPU, property tests repeat themselves, and files may
-run in any order.
+"""Settings of every test of the workspace: GPU tests need a GPU, property tests repeat themselves, and files may run in
+any order.
 """
 
 from __future__ import annotations

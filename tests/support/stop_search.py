@@ -1,4 +1,4 @@
-"""What stop strings mean, by the plain definition: join the bytes of all tokens, or of shown ones, and search."""
+"""The meaning of stop strings, by the plain definition: join the bytes of all tokens, or of shown ones, and search."""
 
 from __future__ import annotations
 

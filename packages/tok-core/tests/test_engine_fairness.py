@@ -1,4 +1,4 @@
-"""Whoever gives way to a higher class, or to another caller, goes on with the tokens that it would have had."""
+"""A sequence that gives way to a higher class, or to another caller, continues with the tokens it would have had."""
 
 from __future__ import annotations
 

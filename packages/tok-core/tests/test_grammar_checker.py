@@ -144,7 +144,7 @@ class Gate:
         return ""
 
     def stop(self) -> None:
-        """Whoever waits goes on."""
+        """Do nothing: a waiter goes on when the test lets it."""
 
     def close(self) -> None:
         self.open.set()

@@ -114,7 +114,7 @@ class Service:
 
 
 def children(pid: int) -> list[str]:
-    """Of a process that has one thread."""
+    """Return the children of a process that has one thread."""
     try:
         return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

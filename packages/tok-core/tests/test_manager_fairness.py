@@ -1,4 +1,4 @@
-"""Who waits for whom: higher classes for nobody below them, callers and requests of one class for their share only."""
+"""Order of waiting: higher classes for nobody below them, callers and requests of one class for their share only."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ ODD: dict[str, st.SearchStrategy[object]] = {
 
 @st.composite
 def rope_settings(draw: st.DrawFn) -> dict[str, object] | None:
-    """What may stand under rope_scaling or rope_parameters: mostly of one rope_type, now and then odd."""
+    """Draw values of rope_scaling or rope_parameters: mostly of one rope_type, now and then odd."""
     if draw(st.booleans()):
         few: list[dict[str, object] | None] = [None, {}, {"rope_theta": 300.0}]
         return draw(st.sampled_from(few))

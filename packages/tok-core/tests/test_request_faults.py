@@ -46,7 +46,7 @@ LONG = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
 
 
 class Fault(Exception):
-    """What a test makes go wrong."""
+    """The error that a test injects."""
 
 
 @pytest.fixture(scope="module")

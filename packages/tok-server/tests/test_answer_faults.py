@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "one"}]
 
 
 class Fault(Exception):
-    """What a test makes go wrong."""
+    """The error that a test injects."""
 
 
 def break_form(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

@@ -35,7 +35,7 @@ class Affinity:
         return len(self._replicas)
 
     def beginnings(self, tokens: Int32, salt: bytes = b"") -> list[Beginning]:
-        """Those of a prompt that may be found, the shortest first. Prompts of different salts have none in common."""
+        """Return the keys of a prompt, the shortest first. Prompts of different salts have none in common."""
         found, start, key = [], 0, hash(salt)
         for length in self._lengths:
             if length > len(tokens):

@@ -77,7 +77,7 @@ class OpenRequest(ABC):
         return self._left == 0 or self.error is not None
 
     def take(self) -> list[Delta]:
-        """What is new since the last call, in order. After `ended` was seen, this is the last of it.
+        """Return the news since the last call, in order. After `ended` was seen, this is the last of it.
 
         May set `error`: what has come cannot be made into text. The owner then has to abort the request.
         """

@@ -40,4 +40,4 @@ class Heartbeat:
 
 
 HEARTBEAT = Heartbeat()
-"""Of this process: each has one main loop. Replicas within one process share it, and nobody reads it there."""
+"""The beat of this process: each has one main loop. Replicas within one process share it, and nobody reads it there."""

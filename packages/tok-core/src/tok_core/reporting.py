@@ -81,7 +81,7 @@ class Reporting:
                 self._router.end(replica, rid, open_ones[rid].params, ends)
 
     def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
-        """Those whose owners are to be told. Fails those that cannot take in the report."""
+        """Return the requests whose owners get news. Fails those that cannot take in the report."""
         heard, over = [], []
         faults: list[tuple[OpenRequest, Exception]] = []
         for request in requests:

@@ -27,7 +27,7 @@ TOKEN_BYTES, LOGPROB_BYTES, LIKELY_BYTES = 40, 180, 150
 
 
 class _Sample:
-    """What one sample has so far: `fresh` tokens, which its owner has not taken, and those taken, `count` in number."""
+    """Tokens of one sample: `fresh` ones, which its owner has not taken, and those taken, `count` in number."""
 
     __slots__ = ("count", "detokeniser", "end", "fresh", "logprobs", "taken", "text", "token_ids")
 

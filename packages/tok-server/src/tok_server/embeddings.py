@@ -51,7 +51,7 @@ class EmbeddingJob:
     cache_salt: str | None = None
 
     async def embed(self, engine: AsyncEngine, tenant: str, *, share_prefixes: bool) -> list[EmbeddingOutput]:
-        """What was asked for, input by input, for `tenant`. Errors: ApiError, EngineError."""
+        """Return the embeddings, input by input, for `tenant`. Errors: ApiError, EngineError."""
         salt = salted(tenant, self.cache_salt, share_prefixes=share_prefixes)
         options = {"dimensions": self.dimensions, "priority": self.priority, "cache_salt": salt}
         try:

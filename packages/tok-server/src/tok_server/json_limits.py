@@ -16,7 +16,7 @@ MAX_NESTING = 128  # arrays and objects within each other
 PIECE = 1 << 18  # bytes looked at together: other threads run in between
 
 QUOTE, BACKSLASH = b'"\\'
-# What a byte outside of strings means for the nesting; `COMMA` is told apart from all that changes it.
+# The meaning of a byte outside of strings for the nesting; `COMMA` differs from all that change it.
 COMMA = 2
 MEANING = np.zeros(256, np.int8)
 MEANING[list(b"[{")], MEANING[list(b"]}")], MEANING[ord(",")] = 1, -1, COMMA

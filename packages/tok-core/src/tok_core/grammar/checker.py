@@ -51,7 +51,7 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def too_slow(self) -> str:
-        """What is allowed instead of a grammar whose texts take more."""
+        """Allowed instead of a grammar whose texts take more."""
         bounds = f"{self.token_seconds:g} s of a CPU a token and {self.memory >> 21} MiB"
         return f"grammars whose texts can be followed in at most {bounds}: fewer alternatives that begin alike"
 
@@ -263,7 +263,7 @@ def _closed() -> EngineError:
 
 
 def verdict(compiler: Compiler, grammar: Grammar, task: Task) -> tuple[str, Compiled | None]:
-    """What is allowed instead of the grammar, or "" and the grammar compiled."""
+    """Return what is allowed instead of the grammar, or "" and the grammar compiled."""
     try:
         compiled = compiler.compile(grammar)
     except InvalidField as error:

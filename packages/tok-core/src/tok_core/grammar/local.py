@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def loader(
     model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None
 ) -> Callable[[], Compiler]:
-    """What makes the compiler for a model directory, in a process of the engine's own; see `Compiler.load`."""
+    """Return a function that makes the compiler for a model directory, in this process; see `Compiler.load`."""
 
     def load() -> Compiler:
         preload()
@@ -47,7 +47,7 @@ class LocalWorker:
             self._answers.append(self._matchers.answer([self._matchers.follow(one) for one in work.follow]))
 
     def receive(self) -> list[Verdict | Answer]:
-        """What it has to say."""
+        """Return its messages since the last call."""
         if self._matchers is None and self._future.done():
             self._answers.append(self._verdict())
         answers, self._answers = self._answers, []

@@ -32,7 +32,7 @@ class Follow(msgspec.Struct, array_like=True):
 
 
 class Followed(msgspec.Struct, array_like=True):
-    """What comes next in a sequence.
+    """The continuation that a grammar allows in a sequence.
 
     run      tokens about which there is no choice, and that nobody need sample
     given    tokens without a choice that are sampled one by one all the same, the last first; after `run`
@@ -59,7 +59,7 @@ class Work(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Of a worker: sequences that it has followed; `masks` are packed words, the first of them has number `first`."""
+    """A worker's answer about followed sequences; `masks` are packed words, the first of them has number `first`."""
 
     followed: list[Followed]
     first: int
@@ -125,7 +125,7 @@ class Matchers:
                 self._meter.forget(sequence)
 
     def answer(self, followed: list[Followed]) -> Answer:
-        """What is to be sent of what has been followed."""
+        """Return the message about the sequences followed since the last call."""
         new, self._new = self._new, []
         return Answer(followed, self._count - len(new), new)
 

@@ -48,7 +48,7 @@ class WorkerProcess:
         self.stopped = False  # whether somebody has ended it
 
     def fileno(self) -> int:
-        """Of its socket."""
+        """Return the file descriptor of its socket."""
         return self._socket.fileno()
 
     def send(self, work: Work) -> None:
@@ -56,7 +56,7 @@ class WorkerProcess:
         self._send(msgspec.msgpack.encode(work))
 
     def receive(self) -> list[Verdict | Answer]:
-        """What it has said since: a verdict, then answers. Raises WorkerLost after the last."""
+        """Return its messages since the last call: a verdict, then answers. Raises WorkerLost after the last."""
         ended = False
         try:
             while data := self._socket.recv(PIECE):
@@ -145,7 +145,7 @@ class WorkerProcesses:
         self._closed = False
 
     def fileno(self) -> int:
-        """Of what to wait for."""
+        """Return the descriptor of its poll object."""
         return self._poll.fileno()
 
     def begin(self, grammar: Grammar) -> WorkerProcess:

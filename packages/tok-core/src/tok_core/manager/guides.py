@@ -59,7 +59,7 @@ class Advance(NamedTuple):
 
 
 class Guides:
-    """Of the sequences in `table` whose requests have a grammar.
+    """Guides the sequences in `table` whose requests have a grammar.
 
     A request whose grammar is being compiled waits here, beside the queue; others of its class may pass it. Of several
     callers those that have fewer grammars compiled come first.
@@ -171,7 +171,7 @@ class Guides:
         self._send()
 
     def advance(self) -> Advance | None:
-        """What comes next in sequences that have been followed since; None where there are none."""
+        """Return what comes next in the sequences followed since the last call; None where there are none."""
         self._listen()
         if not self._advanced:
             return None

@@ -1,4 +1,4 @@
-"""What a prefix tree is made of: nodes, and leaves that came by the hundred; and what it returns of them."""
+"""Parts of a prefix tree: nodes, leaves that came by the hundred, and the results of its methods."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Match(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """Where inserted pages stand now.
+    """The places of inserted pages.
 
     node        ends with the last of them
     pages       the tree's page of each block, int32 [k]

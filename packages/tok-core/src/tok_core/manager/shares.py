@@ -106,7 +106,7 @@ class Shares:
         return [] if first is None else self._take_back(first, now)
 
     def _take_back(self, priority: int, now: float) -> list[int]:
-        """Of one class: for callers below their share, then for requests of which nothing runs."""
+        """Return slots of one class to take: for callers below their share, then for requests of which nothing runs."""
         lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
         ledger = _Ledger(self._table, self._paging, priority, self._allowance)
         accounts = list(self.accounts.of_class(priority))

@@ -24,7 +24,7 @@ ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
 }
 SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What transformers takes where config.json has no such key at all.
+# transformers' defaults where config.json has no such key at all.
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 WITH_SPECIAL_TOKENS = ("llama", "mistral")

@@ -41,7 +41,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers of one forward pass share: rows of `cos_sin_LD` and of the cache, int64 `[T]`; what to attend to;
+    """Inputs that layers of one pass share: rows of `cos_sin_LD` and of the cache, int64 `[T]`; what to attend to;
     how the ranks compute it together, None for one that is alone."""
 
     rope_row_T: Tensor

@@ -148,7 +148,7 @@ def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, Target
             stored = tensors.get_slice(name)
             target = _checked(file, name, stored, wanted[own_name])
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
-            # What is held in a finer dtype than asked for is seen to later.
+            # Tensors held in a finer dtype than asked for are converted later.
             if not target.fill(own) and target.view.dtype == dtype:
                 raise _no_room(file, name, dtype)
 

@@ -17,7 +17,7 @@ SILENT = 10.0  # seconds without a sign of life after which a replica gets nothi
 
 
 class _Pulse:
-    """What is known of one process: seconds since it sent a beat, and since its main loop turned."""
+    """The liveness of one process: seconds since it sent a beat, and since its main loop turned."""
 
     def __init__(self) -> None:
         self.turns = -1

@@ -96,7 +96,7 @@ class ThreadReplica:
             failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
             if not isinstance(error, TokError):
                 log.exception("the replica failed")
-        # What the worker raises may be the device's fault; the manager does nothing but what requests ask for.
+        # The worker's errors may be the device's fault; the manager does nothing but what requests ask for.
         by_request = self._ports is not None and not self._ports.computing and not isinstance(error_raised, TokError)
         self._ports = self.manager = None  # lets go of weights and cache before another replica measures memory
         self._report(failed)

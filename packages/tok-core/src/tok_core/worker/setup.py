@@ -135,7 +135,7 @@ def set_up(
 
 
 def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """What the model's directory says, as its checkpoint bears it out; no window that holds `max_model_len`."""
+    """Return the config of the directory, checked against its checkpoint, without windows of `max_model_len`."""
     model = read_config(path, config.ignore_config_keys or ())
     if config.load_format != "dummy" and model.tied:
         model = as_stored(model, path)

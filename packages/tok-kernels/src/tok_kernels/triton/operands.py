@@ -92,7 +92,7 @@ class Operands:
         _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")
 
     def most_keys(self, bound: int, queries: int = 1) -> int:
-        """Of at most `bound` keys, those that so many consecutive queries can see together."""
+        """Return how many of at most `bound` keys so many consecutive queries can see together."""
         return bound if self.window is None else min(bound, self.window + queries - 1)
 
 

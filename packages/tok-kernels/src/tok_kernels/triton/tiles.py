@@ -218,7 +218,7 @@ def _tiles(
         limit = tl.full([ROWS], 0, tl.int32) + end
         seen_by_all = end
         end_here = end
-    # Where each row's window begins. Nothing before the first of them is read, and behind the last no row is masked.
+    # The beginning of each row's window. Nothing before the first of them is read, behind the last no row is masked.
     window = limit
     if WINDOW:
         if CAUSAL:

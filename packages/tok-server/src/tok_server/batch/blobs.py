@@ -37,7 +37,7 @@ class Blobs:
         return self._directory / file_id
 
     def unpublished(self, file_id: str) -> Path:
-        """Where a file's content is before `publish` and after `withdraw`."""
+        """Return the path of a file's content before `publish` and after `withdraw`."""
         path = self.path(file_id)
         return path.with_name(path.name + UNFINISHED)
 

@@ -270,7 +270,7 @@ class Run:
         return ()
 
     async def _keep_rest(self) -> None:
-        """What is done when a run is given up is kept, too, if that works at once: it has been computed."""
+        """Keep the lines that are done when a run is given up, if that works at once: they have been computed."""
         self._ending = True
         while self._done:
             await self._keep_some()
