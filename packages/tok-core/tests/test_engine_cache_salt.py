@@ -65,7 +65,7 @@ def test_embeddings_are_salted_too(model: Path) -> None:
         for salt, wanted in (("one", 0), ("one", WHOLE), ("other", 0)):
             (found,) = engine.embed([PROMPT], cache_salt=salt)
             assert found.cached_tokens == wanted
-            np.testing.assert_allclose(found.embedding, plain.embedding, atol=1e-5)
+            np.testing.assert_allclose(found.embedding, plain.embedding, atol=1e-4)
 
 
 async def test_an_asynchronous_engine_takes_a_salt(model: Path) -> None:

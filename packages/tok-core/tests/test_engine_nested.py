@@ -53,4 +53,4 @@ def test_nested_groups_change_no_token(tmp_path: Path, kind: str, page_size: int
             assert a.token_ids == b.token_ids
             assert a.logprobs is not None
             assert b.logprobs is not None
-            np.testing.assert_allclose([x.logprob for x in a.logprobs], [x.logprob for x in b.logprobs], atol=1e-4)
+            np.testing.assert_allclose([x.logprob for x in a.logprobs], [x.logprob for x in b.logprobs], atol=1e-3)

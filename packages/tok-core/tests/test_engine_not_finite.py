@@ -65,7 +65,7 @@ def test_it_fails_and_requests_beside_it_have_their_tokens(
         for i, output in found.items():
             assert output.outputs[0].token_ids == wanted[i].outputs[0].token_ids
             ours, theirs = ([one.logprob for one in x.outputs[0].logprobs or ()] for x in (output, wanted[i]))
-            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -64,11 +64,11 @@ def assert_scored(path: Path, found: list[TokenLogprob | None] | None, prompt: l
     own = [one for one in found if one is not None]
     assert [one.token_id for one in own] == prompt[1:]
     wanted = logprobs[range(len(prompt) - 1), prompt[1:]]
-    np.testing.assert_allclose([one.logprob for one in own], wanted, atol=1e-4)
+    np.testing.assert_allclose([one.logprob for one in own], wanted, atol=1e-3)
     value, token = logprobs.topk(top)
     assert [[likely for likely, _ in one.top] for one in own] == token.tolist()
     found_tops = np.array([[one for _, one in each.top] for each in own]).reshape(len(own), top)
-    np.testing.assert_allclose(found_tops, value, atol=1e-4)
+    np.testing.assert_allclose(found_tops, value, atol=1e-3)
 
 
 def states_of(path: Path, prompt: list[int]) -> np.ndarray:
@@ -89,7 +89,7 @@ def assert_embedded(path: Path, found: list[EmbeddingOutput], prompts: list[list
     assert [one.prompt_token_ids for one in found] == prompts
     for one, prompt in zip(found, prompts, strict=True):
         assert one.embedding.dtype == np.float32
-        np.testing.assert_allclose(one.embedding, embedding_of(path, prompt, pooling), atol=1e-5)
+        np.testing.assert_allclose(one.embedding, embedding_of(path, prompt, pooling), atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_STEPS], ids=["whole", "chunks"])
@@ -212,9 +212,9 @@ def test_an_embedding_is_cut_and_normed_as_asked(directory: Path, engine: Engine
     prompt = PROMPTS[3]
     whole = states_of(model(directory, "llama"), prompt)[-1]
     (raw,) = engine.embed([prompt], normalize=False)
-    np.testing.assert_allclose(raw.embedding, whole, atol=1e-4)
+    np.testing.assert_allclose(raw.embedding, whole, atol=1e-3)
     (short,) = engine.embed([prompt], dimensions=16)
-    np.testing.assert_allclose(short.embedding, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-5)
+    np.testing.assert_allclose(short.embedding, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-4)
     assert engine.info.hidden_size == len(whole) == 64
 
 

@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    """Check float32 logits to a ten-thousandth of their spread: CPUs round products of matrices differently."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
 @pytest.fixture(scope="module")

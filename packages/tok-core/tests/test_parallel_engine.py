@@ -74,8 +74,8 @@ def test_on_cpus_every_combination_gives_the_answers_of_one_worker(
 ) -> None:
     found = answers(path, device="cpu", **options)
     assert found[:3] == alone[:3]
-    np.testing.assert_allclose(found[3], alone[3], atol=1e-4)
-    np.testing.assert_allclose(found[4], alone[4], atol=1e-4)
+    np.testing.assert_allclose(found[3], alone[3], atol=1e-3)
+    np.testing.assert_allclose(found[4], alone[4], atol=1e-3)
 
 
 def test_one_worker_gives_the_tokens_of_transformers(path: Path, alone: Found) -> None:

@@ -55,4 +55,4 @@ def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
     for one, wanted in zip(outputs[-1], recorded.taken, strict=True):
         assert one.step == wanted.step
         assert np.array_equal(one.token, wanted.token)
-        assert np.allclose(one.logprob, wanted.logprob, atol=1e-5)
+        assert np.allclose(one.logprob, wanted.logprob, atol=1e-4)

@@ -60,22 +60,22 @@ def test_vectors_are_those_of_transformers_in_either_encoding(
     extras = {"pooling": pooling, "encoding_format": encoding_format, "user": "me"}
     found = vectors(embed(server, input=TEXTS, **extras))
     wanted = [reference(tiny_model, ids_of(server, text), pooling or "last") for text in TEXTS]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_every_kind_of_input_means_the_same(server: Server, tiny_model: Path) -> None:
     ids = [ids_of(server, text) for text in TEXTS]
     wanted = [reference(tiny_model, one) for one in ids]
-    np.testing.assert_allclose(vectors(embed(server, input=ids)), wanted, atol=1e-5)
-    np.testing.assert_allclose(vectors(embed(server, input=ids[2])), wanted[2:], atol=1e-5)
+    np.testing.assert_allclose(vectors(embed(server, input=ids)), wanted, atol=1e-4)
+    np.testing.assert_allclose(vectors(embed(server, input=ids[2])), wanted[2:], atol=1e-4)
     answer = embed(server, input=TEXTS[2])
-    np.testing.assert_allclose(vectors(answer), wanted[2:], atol=1e-5)
+    np.testing.assert_allclose(vectors(answer), wanted[2:], atol=1e-4)
     assert answer.json()["usage"] == {"prompt_tokens": len(ids[2]), "total_tokens": len(ids[2])}
 
 
 def test_dimensions_cut_the_vector_and_leave_it_of_length_one(server: Server, tiny_model: Path) -> None:
     found = vectors(embed(server, input=TEXTS[0], dimensions=10))
-    np.testing.assert_allclose(found[0], reference(tiny_model, ids_of(server, TEXTS[0]), dimensions=10), atol=1e-5)
+    np.testing.assert_allclose(found[0], reference(tiny_model, ids_of(server, TEXTS[0]), dimensions=10), atol=1e-4)
 
 
 def test_as_many_inputs_as_are_allowed_are_answered_in_their_order(server: Server, tiny_model: Path) -> None:
@@ -84,7 +84,7 @@ def test_as_many_inputs_as_are_allowed_are_answered_in_their_order(server: Serve
     assert found.shape == (2048, 64)
     np.testing.assert_array_equal(found[:300].argmax(axis=1), found[300:600].argmax(axis=1))
     for index in (0, 777, 2047):
-        np.testing.assert_allclose(found[index], reference(tiny_model, inputs[index]), atol=1e-5)
+        np.testing.assert_allclose(found[index], reference(tiny_model, inputs[index]), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_openai_python_reads_the_vectors(server: Server, tiny_model: Path, encod
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         found = client.embeddings.create(model=NAME, input=TEXTS, dimensions=32, encoding_format=encoding_format)
     wanted = [reference(tiny_model, ids_of(server, text), dimensions=32) for text in TEXTS]
-    np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-5)
+    np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-4)
     assert found.usage.prompt_tokens == sum(len(ids_of(server, text)) for text in TEXTS)
 
 
