@@ -10,16 +10,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.gates import gated
+from support.gates import Gate, gated
 from support.patience import PATIENCE, wait_until
 from support.scripted_model import make_scripted_model
 from support.serving import Server, serving
-from tok_server.cli import main
+from tok_core import AsyncEngine
+from tok_server import talkers
+from tok_server.cli import main, make_parser
+from tok_server.commands.chat import Terminal, converse
 from tok_server.dialogue import Dialogue
+from tok_server.talkers import LocalTalker
 
 WORDS = [f"w{number}. " for number in range(1, 61)]
 
@@ -105,11 +111,16 @@ class Session:
 
 
 @pytest.fixture(scope="module")
-def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose answer to `recite` is sixty words."""
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    model = make_scripted_model(tmp_path_factory.mktemp("recite") / "model", {"recite": WORDS}, template)
-    with serving(model) as running:
+def reciting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answer to `recite` is sixty words."""
+    template = "{% if messages %}{{ messages[-1].content }}{% endif %}"
+    return make_scripted_model(tmp_path_factory.mktemp("recite") / "model", {"recite": WORDS}, template)
+
+
+@pytest.fixture(scope="module")
+def reciting(reciting_model: Path) -> Iterator[Server]:
+    """A server of that model."""
+    with serving(reciting_model) as running:
         yield running
 
 
@@ -131,3 +142,68 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(reciting: Server) -> No
         assert session.popen.wait(PATIENCE) == 0
     finally:
         session.close()
+
+
+class ScriptedTerminal(Terminal):
+    """Says what a test says, and shows what it is shown to the test."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = iter(lines)
+        self.shown: list[str] = []
+        self.begun = threading.Event()  # a piece of an answer has been shown
+
+    def read(self) -> str | None:
+        return next(self._lines, None)
+
+    def say(self, piece: str) -> None:
+        self.shown.append(piece)
+        self.begun.set()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever runs the tests."""
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_stops_the_answer_of_a_model_loaded_here_though_nothing_wakes_its_reader(
+    reciting_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes to another thread, as one does that comes just before a wait: it does not end the wait."""
+    monkeypatch.setattr(talkers, "AsyncEngine", partial(AsyncEngine, in_process=True))
+    options = make_parser(["chat"]).parse_args(["chat", str(reciting_model), "--device", "cpu"])
+    talker, terminal, dialogue = LocalTalker(options), ScriptedTerminal(["recite", "recite"]), Dialogue()
+    interrupted, in_time = threading.Event(), list[bool]()
+
+    def interrupt(gate: Gate) -> None:
+        assert terminal.begun.wait(PATIENCE)
+        assert gate.reached.wait(PATIENCE)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        in_time.append(interrupted.wait(PATIENCE))
+        gate.open()
+
+    say = terminal.say
+
+    def saying(piece: str) -> None:
+        say(piece)
+        if piece == " …":
+            wait_until(lambda: talker._engine.open_requests == 0)  # in the middle of the answer
+            interrupted.set()
+
+    monkeypatch.setattr(terminal, "say", saying)
+    with closing(talker), gated(talker._engine, steps=20) as gate:
+        thread = threading.Thread(target=interrupt, args=[gate])
+        thread.start()
+        converse(talker, dialogue, terminal)
+        thread.join()
+    assert in_time == [True]
+    first, second = (message["content"] for message in dialogue.messages if message["role"] == "assistant")
+    assert "".join(WORDS).startswith(first)
+    assert first.startswith(WORDS[0])
+    assert WORDS[30] not in first
+    assert second == "".join(WORDS)

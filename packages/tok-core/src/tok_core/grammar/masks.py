@@ -44,7 +44,9 @@ class Masks:
         self._known: dict[bytes, Mask] = {}
 
     def of(self, words: Int32) -> Mask:
-        """The mask of packed words, int32 [W]."""
+        """The mask of packed words, int32 [W]. Raises ValueError for another number of words."""
+        if words.shape != (self.words,):
+            raise ValueError(f"a set of tokens has {words.size} words; allowed: {self.words}")
         (mask,) = self.of_many(words.reshape(1, -1).copy(), [None])
         return mask
 

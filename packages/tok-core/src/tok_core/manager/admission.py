@@ -211,9 +211,20 @@ class Admission:
         spread = list(islice(waiting, 0, LATER, -(-min(len(waiting), LATER) // TYPICAL)))
         until = np.cumsum([len(pending.samples) for pending in spread])
         drawn = np.searchsorted(until, (np.arange(DRAWN) + 0.5) / DRAWN * until[-1])
-        rows = np.array([(*_known(pending), self._shared(pending)) for pending in spread], np.int64)
+        rows = np.array([self._row(pending) for pending in spread], np.int64)
         samples = Samples(*rows[drawn].T)
         return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
+
+    def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
+        """What is known of its samples, and the shared pages of each."""
+        try:
+            return *_known(pending), self._shared(pending)
+        except Exception as error:
+            raise FaultyRequest(pending.request.rid, error) from error
+
+    def _pages(self, pending: Pending) -> int:
+        """Pages that hold the tokens of one of the samples."""
+        return -(-len(pending.tokens) // self.paging.page_size)
 
     def _shared(self, pending: Pending) -> int:
         """Pages that most of the samples do not have of their own."""
@@ -252,12 +263,11 @@ class Admission:
         for turn in islice(turns, LOOK_AHEAD):
             pending, here = turn
             chosen.append(turn)
-            tokens = len(pending.tokens)
             try:
-                pages, (first, others, computed) = -(-tokens // self.paging.page_size), self._costs(pending, here)
+                pages, (first, others, computed) = self._pages(pending), self._costs(pending, here)
+                rows.append((here, first, *_known(pending), others))
             except Exception as error:
                 raise FaultyRequest(pending.request.rid, error) from error
-            rows.append((here, first, *_known(pending), others))
             room -= here * (pages - others) + others - first
             budget -= computed
             if room < 0 or budget <= 0:

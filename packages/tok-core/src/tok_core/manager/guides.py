@@ -8,6 +8,7 @@ Legend: W words of a packed set of tokens, n sequences, m different masks.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -65,8 +66,11 @@ class Guides:
     callers those that have fewer grammars compiled come first.
     """
 
-    def __init__(self, table: SequenceTable, workers: Workers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, table: SequenceTable, workers: Workers, vocab_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._table = table
+        self._vocab_size = vocab_size
         self._workers = workers
         self._clock = clock
         self._masks: Masks | None = None  # once there is a grammar
@@ -153,21 +157,10 @@ class Guides:
         table = self._table
         room = (table.limit[slots] - table.known[slots]).tolist()
         for slot, one, left in zip(slots.tolist(), token.tolist(), room, strict=True):
-            follower = table.followers[slot]
-            follower.slot = slot
-            if follower.given:
-                stuck = follower.given.pop() != one
-                self._give(follower)
-                self._advanced.append((follower, [], stuck))
-                continue
-            guide = follower.guide
-            if not guide.waiting:
-                guide.since = self._clock()
-            follower.tokens.append(one)
-            follower.room = left
-            guide.work.follow.append(Follow(follower.number, [one], left))
-            guide.waiting.add(follower.number)
-            self._touched[guide.grammar] = guide
+            try:
+                self._follow(slot, one, left)
+            except Exception as error:
+                self.failed.append((int(table.rid[slot]), _reason(error)))
         self._send()
 
     def advance(self) -> Advance | None:
@@ -181,6 +174,23 @@ class Guides:
             follower.slot = -1
         stuck = np.array([stuck for _, _, stuck in advanced], np.bool_)
         return Advance(slots, [run for _, run, _ in advanced], stuck)
+
+    def _follow(self, slot: int, token: int, room: int) -> None:
+        follower = self._table.followers[slot]
+        follower.slot = slot
+        if follower.given:
+            stuck = follower.given.pop() != token
+            self._give(follower)
+            self._advanced.append((follower, [], stuck))
+            return
+        guide = follower.guide
+        if not guide.waiting:
+            guide.since = self._clock()
+        follower.tokens.append(token)
+        follower.room = room
+        guide.work.follow.append(Follow(follower.number, [token], room))
+        guide.waiting.add(follower.number)
+        self._touched[guide.grammar] = guide
 
     def _of(self, slot: int) -> Follower:
         return self._table.followers.get(slot) or self._begin(slot)
@@ -230,16 +240,25 @@ class Guides:
         guide.since = self._clock()
         try:
             guide.worker = self._workers.begin(guide.grammar)
-        except (EngineError, OSError) as error:
-            self._fail(guide, list(guide.requests), f"the grammar cannot be compiled: {error}")
+        except Exception as error:
+            named = str(error) if isinstance(error, EngineError | OSError) else f"{type(error).__name__}: {error}"
+            self._fail(guide, list(guide.requests), f"the grammar cannot be compiled: {named}")
 
     def _drop(self, guide: Guide) -> None:
         if self._guides.get(guide.grammar) is guide:
             del self._guides[guide.grammar]
         guide.ready = False
-        if guide.worker is not None:
-            guide.worker.close()
-            guide.worker = None
+        self._close(guide)
+
+    @staticmethod
+    def _close(guide: Guide) -> None:
+        """Ends the grammar's worker, if it has one. A worker that cannot be closed is no request's fault."""
+        worker, guide.worker = guide.worker, None
+        if worker is not None:
+            try:
+                worker.close()
+            except Exception:
+                log.exception("a worker of a grammar cannot be closed")
 
     def _send(self) -> None:
         """Sends all that is to be followed, in one message to each worker."""
@@ -247,7 +266,10 @@ class Guides:
         for guide in touched.values():
             if guide.worker is not None and guide.ready:
                 work, guide.work = guide.work, Work([], [])
-                guide.worker.send(work)
+                try:
+                    guide.worker.send(work)
+                except Exception as error:
+                    self._fail(guide, list(guide.requests), _reason(error))
 
     def _listen(self) -> None:
         """Takes in what workers have said."""
@@ -258,8 +280,7 @@ class Guides:
             try:
                 self._hear(guide, guide.worker, now)
             except Exception as error:  # others are not to end by it
-                reason = f"the grammar cannot be followed: {type(error).__name__}: {error}"
-                self._fail(guide, list(guide.requests), reason)
+                self._fail(guide, list(guide.requests), _reason(error))
         self._send()
 
     def _hear(self, guide: Guide, worker: Worker, now: float) -> None:
@@ -286,9 +307,12 @@ class Guides:
                 one.append((rid, verdict.allowed or verdict.failed))
             self._drop(guide)
             return
-        if self._masks is None:
-            self._masks = Masks(np.frombuffer(verdict.begin, np.int16))
-        guide.first, guide.ready = self._masks.of(np.frombuffer(verdict.first, np.int32)), True
+        begin = np.frombuffer(verdict.begin, np.int16)
+        if len(begin) != self._vocab_size:
+            raise ValueError(f"the worker tells of {len(begin)} tokens; the vocabulary has {self._vocab_size}")
+        masks = self._masks or Masks(begin)
+        guide.first, guide.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
+        self._masks = masks
         if guide.followers:  # of a worker that was lost
             guide.work = Work([self._replay(one) for one in guide.followers.values() if one.tokens], [])
             self._touched[guide.grammar] = guide
@@ -301,7 +325,8 @@ class Guides:
 
     def _take(self, guide: Guide, answer: Answer) -> None:
         """Sequences have been followed."""
-        assert self._masks is not None
+        if self._masks is None or not guide.ready:
+            raise ValueError("the worker answers before it has said whether the grammar can be followed")
         guide.losses = 0
         for number, words in enumerate(answer.masks, answer.first):
             guide.known[number] = self._masks.of(np.frombuffer(words, np.int32))
@@ -315,14 +340,26 @@ class Guides:
                 continue
             if one.sequence not in guide.waiting:
                 continue
-            guide.waiting.discard(one.sequence)
-            follower.tokens += one.run
-            follower.tokens += one.given[::-1]
-            follower.given = one.given
-            if one.mask >= 0:
-                follower.free = guide.known[one.mask]
-                self._give(follower)
-            self._advanced.append((follower, one.run, one.stuck))
+            try:
+                self._go_on(guide, follower, one)
+            except Exception as error:
+                self._refuse(guide, Followed(one.sequence, failed=_reason(error)))
+
+    def _go_on(self, guide: Guide, follower: Follower, one: Followed) -> None:
+        """A sequence has been followed. Raises before anything has changed where that cannot be."""
+        if one.run or one.given:
+            tokens = one.run + one.given
+            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+                raise ValueError(f"the worker tells of tokens that the vocabulary of {self._vocab_size} does not have")
+        free = guide.known[one.mask] if one.mask >= 0 else None
+        guide.waiting.discard(one.sequence)
+        follower.tokens += one.run
+        follower.tokens += one.given[::-1]
+        follower.given = one.given
+        if free is not None:
+            follower.free = free
+            self._give(follower)
+        self._advanced.append((follower, one.run, one.stuck))
 
     def _refuse(self, guide: Guide, one: Followed) -> None:
         """The request of a sequence ends."""
@@ -336,9 +373,7 @@ class Guides:
 
     def _lose(self, guide: Guide, sequence: int) -> None:
         """The worker has ended, over this sequence: another one goes on with the others."""
-        assert guide.worker is not None
-        guide.worker.close()
-        guide.worker = None
+        self._close(guide)
         guide.ready = False
         guide.known.clear()
         guide.work = Work([], [])
@@ -361,3 +396,11 @@ class Guides:
     def _fail(self, guide: Guide, rids: list[int], reason: str) -> None:
         self.failed += [(rid, reason) for rid in rids]
         self._drop(guide)
+
+
+log = logging.getLogger("tok_core")
+
+
+def _reason(error: Exception) -> str:
+    log.error("a grammar cannot be followed", exc_info=error)
+    return f"the grammar cannot be followed: {type(error).__name__}: {error}"

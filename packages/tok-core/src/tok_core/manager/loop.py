@@ -88,7 +88,7 @@ class Manager:
         hidden = () if tokenizer is None else tokenizer.special_ids
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
         load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
-        self.guides = Guides(self.table, workers or LocalWorkers(load), clock)
+        self.guides = Guides(self.table, workers or LocalWorkers(load), info.vocab_size, clock)
         parts = info, self.table, self.paging, self.lengths, self.stops, self.guides
         self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp, clock=clock)
         self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
@@ -247,6 +247,8 @@ class Manager:
             self._cancel(rid)
         self._drop_cancelled()
         self._told = self._clock()
+        # A request may have failed by several of its samples; the first reason counts.
+        failed = list(dict(reversed(failed)).items())
         self.ports.report(Progress(*reported, cached, self._stats, failed, rounds, refused))
 
     def _reports_soon(self) -> bool:

@@ -99,6 +99,8 @@ class Returns:
         slots, runs, stuck = advance
         top = int(self.table.top_logprobs[slots].max(initial=0))
         epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs], np.int64)
+        # Runs may be longer than the sequence; one whose end could not be told would be written beyond its row.
+        count = np.minimum(count, self.table.limit[slots] - self.table.known[slots])
         reported = []
         for at in range(count.max(initial=0)):
             here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
@@ -264,7 +266,7 @@ class Returns:
         table = self.table
         back = slots[table.state[slots] == State.PREEMPTED]
         for slot in back[table.known[back] > table.length[back]].tolist():
-            self.scheduler.starts.requeue(slot)
+            self.scheduler.requeue(slot)
 
 
 NOBODY: Int64 = np.empty(0, np.int64)

@@ -105,7 +105,7 @@ class Scheduler:
         `first`: no other turn has just found nothing that could start.
         """
         self.cohorts.balance()
-        builder = StepBuilder(self.table, self.info.eos_token_ids, self.guides)
+        builder = StepBuilder(self.table, self.info.eos_token_ids, self.guides, self.faults)
         shortages = self._shortages
         if first and self.waiting:
             self.give_way(self.shares.look(self.computed_tokens))
@@ -122,8 +122,8 @@ class Scheduler:
             if above is not None and above < self.table.priority[slot]:
                 above, budget = None, self.admitter.admit_above(builder, decode, budget, self.table.priority[slot])
             if self.table.state[slot] == State.PREFILL and self.table.epoch[slot] == owner:
-                room = budget + self._rows_behind(slot, decode, budget)
                 try:
+                    room = budget + self._rows_behind(slot, decode, budget)
                     budget -= self.prefill(builder, slot, room, preempting=True) if room > 0 else 0
                 except Exception as error:
                     self.faults.add(int(self.table.rid[slot]), error)
@@ -175,12 +175,22 @@ class Scheduler:
         self.paging.surrender(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
         if complete:
+            self.requeue(slot)
+
+    def requeue(self, slot: int) -> None:
+        """Let a preempted sequence, all of whose tokens are known, wait for a slot again."""
+        rid = int(self.table.rid[slot])
+        try:
             self.starts.requeue(slot)
+        except Exception as error:
+            self.faults.add(rid, error)
 
     def release(self, slots: Int64) -> None:
         """The sequences have ended, or are not wanted any more. They hold slots and pages until `settle`."""
         for slot in slots.tolist() if self.followers else ():
-            self.followers.pop(slot, None)
+            request, followers = self.table.requests[slot], self.followers.pop(slot, None)
+            if followers is not None and request is not None:
+                request.hold(-len(followers))
         for slot in slots.tolist() if self.table.followers else ():
             if (follower := self.table.followers.pop(slot, None)) is not None:
                 self.guides.end(follower)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.faults import Faults
 from tok_core.manager.grouping import Groups
 from tok_core.manager.guides import Guides
 from tok_core.manager.prompt_asks import prompt_asks
@@ -30,9 +31,10 @@ class Changes(NamedTuple):
 class StepBuilder:
     """Collects what a step computes while it is being scheduled."""
 
-    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: Guides) -> None:
+    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: Guides, faults: Faults) -> None:
         self.table = table
         self.guides = guides
+        self.faults = faults
         self.eos_ids = eos_ids
         self.fresh: list[int] = []  # slots that the worker has not seen with their present owner
         self.fresh_length: list[int] = []  # positions they have in the cache before the step
@@ -41,6 +43,7 @@ class StepBuilder:
         self.draw_chunk: list[int] = []
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # chunks of prompts of which something is asked
+        self._faulty: set[int] = set()  # requests whose parameters cannot be written down
 
     @property
     def tokens(self) -> int:
@@ -80,7 +83,48 @@ class StepBuilder:
         self.fresh_length += [length] * len(slots)
 
     def build(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
-        """The StepInput, with the table's lengths as they will be after the step."""
+        """The StepInput, with the table's lengths as they will be after the step.
+
+        A request that cannot be written down is at fault. Its rows stay in the step, under parameters that cannot fail:
+        the request ends before their tokens are back. An exception that no request raises alone is passed on.
+        """
+        try:
+            return self._written(step, draws_upto, decode, groups, changes)
+        except Exception:
+            if not self._set_faulty_aside(decode):
+                raise
+        return self._written(step, draws_upto, decode, groups, changes)
+
+    def _set_faulty_aside(self, decode: Int64) -> bool:
+        """Finds the requests that cannot be written down, each alone; returns whether there are any."""
+        table = self.table
+        sampling = np.concatenate((decode, np.array(self.draw_slot, np.int64)))
+        slots = np.concatenate((sampling, self.busy, np.array(self.fresh, np.int64)))
+        for rid in np.unique(table.rid[slots]).tolist():
+            try:
+                self._write_alone(rid, sampling)
+            except Exception as error:
+                self.faults.add(rid, error)
+                self._faulty.add(rid)
+        own = slots[np.isin(table.rid[slots], list(self._faulty))]
+        table.guided[own] = table.filters[own] = table.penalises[own] = False
+        table.bias_until[own] = table.top_logprobs[own] = 0
+        self.asking = [index for index in self.asking if table.rid[self.chunks[index][0]] not in self._faulty]
+        return bool(self._faulty)
+
+    def _write_alone(self, rid: int, sampling: Int64) -> None:
+        """Writes down what a step has of one request; `sampling`: slots that sample in it."""
+        table = self.table
+        own = sampling[table.rid[sampling] == rid]
+        self.guides.masks(own[table.guided[own]].astype(np.int32))
+        fresh = [(slot, length) for slot, length in zip(self.fresh, self.fresh_length, strict=True)]
+        fresh = [one for one in fresh if table.rid[one[0]] == rid]
+        if fresh:
+            slots, lengths = zip(*fresh, strict=True)
+            self._new_slots(list(slots), list(lengths))
+        prompt_asks(table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid])
+
+    def _written(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
         sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
         chunk_slot, start, count = array(self.chunks).reshape(-1, 3).T
@@ -95,7 +139,7 @@ class StepBuilder:
         return StepInput(
             step=step,
             draws_upto=draws_upto,
-            new=self._new_slots() if self.fresh else None,
+            new=self._new_slots(self.fresh, self.fresh_length) if self.fresh else None,
             page_slot=changes.page_slot,
             page_index=changes.page_index,
             page_id=changes.page_id,
@@ -123,18 +167,18 @@ class StepBuilder:
             top_row=_rows(table.top_logprobs[sample_slot]),
         )
 
-    def _new_slots(self) -> NewSlots:
+    def _new_slots(self, fresh: list[int], length: list[int]) -> NewSlots:
         """Parameters are read once a request, however many of its samples are new."""
-        table, slots = self.table, array(self.fresh)
-        _, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
-        params = [_params(table, self.fresh[i]) for i in first]
+        table, slots = self.table, array(fresh)
+        rids, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
+        params = [PLAIN if rid in self._faulty else self._params(fresh[i]) for rid, i in zip(rids, first, strict=True)]
 
         def column(values: Iterable[float | None], dtype: type = np.float32) -> np.ndarray:
             return array(list(values), dtype)[owner]
 
         return NewSlots(
             slot=slots,
-            length=array(self.fresh_length),
+            length=array(length),
             last_token=table.tokens[slots, table.prompt_len[slots] - 1],
             ends_from=table.ends_from[slots],
             prompt_len=table.prompt_len[slots],
@@ -147,12 +191,12 @@ class StepBuilder:
             presence=column(one.presence_penalty for one in params),
             frequency=column(one.frequency_penalty for one in params),
             repetition=column(one.repetition_penalty for one in params),
-            **self._bias_columns(params, owner),
+            **self._bias_columns(fresh, params, owner),
         )
 
-    def _bias_columns(self, params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
+    def _bias_columns(self, fresh: list[int], params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
         biased = np.array([bool(one.logit_bias or one.min_tokens) for one in params])
-        entries = [self._biases(self.fresh[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
+        entries = [self._biases(fresh[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
         slot, token, value, until = list(zip(*chain.from_iterable(entries), strict=True)) or [(), (), (), ()]
         return {
             "bias_slot": array(slot),
@@ -170,11 +214,13 @@ class StepBuilder:
             entries += [(slot, token, float("-inf"), until) for token in sorted(ends)]
         return entries
 
+    def _params(self, slot: int) -> SamplingParams:
+        request = self.table.requests[slot]
+        assert request is not None
+        return request.params
 
-def _params(table: SequenceTable, slot: int) -> SamplingParams:
-    request = table.requests[slot]
-    assert request is not None
-    return request.params
+
+PLAIN = SamplingParams(temperature=0, seed=0)
 
 
 def _rows(mask: np.ndarray) -> Int32:

@@ -1,0 +1,405 @@
+"""A manager whose code raises over one request fails that request; the step, and every other request, goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from support.guided import COMPILER, expected_guided, guided_manager, prepare
+from support.patience import wait_until
+from support.schedules import VOCAB, assert_all_given_back, drive, engine_info, expected, make_manager, submit
+from support.simulated_worker import SimulatedPorts, collect
+from tok_core import SamplingParams
+from tok_core.grammar import Grammar
+from tok_core.grammar.local import LocalWorker, LocalWorkers
+from tok_core.grammar.matchers import Answer, Followed, Verdict, Work
+from tok_core.grammar.worker import IDLE
+from tok_core.manager import admission, prompt_asks, scheduler
+from tok_core.manager.admission import Admission
+from tok_core.manager.faults import FaultyRequest
+from tok_core.manager.follower import Worker
+from tok_core.manager.guides import Guides
+from tok_core.manager.loop import Manager
+from tok_core.manager.sequences import NEVER, State
+from tok_core.manager.starts import Starts
+from tok_core.manager.step import StepBuilder
+from tok_core.messages import Cancel, StepInput, ToManager
+
+GUILTY = 5
+PROMPTS = {rid: [rid, *range(rid, rid + 7)] for rid in (3, GUILTY, 4, 6)}
+PLAIN = SamplingParams(n=2, max_tokens=12, seed=0, ignore_eos=True)
+GRAMMAR = Grammar(kind="regex", value="[a-h]{3,30}(abcdef|01)")
+
+
+class Fault(Exception):
+    """What a test makes go wrong."""
+
+
+def slot_of_guilty(table: Any, slot: int) -> bool:
+    return bool(table.rid[slot] == GUILTY)
+
+
+BIASED = msgspec.structs.replace(PLAIN, logit_bias={1: 0.5}, min_tokens=2)
+LATE = msgspec.structs.replace(PLAIN, n=12)
+ASKING = msgspec.structs.replace(PLAIN, prompt_logprobs=0)
+GUIDED = SamplingParams(n=2, max_tokens=12, seed=0, grammar=GRAMMAR)
+LONG = list(range(40))
+PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]]] = {
+    "given a chunk": (StepBuilder, "chunk", lambda self, slot, *_: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "sampled first": (StepBuilder, "draw", lambda self, slot, forks: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "started late": (StepBuilder, "start", lambda self, slots: slot_of_guilty(self.table, slots[0]), LATE, [5, 6]),
+    "read": (StepBuilder, "_params", lambda self, slot: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "biased": (StepBuilder, "_biases", lambda self, slot, params: slot_of_guilty(self.table, slot), BIASED, [5, 6]),
+    "asked of its prompt": (prompt_asks, "_pooled_rows", lambda request, *_: request.rid == GUILTY, ASKING, [5, 6]),
+    "guided": (Guides, "_begin", lambda self, slot: slot_of_guilty(self._table, slot), GUIDED, [5, 6]),
+    "known to wait": (admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
+    "prefilled": (
+        scheduler.Scheduler,
+        "_rows_behind",
+        lambda self, slot, *_: slot_of_guilty(self.table, slot),
+        PLAIN,
+        LONG,
+    ),
+}
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, guilty: Callable[..., bool]) -> list[int]:
+    """Let a function raise where `guilty` says so; returns the list of the faults that happen, which grows."""
+    right, faults = getattr(owner, name), list[int]()
+
+    def wrong(*arguments: Any) -> Any:
+        if guilty(*arguments):
+            faults.append(1)
+            raise Fault(f"{name} broke")
+        return right(*arguments)
+
+    monkeypatch.setattr(owner, name, wrong)
+    return faults
+
+
+def failures_of(ports: SimulatedPorts) -> dict[int, str]:
+    failed = [one for report in ports.reports for one in report.failed]
+    assert len(dict(failed)) == len(failed)
+    return dict(failed)
+
+
+def assert_others_are_right(
+    manager: Manager, ports: SimulatedPorts, asked: Mapping[int, tuple[Sequence[int], SamplingParams]]
+) -> None:
+    tokens, _ = collect(ports.reports)
+    for rid, (prompt, params) in asked.items():
+        right = expected if params.grammar is None else expected_guided
+        for sample in range(params.n):
+            assert tokens[rid, sample] == right(prompt, sample, params), (rid, sample)
+    assert not manager.requests
+    assert not manager.table.followers
+    assert_all_given_back(manager)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_within_a_step_fails_its_request_and_keeps_the_rows_of_others(
+    place: str, run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, guilty, params, prompt = PLACES[place]
+    manager, ports = guided_manager(engine_info(max_running=8, max_step_tokens=24), run_ahead)
+    prepare(manager, [GRAMMAR])
+    faults = break_at(monkeypatch, owner, name, guilty)
+    asked = {rid: (PROMPTS[rid], GUIDED if rid == 4 else PLAIN) for rid in (3, 4, 6)}
+    messages: list[ToManager] = [submit(rid, *one) for rid, one in asked.items()]
+    messages.insert(1, submit(GUILTY, prompt, params))
+    drive(manager, ports, {0: messages})
+    assert faults
+    failed = failures_of(ports)
+    assert failed.keys() == {GUILTY}
+    assert f"Fault: {name} broke" in failed[GUILTY]
+    assert_others_are_right(manager, ports, asked)
+
+
+def test_a_request_that_cannot_be_written_down_stays_in_its_step_and_costs_no_row_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def steps_of(broken: bool) -> list[StepInput]:
+        manager, ports = make_manager(engine_info(max_running=8), run_ahead=1)
+        messages: list[ToManager] = [submit(rid, PROMPTS[rid], BIASED) for rid in (3, GUILTY, 4)]
+        with monkeypatch.context() as patch:
+            if broken:
+                break_at(patch, StepBuilder, "_biases", lambda self, slot, _: slot_of_guilty(self.table, slot))
+            ports.inbox += messages
+            manager.turn()
+        return ports.steps
+
+    (right,), (found,) = steps_of(broken=False), steps_of(broken=True)
+    for column in ("prefill_slot", "prefill_token", "sample_row", "sample_slot", "page_id"):
+        assert np.array_equal(getattr(found, column), getattr(right, column)), column
+    assert right.new is not None
+    assert found.new is not None
+    assert np.array_equal(found.new.slot, right.new.slot)
+    guilty = set(right.new.bias_slot.tolist()) - set(found.new.bias_slot.tolist())
+    assert len(guilty) == BIASED.n
+    kept = ~np.isin(right.new.bias_slot, list(guilty))
+    assert np.array_equal(found.new.bias_value, right.new.bias_value[kept])
+    assert found.sample_slot[found.bias_row].tolist() == [
+        slot for slot in right.sample_slot[right.bias_row].tolist() if slot not in guilty
+    ]
+    assert right.new.bias_until.max() == NEVER
+
+
+def test_a_fault_that_no_request_has_alone_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ports = make_manager(engine_info())
+    break_at(monkeypatch, StepBuilder, "_written", lambda *_: True)
+    ports.inbox += [submit(3, [1, 2], PLAIN)]
+    with pytest.raises(Fault, match="_written broke"):
+        manager.turn()
+
+
+def test_forks_of_a_request_that_is_cancelled_while_it_prefills_count_no_longer() -> None:
+    """`drive` compares, after each turn, the samples that callers are said to run with those that do."""
+    manager, ports = make_manager(engine_info(max_step_tokens=8))
+    asked = {3: (LONG, PLAIN)}
+    messages: list[ToManager] = [submit(GUILTY, [*LONG, 1], PLAIN), submit(3, *asked[3])]
+    drive(manager, ports, {0: messages}, until=lambda: bool(manager.scheduler.followers))
+    drive(manager, ports, {0: [Cancel(GUILTY)]})
+    assert_others_are_right(manager, ports, asked)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_a_preempted_request_that_cannot_wait_again_fails_alone(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a higher class take its slots: some at once, others once their last tokens are back."""
+    manager, ports = make_manager(engine_info(), run_ahead)
+    faults = break_at(monkeypatch, Starts, "requeue", lambda self, slot: slot_of_guilty(self.table, slot))
+    lowest = msgspec.structs.replace(PLAIN, n=3, max_tokens=40, priority=9)
+    asked = {rid: (PROMPTS[rid], PLAIN) for rid in (3, 4, 6)}
+    later = [submit(rid, *one) for rid, one in asked.items()]
+    drive(manager, ports, {0: [submit(GUILTY, PROMPTS[GUILTY], lowest)], 9: later})
+    assert faults
+    assert failures_of(ports).keys() == {GUILTY}
+    assert_others_are_right(manager, ports, asked)
+
+
+def test_a_request_without_which_the_forecast_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ports = make_manager(engine_info(max_running=1))
+    drive(
+        manager,
+        ports,
+        {0: [submit(rid, PROMPTS[rid], PLAIN) for rid in (3, GUILTY)]},
+        until=lambda: bool((manager.table.state == State.DECODE).any()),
+    )
+    break_at(monkeypatch, Admission, "_costs", lambda self, pending, samples: pending.request.rid == GUILTY)
+    with pytest.raises(FaultyRequest) as raised:
+        manager.scheduler.admission._typical(manager.scheduler.waiting)
+    assert raised.value.rid == GUILTY
+
+
+class ForgingWorker:
+    """A worker that does its work; `forge` changes what it says."""
+
+    def __init__(self, worker: LocalWorker, workers: ForgingWorkers) -> None:
+        self._worker = worker
+        self._workers = workers
+        self.at = IDLE
+
+    def send(self, work: Work) -> None:
+        self._workers.sending(work)
+        self._worker.send(work)
+
+    def receive(self) -> list[Verdict | Answer]:
+        return [self._workers.forge(one) for one in self._worker.receive()]
+
+    def close(self) -> None:
+        self._worker.close()
+        self._workers.closing()
+
+
+class ForgingWorkers(LocalWorkers):
+    """Workers for one grammar that is at fault and others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: COMPILER)
+        self.forge: Callable[[Any], Any] = lambda one: one
+        self.sending: Callable[[Work], None] = lambda work: None
+        self.closing: Callable[[], None] = lambda: None
+        self.beginning: Callable[[], None] = lambda: None
+
+    def begin(self, grammar: Grammar) -> Worker:  # type: ignore[override]
+        if grammar != GUILTY_GRAMMAR:
+            return super().begin(grammar)
+        self.beginning()
+        return ForgingWorker(super().begin(grammar), self)
+
+
+GUILTY_GRAMMAR = Grammar(kind="regex", value="[a-h]{3,30}(abcdef|0)")
+FAULTY = msgspec.structs.replace(GUIDED, grammar=GUILTY_GRAMMAR)
+
+
+def forging_manager() -> tuple[Manager, SimulatedPorts, ForgingWorkers]:
+    workers = ForgingWorkers()
+    manager, ports = guided_manager(engine_info(max_running=8))
+    manager.guides._workers = workers
+    return manager, ports, workers
+
+
+def drive_guided(manager: Manager, ports: SimulatedPorts, *guilty: int) -> None:
+    """Carries out requests under the faulty grammar beside others, which must be right."""
+    asked = {3: (PROMPTS[3], GUIDED), 6: (PROMPTS[6], PLAIN)}
+    messages: list[ToManager] = [submit(rid, *one) for rid, one in asked.items()]
+    drive(manager, ports, {0: [*[submit(rid, PROMPTS[rid], FAULTY) for rid in guilty], *messages]})
+    assert_others_are_right(manager, ports, asked)
+
+
+def changed(**columns: Any) -> Callable[[Any], Any]:
+    """Replaces what an answer says of its first sequence."""
+
+    def forge(one: Any) -> Any:
+        if not isinstance(one, Answer) or not one.followed:
+            return one
+        first = msgspec.structs.replace(one.followed[0], **columns)
+        return msgspec.structs.replace(one, followed=[first, *one.followed[1:]])
+
+    return forge
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"mask": 10_000},
+        {"run": [VOCAB]},
+        {"run": [-1]},
+        {"given": [1 << 40]},
+        {"run": ["x"]},
+        {"run": None, "given": 3},
+    ],
+)
+def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns: dict[str, Any]) -> None:
+    manager, ports, workers = forging_manager()
+    prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
+    named = list[int]()
+
+    def forge(one: Any) -> Any:
+        if named or not isinstance(one, Answer) or not one.followed:
+            return one
+        (guide,) = (guide for guide in manager.guides._guides.values() if guide.grammar == GUILTY_GRAMMAR)
+        named.append(int(manager.table.rid[guide.followers[one.followed[0].sequence].slot]))
+        return changed(**columns)(one)
+
+    workers.forge = forge
+    asked = {4: (PROMPTS[4], FAULTY), 5: (PROMPTS[5], FAULTY), 3: (PROMPTS[3], GUIDED), 6: (PROMPTS[6], PLAIN)}
+    drive(manager, ports, {0: [submit(rid, *one) for rid, one in asked.items()]})
+    failed = failures_of(ports)
+    assert list(failed) == named
+    assert failed[named[0]].startswith("the grammar cannot be followed: ")
+    del asked[named[0]]
+    assert_others_are_right(manager, ports, asked)
+
+
+def broken_answer(one: Any) -> Any:
+    if isinstance(one, Answer):
+        raise msgspec.DecodeError("Input data was truncated")
+    return one
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        broken_answer,
+        lambda one: msgspec.structs.replace(one, masks=[b"123"]) if isinstance(one, Answer) else one,
+        lambda one: msgspec.structs.replace(one, masks=[b"1234" * 9]) if isinstance(one, Answer) else one,
+        lambda one: msgspec.structs.replace(one, first=b"") if isinstance(one, Verdict) else one,
+        lambda one: msgspec.structs.replace(one, first=b"1234" * 9) if isinstance(one, Verdict) else one,
+        lambda one: msgspec.structs.replace(one, begin=b"12" * 9) if isinstance(one, Verdict) else one,
+        lambda one: Answer([], 0, []) if isinstance(one, Verdict) else one,
+    ],
+    ids=["undecodable", "torn mask", "long mask", "no first mask", "long first mask", "few tokens", "no verdict"],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_malformed_answer_fails_the_requests_of_its_grammar(forge: Callable[[Any], Any], known: bool) -> None:
+    """Whether other grammars were compiled before, or the malformed answer is the first that comes."""
+    manager, ports, workers = forging_manager()
+    if known:
+        prepare(manager, [GRAMMAR])
+    workers.forge = forge
+    ports.inbox += [submit(rid, PROMPTS[rid], FAULTY) for rid in (4, GUILTY)]
+    if known:  # their masks stand in one step with those of another grammar
+        ports.inbox.append(submit(7, [7], GUIDED))
+
+    def failed() -> bool:
+        if not manager.turn():
+            ports.wait(0)
+        return failures_of(ports).keys() == {4, GUILTY}
+
+    wait_until(failed)
+    prepare(manager, [GRAMMAR])
+    workers.forge = lambda one: one
+    prepare(manager, [GUILTY_GRAMMAR])
+    drive_guided(manager, ports)
+    assert failures_of(ports).keys() == {4, GUILTY}
+    if known:
+        tokens, _ = collect(ports.reports)
+        assert all(tokens[7, sample] == expected_guided([7], sample, GUIDED) for sample in range(GUIDED.n))
+
+
+def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
+    manager, ports, workers = forging_manager()
+    prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
+    held, cancelled = list[Any](), list[int]()
+
+    def forge(one: Any) -> Any:
+        if cancelled:
+            return one
+        held.append(one)
+        return Answer([], one.first, [])
+
+    def cancel() -> bool:
+        if held and not cancelled:
+            ports.inbox.append(Cancel(GUILTY))
+            cancelled.append(GUILTY)
+        return False
+
+    workers.forge = forge
+    messages: list[ToManager] = [submit(GUILTY, PROMPTS[GUILTY], FAULTY), submit(4, PROMPTS[4], GUIDED)]
+    drive(manager, ports, {0: messages}, until=cancel)
+    (guide,) = (guide for guide in manager.guides._guides.values() if guide.grammar == GUILTY_GRAMMAR)
+    unknown = Answer([Followed(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
+    manager.guides._take(guide, unknown)
+    assert manager.guides.advance() is None
+    workers.forge = lambda one: one
+    drive_guided(manager, ports)
+    assert not failures_of(ports)
+
+
+def test_a_worker_that_cannot_be_sent_to_fails_the_requests_of_its_grammar() -> None:
+    manager, ports, workers = forging_manager()
+    prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
+
+    def raising(*_: object) -> None:
+        raise OSError("no buffer space")
+
+    workers.sending = workers.closing = raising
+    drive_guided(manager, ports, 4, GUILTY)
+    assert failures_of(ports).keys() == {4, GUILTY}
+
+
+def test_a_worker_that_cannot_be_begun_fails_the_requests_of_its_grammar() -> None:
+    manager, ports, workers = forging_manager()
+    prepare(manager, [GRAMMAR])
+
+    def raising() -> None:
+        raise Fault("no worker")
+
+    workers.beginning = raising
+    drive_guided(manager, ports, 4, GUILTY)
+    assert failures_of(ports).keys() == {4, GUILTY}
+
+
+def test_a_sequence_that_nobody_follows_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ports = guided_manager(engine_info(max_running=8))
+    prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
+    break_at(monkeypatch, Guides, "_follow", lambda self, slot, *_: slot_of_guilty(self._table, slot))
+    drive_guided(manager, ports, GUILTY)
+    assert failures_of(ports).keys() == {GUILTY}
