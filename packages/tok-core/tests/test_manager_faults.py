@@ -309,9 +309,13 @@ def broken_answer(one: Any) -> Any:
     [
         broken_answer,
         lambda one: msgspec.structs.replace(one, masks=[b"123"]) if isinstance(one, Answer) else one,
-        lambda one: msgspec.structs.replace(one, masks=[b"1234" * 9]) if isinstance(one, Answer) else one,
+        lambda one: (
+            msgspec.structs.replace(one, masks=[mask + bytes(28) for mask in one.masks])
+            if isinstance(one, Answer)
+            else one
+        ),
         lambda one: msgspec.structs.replace(one, first=b"") if isinstance(one, Verdict) else one,
-        lambda one: msgspec.structs.replace(one, first=b"1234" * 9) if isinstance(one, Verdict) else one,
+        lambda one: msgspec.structs.replace(one, first=one.first + bytes(28)) if isinstance(one, Verdict) else one,
         lambda one: msgspec.structs.replace(one, begin=b"12" * 9) if isinstance(one, Verdict) else one,
         lambda one: Answer([], 0, []) if isinstance(one, Verdict) else one,
     ],
