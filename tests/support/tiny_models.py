@@ -156,12 +156,18 @@ def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object
 def reference_greedy(
     path: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: torch.dtype = torch.float32
 ) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log-probabilities by transformers, one prompt at a time, past any EOS.
+    """Return greedy tokens and their log-probabilities by transformers, past any EOS.
 
     Answers are kept for the life of the process, by directory and prompt: the directory must not change.
     """
-    answers = [_greedy(path, tuple(map(int, prompt)), new_tokens, dtype) for prompt in prompts]
-    return [(list(tokens), list(logprobs)) for tokens, logprobs in answers]
+    asked = [tuple(map(int, prompt)) for prompt in prompts]
+    missing = [one for one in dict.fromkeys(asked) if (path, one, new_tokens, dtype) not in _ANSWERS]
+    size = _together(path, dtype)
+    for batch in (missing[start : start + size] for start in range(0, len(missing), size)):
+        answers = _greedy(path, batch, new_tokens, dtype)
+        _ANSWERS.update({(path, one, new_tokens, dtype): answer for one, answer in zip(batch, answers, strict=True)})
+    found = [_ANSWERS[path, one, new_tokens, dtype] for one in asked]
+    return [(list(tokens), list(logprobs)) for tokens, logprobs in found]
 
 
 def reference_logits(path: Path, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -180,20 +186,30 @@ def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTraine
     return model.eval()
 
 
-@lru_cache(maxsize=4096)
+_ANSWERS: dict[tuple[Path, tuple[int, ...], int, torch.dtype], tuple[list[int], list[float]]] = {}
+
+
+def _together(path: Path, dtype: torch.dtype) -> int:
+    """Return how many prompts transformers computes at once: one where frequencies depend on the longest of them."""
+    rope = str(getattr(reference_model(path, dtype).config, "rope_parameters", ""))
+    return 1 if "dynamic" in rope or "longrope" in rope else 16
+
+
 def _greedy(
-    path: Path, prompt: tuple[int, ...], new_tokens: int, dtype: torch.dtype
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    model, past = reference_model(path, dtype), None
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    inputs = torch.tensor([prompt])
+    path: Path, prompts: Sequence[tuple[int, ...]], new_tokens: int, dtype: torch.dtype
+) -> list[tuple[list[int], list[float]]]:
+    model, past, longest = reference_model(path, dtype), None, max(map(len, prompts))
+    inputs = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    steps = []
     with torch.inference_mode():
-        model(inputs[:, :1])  # undoes what dynamic rope scaling remembers of longer passes
+        model(inputs[:1, -1:])  # undoes what dynamic rope scaling remembers of longer passes
         for _ in range(new_tokens):
-            out = model(inputs, past_key_values=past, use_cache=True)
-            past, logits = out.past_key_values, out.logits[0, -1].float()
-            tokens.append(int(logits.argmax()))
-            logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
-            inputs = torch.tensor([tokens[-1:]])
-    return tuple(tokens), tuple(logprobs)
+            out = model(inputs, attention_mask=mask, position_ids=positions, past_key_values=past, use_cache=True)
+            past, logprobs = out.past_key_values, out.logits[:, -1].float().log_softmax(-1)
+            steps.append(logprobs.max(-1))
+            inputs, positions = steps[-1].indices[:, None], positions[:, -1:] + 1
+            mask = torch.cat((mask, torch.ones_like(inputs)), -1)
+    tokens = torch.stack([step.indices for step in steps], -1).tolist()
+    return list(zip(tokens, torch.stack([step.values for step in steps], -1).tolist(), strict=True))
