@@ -13,6 +13,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from support.conditional_schemas import conditional_schema
 from support.fuzzing import TEXTS, VALUES, changed, fuzzed, tokens, torn
 from support.schemas import random_schema, random_text
 from support.tiny_tokenizer import write_tokenizer
@@ -56,7 +57,7 @@ NONSENSE = st.recursive(
     lambda inner: st.dictionaries(st.sampled_from(KEYWORDS) | WORDS, inner, max_size=5) | st.lists(inner, max_size=4),
     max_leaves=16,
 )
-SCHEMAS = [random_schema(random.Random(seed)) for seed in range(40)]
+SCHEMAS = [make(random.Random(seed)) for make in (random_schema, conditional_schema) for seed in range(40)]
 REGEX = (
     *(
         "a",

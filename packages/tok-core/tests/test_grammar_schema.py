@@ -153,10 +153,6 @@ def test_the_texts_of_a_schema_are_these(tiny: Tiny, schema: Any, good: list[str
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"type": "object", "patternProperties": {"a": {}}}, "'patternProperties' (at $)"),
-    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "'uniqueItems' (at $[])"),
-    ({"type": "object", "properties": {"a": {"not": {}}}}, "'not' (at $.a)"),
-    ({"type": "integer", "if": {}}, "'if'"),
     ({"type": "string", "format": "iri"}, "format as one of"),
     ({"type": "string", "pattern": "a", "minLength": 3}, "one of pattern, format"),
     ({"type": "string", "pattern": "(?=a)"}, "regular expressions"),
@@ -186,12 +182,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"oneOf": [{"minimum": 5}, {"maxLength": 3}]}, "oneOf"),
     ({"oneOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"type": "null"}]}, "oneOf"),
     ({"oneOf": [{"enum": ["a", 1]}, {"minimum": 3}]}, "oneOf"),
-    ({"type": "array", "contains": {"type": "null"}}, "'contains' (at $)"),
-    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}, "'uniqueItems' (at $)"),
     ({"type": "object", "propertyNames": {"maxLength": 3}}, "'propertyNames' (at $)"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' (at $)"),
-    ({"then": {}, "else": {}}, "'then' (at $)"),
-    ({"allOf": [{"not": {"type": "null"}}, {"type": "null"}]}, "'not' (at $)"),
+    ({"allOf": [{"not": {"type": "null"}}, {"type": "null"}]}, "something is valid (nothing is at $)"),
     ({"allOf": [{"prefixItems": [{"type": "null"}]}, {"prefixItems": 3}]}, "prefixItems as a list"),
     ({"type": "array", "items": {"type": "null"}, "unevaluatedItems": {"type": "null"}}, "'unevaluatedItems'"),
 ]
@@ -257,7 +250,12 @@ def test_schemas_that_come_to_too_much_are_refused_before_they_take_long(tiny: T
     wide = {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(40)]}
     many = {"properties": {f"p{i}": {"const": i} for i in range(8000)}}
     long = {"type": "string", "pattern": "(abc){9000}{9000}"}
-    for schema, why in ((deep, "nested at most"), (wide, "two of 'anyOf'"), (many, "rules"), (long, "stands at")):
+    for schema, why in (
+        (deep, "nested at most"),
+        (wide, "at most 1000 alternatives"),
+        (many, "rules"),
+        (long, "stands at"),
+    ):
         with pytest.raises(InvalidField) as refused:
             tiny.compiler.compile(Grammar(kind="json_schema", value=json.dumps(schema)))
         assert why in refused.value.allowed

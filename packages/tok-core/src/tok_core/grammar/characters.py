@@ -17,6 +17,10 @@ class Unsupported(ValueError):
     """What was asked for is no grammar, or cannot be said by one; the message tells what is allowed, and where."""
 
 
+class Unsatisfiable(Unsupported):
+    """What nothing that a grammar writes satisfies."""
+
+
 def check_text(text: str) -> None:
     """Raises Unsupported for a text that no grammar can name."""
     if "\0" in text:

@@ -3,12 +3,13 @@
 Whole texts match, so `^` and `$` may stand at the ends only and mean nothing. Refused are what no grammar says
 (look-around, backreferences, word boundaries) and what dialects disagree on (flags, Unicode properties). `\\d`, `\\w`
 and `\\s` are of ASCII, and so is what `\\D`, `\\W` and `\\S` leave; lazy quantifiers match what greedy ones do.
+A search in a text puts any characters before an expression without `^` and after one without `$`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from tok_core.grammar.characters import Spans, Unsupported, complement, union
 from tok_core.grammar.regular import either, repeat, sequence
@@ -16,6 +17,7 @@ from tok_core.grammar.regular import either, repeat, sequence
 MOST_DEPTH = 64
 MOST_REPEATS = 10_000
 
+E = TypeVar("E")
 Emit = Callable[[Spans], str]
 """How one character of a set is written down, as an expression."""
 
@@ -26,48 +28,101 @@ _CLASSES: Final[dict[str, Spans]] = {
     "s": union([(0x09, 0x0D), (0x20, 0x20)]),
 }
 _NAMED: Final[dict[str, int]] = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
+_FOREIGN: Final = complement(_ASCII)  # characters that some dialects count among classes
+_EVERY: Final = complement(())
+_NEWLINE: Final[Spans] = ((10, 10),)  # that Python passes over before $
 _ANY: Final = complement(union([(10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029)]))  # that ends no line
 _HEX: Final[dict[str, int]] = {"x": 2, "u": 4}
 
 
 def regex(pattern: str, emit: Emit) -> str:
     """The expression that matches what `pattern` does. Errors: Unsupported, saying what and at which character."""
-    return _Parser(pattern, emit).whole()
+    return parsed(pattern, _Text(emit))
 
 
-class _Parser:
+def parsed(pattern: str, build: Builder[E], *, search: bool = False, wide: bool = False) -> E:
+    """What `build` makes of `pattern`. Errors: Unsupported.
+
+    search  of texts of which a part matches
+    wide    of texts, too, on which dialects disagree; without, of none of them
+    """
+    return _Parser(pattern, build, search, wide).whole()
+
+
+class Builder(Protocol[E]):
+    """Makes an expression out of its parts."""
+
+    def one(self, spans: Spans) -> E:
+        """One character of the set, which is not empty."""
+
+    def sequence(self, parts: list[E]) -> E:
+        """One after the other."""
+
+    def either(self, options: list[E]) -> E:
+        """One of them, of which there is at least one."""
+
+    def repeat(self, one: E, least: int, most: int | None) -> E:
+        """So many times; `most` None: without end."""
+
+
+class _Text:
+    """Builds expressions of `tok_core.grammar.regular`."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.one = emit
+
+    def sequence(self, parts: list[str]) -> str:
+        return sequence(*parts)
+
+    def either(self, options: list[str]) -> str:
+        return either(options)
+
+    def repeat(self, one: str, least: int, most: int | None) -> str:
+        return repeat(one, least, most)
+
+
+class _Parser(Generic[E]):
     """Recursive descent over `pattern`; expressions are made on the way."""
 
-    def __init__(self, pattern: str, emit: Emit) -> None:
+    def __init__(self, pattern: str, build: Builder[E], search: bool, wide: bool) -> None:
         self._pattern = pattern
-        self._emit = emit
+        self._build = build
+        self._search = search
+        self._wide = wide
         self._at = 0
         self._depth = 0
 
-    def whole(self) -> str:
+    def whole(self) -> E:
         found = self._choice()
         if self._at < len(self._pattern):
             raise self._refused("an unopened group ends")
         return found
 
-    def _choice(self) -> str:
+    def _choice(self) -> E:
         options = [self._sequence()]
         while self._take("|"):
             options.append(self._sequence())
-        return either(options)
+        return self._build.either(options)
 
-    def _sequence(self) -> str:
+    def _sequence(self) -> E:
         parts = []
-        if self._depth == 0:
-            self._take("^")
+        search = self._search and self._depth == 0
+        if not (self._depth == 0 and self._take("^")) and search:
+            parts.append(self._build.repeat(self._build.one(_EVERY), 0, None))
+        bounded = False
         while self._at < len(self._pattern) and self._next() not in "|)":
             if self._next() == "$" and self._depth == 0 and self._pattern[self._at + 1 : self._at + 2] in ("", "|"):
                 self._at += 1
+                bounded = True
                 break
             parts.append(self._quantified(self._atom()))
-        return sequence(*parts)
+        if search and not bounded:
+            parts.append(self._build.repeat(self._build.one(_EVERY), 0, None))
+        elif bounded and self._wide:
+            parts.append(self._build.repeat(self._build.one(_NEWLINE), 0, 1))
+        return self._build.sequence(parts)
 
-    def _quantified(self, atom: str) -> str:
+    def _quantified(self, atom: E) -> E:
         start = self._at
         bounds = self._quantifier()
         if bounds is None:
@@ -78,7 +133,7 @@ class _Parser:
         self._take("?")
         if self._at < len(self._pattern) and self._next() in "*+?":
             raise self._refused("a quantifier of a quantifier stands")
-        return repeat(atom, least, most)
+        return self._build.repeat(atom, least, most)
 
     def _quantifier(self) -> tuple[int, int | None] | None:
         for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
@@ -95,7 +150,7 @@ class _Parser:
         self._at = end + 1
         return int(low), int(high) if high else None if comma else int(low)
 
-    def _atom(self) -> str:
+    def _atom(self) -> E:
         sign = self._next()
         if sign == "(":
             return self._group()
@@ -104,11 +159,13 @@ class _Parser:
         if sign in "*+?{}^$":
             raise self._refused(f"{sign!r}, which is allowed there only as \\{sign}, stands")
         self._at += 1
+        if sign == "\\" and self._wide and self._pattern[self._at : self._at + 1].lower() in _CLASSES:
+            return self._one(union([*self._escape(), *_FOREIGN]))
         if sign == ".":
-            return self._one(_ANY)
+            return self._one(complement(_NEWLINE) if self._wide else _ANY)
         return self._one(self._escape() if sign == "\\" else union([(ord(sign), ord(sign))]))
 
-    def _group(self) -> str:
+    def _group(self) -> E:
         start = self._at
         self._at += 1
         if self._take("?") and not self._take(":"):
@@ -146,7 +203,9 @@ class _Parser:
                     raise self._refused("a set with a range that is none begins", start)
                 first = ((_code(first), _code(last)),)
             spans += first
-        return complement(union(spans), _ASCII if classes else complement(())) if negated else union(spans)
+        if classes and self._wide:
+            return complement(union(spans)) if negated else union([*spans, *_FOREIGN])
+        return complement(union(spans), _ASCII if classes else _EVERY) if negated else union(spans)
 
     def _ranges(self) -> bool:
         """Whether a hyphen follows that is not the set's last member."""
@@ -183,11 +242,11 @@ class _Parser:
             raise self._refused(f"the escape \\{letter} stands", self._at - 2)
         return ((ord(letter),) * 2,)
 
-    def _one(self, spans: Spans) -> str:
+    def _one(self, spans: Spans) -> E:
         found = union(spans)
         if not found:
             raise self._refused("a set without a character that a text may have ends")
-        return self._emit(found)
+        return self._build.one(found)
 
     def _next(self) -> str:
         return self._pattern[self._at]

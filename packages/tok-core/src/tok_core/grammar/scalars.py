@@ -39,15 +39,15 @@ def _number(kind: str, schema: Schema, rules: Rules) -> str:
     multiple = decimal(schema.get("multipleOf", 1))
     if multiple is None or multiple <= 0 or multiple != int(multiple):
         raise Unsupported("multipleOf a whole number")
-    low, above = _nearest(_limit(schema, "minimum"), _limit(schema, "exclusiveMinimum"), 1)
-    high, below = _nearest(_limit(schema, "maximum"), _limit(schema, "exclusiveMaximum"), -1)
+    low, above = _nearest(limit(schema, "minimum"), limit(schema, "exclusiveMinimum"), 1)
+    high, below = _nearest(limit(schema, "maximum"), limit(schema, "exclusiveMaximum"), -1)
     bounds = Bounds(low, high, above, below)
     if kind == "integer" or "multipleOf" in schema:
         return rules.regular(integer(bounds, int(multiple)))
     return rules.regular(number(bounds))
 
 
-def _limit(schema: Schema, name: str) -> Decimal | None:
+def limit(schema: Schema, name: str) -> Decimal | None:
     value: Json = schema.get(name)
     found = decimal(value)
     if found is None and name in schema:
