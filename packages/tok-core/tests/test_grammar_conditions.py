@@ -123,6 +123,17 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
         ["3", "5", "null"],
         ["2", "6"],
     ),
+    (
+        {
+            "type": ["integer", "string"],
+            "minimum": 1,
+            "maximum": 4,
+            "maxLength": 1,
+            "not": {"maximum": 2, "maxLength": 2},
+        },
+        ["3", "4"],
+        ["2", '"a"'],
+    ),
     ({"type": "null", "if": {"type": "null"}}, ["null"], ["1"]),
     ({"type": "null", "then": False, "else": False}, ["null"], ["1"]),
     (

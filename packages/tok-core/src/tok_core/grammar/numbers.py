@@ -11,7 +11,7 @@ import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Final, NamedTuple
 
-from tok_core.grammar.characters import Unsupported
+from tok_core.grammar.characters import Unsatisfiable, Unsupported
 from tok_core.grammar.regular import NOTHING, either, literal, maybe, repeat, sequence
 
 INTEGER_DIGITS: Final = 18
@@ -138,5 +138,5 @@ def _digits(size: int, fraction: int) -> str:
 
 def _some(options: list[str]) -> str:
     if not options:
-        raise Unsupported("bounds that some number lies within")
+        raise Unsatisfiable("bounds that some number lies within")
     return either(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from tok_core.grammar.characters import LAST, Spans, Unsupported, common, complement, one_of
+from tok_core.grammar.characters import LAST, Spans, Unsatisfiable, Unsupported, common, complement, one_of
 from tok_core.grammar.regex import regex
 from tok_core.grammar.regular import characters, either, literal, repeat, sequence
 from tok_core.grammar.rules import Rules
@@ -54,7 +54,7 @@ def string(least: int, most: int | None, rules: Rules) -> str:
     if max(least, most or 0) > MOST_LENGTH:
         raise Unsupported(f"lengths of at most {MOST_LENGTH}")
     if most is not None and most < least:
-        raise Unsupported("minLength of at most maxLength")
+        raise Unsatisfiable("minLength of at most maxLength")
     if most is None and least == 0:
         return rules.regular(sequence(QUOTE, repeat(_ANY, 0, None), QUOTE))
     plain = characters(_PLAIN)
