@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "missing",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"items": {}}}}}},
         "response_format.json_schema.schema",
         "'not'",
     ),

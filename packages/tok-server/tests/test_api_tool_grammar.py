@@ -148,7 +148,7 @@ def test_rules_are_the_whole_answer() -> None:
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_naming_the_tool() -> None:
-    tools = [function("time"), function("odd", parameters={"type": "object", "not": {"required": ["a"]}})]
+    tools = [function("time"), function("odd", parameters={"type": "object", "propertyNames": {"maxLength": 3}})]
     with pytest.raises(ApiError) as refused:
         answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
     assert refused.value.param == "tools[1].function.parameters"

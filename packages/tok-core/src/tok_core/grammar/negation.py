@@ -27,7 +27,7 @@ def negated(schema: Schema, path: str) -> list[Json]:
     found: list[Json] = []
     for name in schema:
         if name not in _OPPOSITES:
-            raise Unsupported(f"not and if about schemas without {name!r} (at {path})")
+            raise Unsupported(f"'not' and 'if' about schemas without {name!r} (at {path})")
         if name != "const" or "enum" not in schema:  # listed once
             found += _OPPOSITES[name](schema, name, path)
     return found
