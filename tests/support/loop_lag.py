@@ -33,18 +33,27 @@ class LoopLag:
 
 
 @contextmanager
-def watched(loop: asyncio.AbstractEventLoop) -> Iterator[LoopLag]:
-    """Watch `loop` meanwhile, with garbage and threads treated as in a server (`tok_server.pauses`)."""
-    lag, thresholds, interval = LoopLag(), gc.get_threshold(), sys.getswitchinterval()
+def server_pauses() -> Iterator[None]:
+    """Treat garbage and threads as in a server (`tok_server.pauses`) meanwhile."""
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
     sys.setswitchinterval(SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@contextmanager
+def watched(loop: asyncio.AbstractEventLoop) -> Iterator[LoopLag]:
+    """Watch `loop` meanwhile."""
+    lag = LoopLag()
     looking = asyncio.run_coroutine_threadsafe(lag.look(), loop)
     try:
         yield lag
     finally:
         looking.cancel()
-        sys.setswitchinterval(interval)
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

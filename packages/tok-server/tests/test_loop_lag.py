@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.fuzzing import FACTOR
-from support.loop_lag import watched
+from support.loop_lag import server_pauses, watched
 from support.serving import NAME, Server, serving
 from tok_server.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES
 from tok_server.limits import Limits
@@ -98,7 +98,7 @@ def bodies() -> Iterator[tuple[str, bytes]]:
 @pytest.fixture(scope="module")
 def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = str(tmp_path_factory.mktemp("data"))
-    with serving(tiny_model, max_body=BYTES, body_timeout=600.0, data_dir=data) as running:
+    with serving(tiny_model, max_body=BYTES, body_timeout=600.0, data_dir=data) as running, server_pauses():
         yield running
 
 

@@ -167,7 +167,7 @@ def meet(request: pytest.FixtureRequest) -> Meet:
     return chosen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16] if INTERPRETING else [torch.float32, torch.bfloat16, torch.float16])
 def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, meet: Meet, device: torch.device) -> None:
     source, ranks = torch.Generator().manual_seed(1), 3
     everyone = exchanges(ranks, device)
@@ -208,7 +208,7 @@ class _Shards:
         raise AssertionError("few rows are told from within a kernel")
 
 
-@pytest.mark.parametrize("cuts", [[1000, 1700, 2100], [1024], [40]])
+@pytest.mark.parametrize("cuts", [[1000, 2100], [40]] if INTERPRETING else [[1000, 1700, 2100], [1024], [40]])
 def test_ranks_draw_as_from_the_whole(cuts: list[int], meet: Meet, device: torch.device) -> None:
     rows, bounds = 5, [0, *cuts, 2500]
     logits = torch.randn((rows, 2500), generator=torch.Generator().manual_seed(len(cuts))).to(device) * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -76,13 +77,13 @@ MIXED = Shape(
 )
 
 
-@settings(max_examples=6 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes)
 def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.device) -> None:
     check(build(shape, device))
 
 
-@settings(max_examples=3 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, programs=st.integers(1, 4 if INTERPRETING else 20), keys=st.integers(1, 40))
 def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
     shape: Shape, programs: int, keys: int, device: torch.device
@@ -92,7 +93,7 @@ def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
         check(build(shape, device))
 
 
-@settings(max_examples=6 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, window=st.integers(1, 100), programs=st.integers(1, 4), keys=st.integers(1, 40))
 def test_a_window_hides_what_lies_before_it_from_each_query(
     shape: Shape, window: int, programs: int, keys: int, device: torch.device
@@ -105,8 +106,11 @@ def test_a_window_hides_what_lies_before_it_from_each_query(
 
 
 # Below a page, a block of keys and a tile of queries, about as long as a group's prefix, and beyond everything.
-@pytest.mark.parametrize("window", [1, 16, 40, 10_000])
-@pytest.mark.parametrize("split", [False, True])
+SIZES, SPLIT = (1, 16, 40, 10_000), (True, False)
+WINDOWS = list(zip(SIZES, cycle(SPLIT), strict=False) if INTERPRETING else product(SIZES, SPLIT))
+
+
+@pytest.mark.parametrize(("window", "split"), WINDOWS)
 def test_windows_of_every_size_in_groups_decode_rows_and_prompts(
     window: int, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
