@@ -15,7 +15,7 @@ from tok_core.text.tokenizer import Tokenizer
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 from tok_server.passatk.answers import AnswerPattern
 
-PROBLEMS = 40
+PROBLEMS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=200, logprobs=0)
 
 
