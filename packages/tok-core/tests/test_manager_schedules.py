@@ -106,7 +106,7 @@ def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_comput
         assert tokens[rid, 0] == expected([*prompt, 9], 0, further)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(scenarios())
 def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)

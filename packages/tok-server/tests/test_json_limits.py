@@ -34,7 +34,7 @@ def counted(value: Any) -> tuple[int, int, int]:
     return sums[0] + 1, sums[1] + commas, 1 + max((one[2] for one in inner), default=0)
 
 
-@fuzzed(200)
+@fuzzed(80)
 @given(
     value=st.recursive(VALUES | MARKED, lambda inner: st.lists(inner) | st.dictionaries(MARKED | TEXTS, inner)),
     ascii=st.booleans(),
