@@ -18,14 +18,15 @@ settings.register_profile(
 settings.register_profile("explore", settings.get_profile("repeat"), derandomize=False)
 settings.load_profile("repeat")
 
-# A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--random-files`."""
     parser.addoption("--random-files", type=int, metavar="SEED", help="run test files in the order that SEED gives")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt: a shell's background jobs ignore it, and libraries leave other handlers."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
