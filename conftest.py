@@ -18,6 +18,7 @@ settings.register_profile(
 settings.register_profile("explore", settings.get_profile("repeat"), derandomize=False)
 settings.load_profile("repeat")
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--random-files`."""
     parser.addoption("--random-files", type=int, metavar="SEED", help="run test files in the order that SEED gives")
