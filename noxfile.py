@@ -6,6 +6,7 @@ need the same packages again, several gigabytes a copy, and could test other ver
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ TEST_ENVIRONMENT = {
 
 # Whole servers first and small files last, so that no core is left alone with the longest of them at the end.
 SUITE = ("tests", *(f"packages/{package}" for package in ("tok-core", "tok-kernels", "tok-server", "tok-client")))
-PYTEST = ("-m", "pytest", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+WORKERS = min(4, (os.cpu_count() or 1) + 1)  # one more than there are cores: tests of servers often wait
+PYTEST = ("-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 SLOWEST = ("--durations", "10")  # said at the end: which ten tests cost most
 
 nox.options.default_venv_backend = "none"
