@@ -17,8 +17,8 @@ from support.fuzzing import FACTOR
 from support.leaving_clients import Served, served
 from support.patience import PATIENCE
 
-REQUESTS, CONCURRENCY = 500 * FACTOR, 256
-LEAVING, LEAVING_CONCURRENCY = 400 * FACTOR, 200
+REQUESTS, CONCURRENCY = 300 * FACTOR, 256
+LEAVING, LEAVING_CONCURRENCY = 250 * FACTOR, 200
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,7 @@ INFO = engine_info(
 )
 
 
-@pytest.mark.parametrize(
-    ("lengths", "samples", "settled"), [(geometric, 3500, 0.97), (log_normal, 3500, 0.97), (bimodal, 6000, 0.95)]
-)
+@pytest.mark.parametrize(("lengths", "samples", "settled"), [(geometric, 3500, 0.97), (log_normal, 3500, 0.97)])
 def test_memory_is_nearly_full_and_little_is_computed_twice(lengths: Lengths, samples: int, settled: float) -> None:
     filled = fill(INFO, lengths(np.random.default_rng(1), samples).reshape(-1, 1), prompt=100, max_tokens=1024)
     assert filled.pages_settled >= settled
@@ -40,15 +38,11 @@ def test_many_samples_that_start_before_anything_is_known_do_not_overrun_memory(
     assert filled.recomputed <= 0.01
 
 
-@pytest.mark.parametrize(
-    ("lengths", "samples", "settled", "pages"),
-    [(geometric, 1500, 0.96, 0.94), (log_normal, 1500, 0.95, 0.93), (bimodal, 2000, 0.93, 0.915)],
-)
-def test_a_small_memory_is_nearly_full_too(lengths: Lengths, samples: int, settled: float, pages: float) -> None:
+def test_a_small_memory_is_nearly_full_too() -> None:
     info = msgspec.structs.replace(INFO, num_pages=1024)
-    filled = fill(info, lengths(np.random.default_rng(1), samples).reshape(-1, 1), prompt=100, max_tokens=1024)
-    assert filled.pages_settled >= settled
-    assert filled.pages >= pages
+    filled = fill(info, bimodal(np.random.default_rng(1), 2000).reshape(-1, 1), prompt=100, max_tokens=1024)
+    assert filled.pages_settled >= 0.93
+    assert filled.pages >= 0.915
     assert filled.recomputed <= 0.02
 
 

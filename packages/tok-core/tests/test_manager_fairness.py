@@ -257,7 +257,7 @@ def mixtures(draw: st.DrawFn) -> Mixed:
     return Mixed(info, requests, draw(st.integers(1, 3 * pp)), pp, draw(st.sampled_from([0.0, 0.01, 0.1, 0.3])))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(mixtures())
 def test_whoever_waits_for_whom_tokens_are_right_and_nobody_waits_for_ever(mixed: Mixed) -> None:
     manager, ports = make_manager(mixed.info, mixed.run_ahead, pp=mixed.pp, clock=Clock(mixed.tick))

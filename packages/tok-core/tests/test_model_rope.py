@@ -168,7 +168,7 @@ def rope_settings(draw: st.DrawFn) -> dict[str, object] | None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@fuzzed(300)
+@fuzzed(100)
 @given(
     scaling=rope_settings(),
     parameters=rope_settings(),

@@ -100,7 +100,7 @@ async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
         streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(16)]
         await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
         os.kill(actors[0].whereabouts["worker"].pid, signal.SIGKILL)
-        await until(lambda: engine.stats()["replicas_ready"] == 1, 5)
+        await until(lambda: engine.stats()["replicas_ready"] == 1)
         results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
         failed = [result for result in results if isinstance(result, EngineDead)]
         assert 0 < len(failed) < len(streams)
