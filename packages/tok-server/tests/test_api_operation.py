@@ -47,9 +47,8 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -
         wait_until(lambda: server.engine.stats()["output_tokens"] > before["output_tokens"])
     wait_until(lambda: server.engine.stats()["requests_running"] == 0)
     wait_until(lambda: server.context.open_requests == 0)
-    after = server.engine.stats()
-    assert after["output_tokens"] - before["output_tokens"] < 16 * 1000
-    assert after["pages_used"] == 0
+    wait_until(lambda: server.engine.stats()["pages_used"] == 0)  # steps under way hold them for a while
+    assert server.engine.stats()["output_tokens"] - before["output_tokens"] < 16 * 1000
 
 
 def test_a_request_without_the_key_is_refused_and_health_is_not(locked: Server) -> None:

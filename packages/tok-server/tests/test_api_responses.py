@@ -17,6 +17,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 from openai.types.responses import response_create_params as theirs
 from pydantic import BaseModel
 
+from support.near import near
 from support.patience import PATIENCE
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Answer, Server, serving
@@ -88,7 +89,8 @@ def whole(server: Server, **fields: Any) -> Response:
     found = msgspec.json.decode(answer.body, type=Response)
     events = streamed(server, **fields)
     check_events(events)
-    assert plain(events[-1].response) == plain(found)  # type: ignore[union-attr]
+    # Log-probabilities differ in their last bits with what else is computed in a step.
+    assert near(plain(events[-1].response), plain(found))  # type: ignore[union-attr]
     return found
 
 
@@ -154,7 +156,7 @@ def text_of(item: OutputItem) -> str:
     return item.arguments if isinstance(item, FunctionCallItem) else "".join(part.text for part in item.content)
 
 
-def plain(response: Response) -> Response:
+def plain(response: Response) -> object:
     """Without what differs each time. The prompt is in the cache the second time."""
     assert response.usage is not None
     usage = msgspec.structs.replace(response.usage, input_tokens_details=None)
@@ -162,7 +164,7 @@ def plain(response: Response) -> Response:
     output = [
         msgspec.structs.replace(item, call_id="") if isinstance(item, FunctionCallItem) else item for item in output
     ]
-    return msgspec.structs.replace(response, id="", created_at=0, usage=usage, output=output)
+    return msgspec.to_builtins(msgspec.structs.replace(response, id="", created_at=0, usage=usage, output=output))
 
 
 def test_text_is_answered_by_a_message(server: Server) -> None:

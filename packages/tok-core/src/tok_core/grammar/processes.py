@@ -121,10 +121,14 @@ class WorkerProcess:
             self._processes.watch(self, writing=self.blocked)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> bool:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(0.05)
-    return process.returncode is not None
+def _is_open(orders: socket.socket) -> bool:
+    """Return whether the process at the other end lives: it sends nothing, and its end closes before its workers'."""
+    try:
+        return bool(orders.recv(1, socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 class WorkerProcesses:
@@ -189,15 +193,13 @@ class WorkerProcesses:
         with self._lock:
             if self._closed:
                 raise EngineError("grammars cannot be checked any more: the engine was closed")
-            # A worker ends with it, and may be seen to end before it.
-            died = self._process is None or _ended(self._process)
-        if died:
+        if self.lost_all():
             raise EngineError("grammars cannot be checked: the process that checks them has died")
 
     def lost_all(self) -> bool:
         """Whether the process that forks them has died, and they with it."""
         with self._lock:
-            return self._process is None or self._process.poll() is not None
+            return self._orders is None or not _is_open(self._orders)
 
     def close(self) -> None:
         """Ends all of them."""
