@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def near(found: object, wanted: object, within: float = 1e-5) -> bool:
+def near(found: object, wanted: object, within: float = 1e-3) -> bool:
     """Whether both are the same JSON but for floats that are at most `within` apart."""
     match found, wanted:
         case dict(), dict():
