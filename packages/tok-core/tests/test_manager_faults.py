@@ -36,7 +36,7 @@ GRAMMAR = Grammar(kind="regex", value="[a-h]{3,30}(abcdef|01)")
 
 
 class Fault(Exception):
-    """What a test makes go wrong."""
+    """The error that a test injects."""
 
 
 def slot_of_guilty(table: Any, slot: int) -> bool:

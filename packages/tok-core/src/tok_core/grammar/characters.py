@@ -18,7 +18,7 @@ class Unsupported(ValueError):
 
 
 class Unsatisfiable(Unsupported):
-    """What nothing that a grammar writes satisfies."""
+    """A schema under which a grammar can write nothing."""
 
 
 def check_text(text: str) -> None:

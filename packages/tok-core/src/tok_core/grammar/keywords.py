@@ -262,7 +262,7 @@ def _patterns(one: Schema, other: Schema, path: str) -> dict[str, Json]:
 
 
 def _prefix_items(one: Schema, other: Schema, path: str) -> list[Json]:
-    """Those of both, place by place; where only one of them has a place, it has to be what the other says of items."""
+    """Join the prefix items of both by place; where only one has a place, the `items` of the other hold there, too."""
     mine, theirs = one.get("prefixItems", []), other.get("prefixItems", [])
     if not isinstance(mine, list) or not isinstance(theirs, list):
         raise Unsupported("prefixItems as a list of schemas")

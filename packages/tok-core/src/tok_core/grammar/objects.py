@@ -75,7 +75,7 @@ def _pair(name: str, schema: Json, path: str, value: Value) -> str | None:
 
 
 def _properties(found: list[_Property], further: str, rules: Rules) -> str:
-    """What stands between the braces, made from the end: what may follow a property, and what may come first."""
+    """Build the text between the braces from its end: what may follow each property, and what may come first."""
     follows = rules.repeat(sequence([COMMA, further]), 0, None) if further != NOTHING else NOTHING
     first = NOTHING if further == NOTHING else rules.maybe(sequence([further, follows]))
     for pair, required in reversed(found):

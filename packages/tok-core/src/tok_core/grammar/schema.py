@@ -264,7 +264,7 @@ class SchemaRules:
         return [literal(dumps(value)) for value in self._left(values, schema, path)]
 
     def _left(self, values: list[Json], schema: Schema, path: str) -> list[Json]:
-        """Those of listed values that the other keywords leave."""
+        """Return the listed values that the other keywords allow."""
         allowed = kinds(schema, path) if "type" in schema else None
         excluded = excluded_values(schema, path)
         self._rules.work(len(values) * _size(excluded))
@@ -365,7 +365,7 @@ def _settled(schema: Schema) -> bool:
 def _narrowed(schema: Schema, path: str) -> dict[str, Json]:
     """The option with the types of what is written under it."""
     if "type" in schema or listed_values(schema, path) is not None:
-        return schema  # type: ignore[return-value]
+        return dict(schema)
     return {**schema, "type": list[Json](sorted(kinds(schema, path)))}
 
 

@@ -216,7 +216,7 @@ class Admission:
         return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
-        """What is known of its samples, and the shared pages of each."""
+        """Return the known columns of its samples, and the shared pages of each."""
         try:
             return *_known(pending), self._shared(pending)
         except Exception as error:
