@@ -7,17 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from support.engines import random_prompts
+from support.engines import manager_of, random_prompts
 from support.patience import PATIENCE, until, wait_until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams, TokError
 from tok_core.processes.replica import ProcessReplica
+from tok_core.worker.runner import Runner
 
 ABSURD = (1 << 40, 1 << 50, (1 << 63) - 1)
 
@@ -150,3 +153,20 @@ async def test_an_engine_closed_while_it_starts_ends_the_start(path: Path) -> No
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await starting
+
+
+def test_weights_are_freed_before_an_engine_says_that_it_is_closed(path: Path) -> None:
+    """An interpreter that exits waits no longer; a thread that then still frees tensors aborts the process."""
+    engine, freed = Engine(config(path), in_process=True), list[bool]()
+    runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
+    tensors = [weakref.ref(tensor) for tensor in (next(runner.model.parameters()), runner.state.columns.length)]
+    del runner
+
+    class Closed(threading.Event):
+        def set(self) -> None:
+            freed.extend(tensor() is None for tensor in tensors)
+            super().set()
+
+    engine._core._closed = Closed()
+    engine.close()
+    assert freed == [True, True]

@@ -86,21 +86,24 @@ class ThreadReplica:
             self._thread.join()
 
     def _run(self) -> None:
+        failed, reason, by_request = None, "", False
         try:
             self._serve()
-            return
         except Closed:
-            return
+            pass
         except BaseException as error:  # else nobody would hear of the thread's end
-            error_raised = error
             failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
-            if not isinstance(error, TokError):
+            known = isinstance(error, TokError)
+            if not known:
                 log.exception("the replica failed")
-        # The worker's errors may be the device's fault; the manager does nothing but what requests ask for.
-        by_request = self._ports is not None and not self._ports.computing and not isinstance(error_raised, TokError)
-        self._ports = self.manager = None  # lets go of weights and cache before another replica measures memory
-        self._report(failed)
-        self._death(self, reason, by_request=by_request)
+            # The worker's errors may be the device's fault; the manager does nothing but what requests ask for.
+            by_request = self._ports is not None and not self._ports.computing and not known
+        # Free weights and cache before another replica measures memory, and before `close` returns: the thread that
+        # closes a dropped engine must not still be freeing tensors when the interpreter exits.
+        self._ports = self.manager = None
+        if failed is not None:
+            self._report(failed)
+            self._death(self, reason, by_request=by_request)
 
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
