@@ -18,6 +18,7 @@ from support.leaving_clients import Served, served
 from support.patience import PATIENCE
 
 REQUESTS, CONCURRENCY = 300 * FACTOR, 256
+KILLED = 80  # requests that are open when a process is killed
 LEAVING, LEAVING_CONCURRENCY = 250 * FACTOR, 200
 
 
@@ -132,10 +133,10 @@ async def test_killed_under_load_every_request_ends_at_once_and_service_returns(
     for role in ("worker", "manager"):
         tasks = [
             asyncio.create_task(complete(http, server.url, {**body, "seed": i, "stream": i % 2 == 0}))
-            for i in range(CONCURRENCY)
+            for i in range(KILLED)
         ]
         async with asyncio.timeout(PATIENCE):
-            while (await metrics(http, server.url))["tok_requests_running"] < 64:
+            while (await metrics(http, server.url))["tok_requests_running"] < KILLED / 2:
                 await asyncio.sleep(0.05)
         server.child(role).kill()
         async with asyncio.timeout(PATIENCE):  # far less than --step-timeout, with which a dead worker is noticed too

@@ -122,7 +122,7 @@ def serving(
     sizes: dict[str, Any] = {"kv_cache_tokens": 16_384, "max_running": 64} | (engine_options or {})
     config = EngineConfig(model=str(model), device="cpu", **sizes)
     keys = () if api_key is None else (api_key,)
-    settings = Settings(**{"model_name": name, "api_keys": keys, "max_body": max_body, "body_timeout": 2.0, **options})
+    settings = Settings(**{"model_name": name, "api_keys": keys, "max_body": max_body, **options})
     tls = None if settings.tls_cert is None else server_context(settings.tls_cert, settings.tls_key)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

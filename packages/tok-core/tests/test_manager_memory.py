@@ -11,7 +11,7 @@ import pytest
 from support.many_requests import ManyRequests
 from support.schedules import assert_all_given_back, check
 
-FIRST, MORE = 3000, 6000  # fewer, and what dictionaries grow by counts as a leak
+FIRST, MORE = 2000, 4000  # fewer, and what dictionaries grow by counts as a leak
 LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
 
 

@@ -18,8 +18,8 @@ LENGTHS = (1, 3, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = random_prompts(LENGTHS)
 NEW = 20
 # On a CPU each process loads torch anew, and each of two replicas of two ranks is what {"tp": 2} would be alone.
-ON_CPUS = ({"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
-COMBINATIONS = ({"dp": 2}, {"tp": 2}, *ON_CPUS)
+ON_CPUS = ({"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
+COMBINATIONS = ({"dp": 2}, {"tp": 2}, {"pp": 2}, *ON_CPUS)
 ON_FOUR = ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"pp": 3}, {"dp": 2, "pp": 2})
 ON_GPUS = tuple({**shared, "cuda_graphs": graphs} for shared in (*COMBINATIONS, *ON_FOUR) for graphs in (True, False))
 

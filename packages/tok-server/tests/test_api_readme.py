@@ -31,7 +31,8 @@ def test_the_client_example_prints_four_answers(server: Server, capsys: pytest.C
     exec(compile(code, str(README), "exec"), names)
     names["client"].close()  # type: ignore[attr-defined]
     printed = capsys.readouterr().out
-    assert [line[0] for line in printed.splitlines() if re.match(r"[0-3] ", line)] == list("0123")
+    found = [line[0] for line in printed.splitlines() if re.match(r"[0-3] ", line)]
+    assert sorted(set(found)) == list("0123")  # an answer may hold a line that begins so, too
 
 
 def test_the_embedding_example_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
