@@ -17,7 +17,7 @@ from tok_core.processes.replica import ThreadReplica
 
 def manager_of(core: object, replica_number: int = 0) -> Manager:
     """The manager of a replica of an engine that runs in this process."""
-    replica = core._core._fleet.lives[replica_number].replica  # type: ignore[attr-defined]
+    replica = core._core._replica_set.records[replica_number].replica  # type: ignore[attr-defined]
     assert isinstance(replica, ThreadReplica)
     assert replica.manager is not None
     return replica.manager
@@ -25,7 +25,7 @@ def manager_of(core: object, replica_number: int = 0) -> Manager:
 
 def assert_all_given_back(manager: Manager) -> None:
     """No slot, page, lock or request is held once everything has ended; waits for the last steps to come back."""
-    table, returns = manager.table, manager.returns
+    table, returns = manager.table, manager.output_processor
     wait_until(lambda: not manager.requests and not returns.in_flight and table.free_slots == table.slots)
     assert manager.paging.used == 0
     assert manager.paging.allocator.free + manager.paging.tree.pages == manager.paging.num_pages

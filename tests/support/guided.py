@@ -115,13 +115,13 @@ def guided_manager(
     """A manager whose simulated worker follows masks."""
     manager, ports = make_manager(info, run_ahead, pp=pp)
     ports.worker = GuidedWorker(info)
-    manager.guides._workers = workers or LocalWorkers(lambda: compiler)
+    manager.grammars._workers = workers or LocalWorkers(lambda: compiler)
     return manager, ports
 
 
 def prepare(manager: Manager, grammars: Sequence[Grammar]) -> None:
     """Waits until all are compiled."""
-    guides = manager.guides
+    guides = manager.grammars
     for rid, grammar in enumerate(grammars):
         request = Request(-1 - rid, np.array([1], np.int32), SamplingParams(grammar=grammar), 0, 64)
 

@@ -57,7 +57,7 @@ class ManyRequests:
     def end(self) -> None:
         """Until nothing is open, and nothing cached: what is left is kept of those that are gone."""
         manager = self.simulation.manager
-        while manager.requests or manager.returns.in_flight:
+        while manager.requests or manager.output_processor.in_flight:
             self.simulation.turn()
         assert manager.paging.room_for(manager.paging.num_pages)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from support.sequences import Sequences
 from tok_core.model import CausalLM, build, load, read_config
-from tok_core.parallel.peers import Peers
-from tok_core.parallel.place import Place
+from tok_core.parallel.process_groups import ProcessGroups
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.parallel.tensor import TensorParallel
-from tok_core.worker.draw import CHUNK, draw, extras
-from tok_core.worker.products import load_products
+from tok_core.worker.dummy_steps import dummy_step
+from tok_core.worker.gemm_warmup import warm_up_gemms
+from tok_core.worker.sampling import CHUNK, sample_tokens, sampling_arrays
 from tok_core.worker.state import WorkerState
-from tok_core.worker.trial import trial_step
 from tok_kernels import choose
 
 Draws = list[NDArray[np.float64]]  # of a step: tokens, their log-probabilities, the likeliest, theirs
@@ -36,7 +36,10 @@ def tokens_of(count: int, seed: int = 1) -> list[int]:
 
 
 def model_of(
-    path: Path, place: Place = Place(), tensor: TensorParallel | None = None, dtype: torch.dtype = torch.float32
+    path: Path,
+    place: RankCoordinates = RankCoordinates(),
+    tensor: TensorParallel | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
     """The share of the model in the directory of one worker."""
     model = build(read_config(path), choose(CPU), CPU, dtype, place, tensor)
@@ -93,16 +96,16 @@ def draws_of(model: CausalLM) -> list[Draws]:
     state.repetition.uniform_(1, 2, generator=source)
     state.bias_token = torch.arange(ROWS).unsqueeze(1) % 512
     state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
-    plain = trial_step(decode=ROWS)
+    plain = dummy_step(decode=ROWS)
     masked = np.arange(3, ROWS, 2, dtype=np.int32)
     masks = np.random.default_rng(5).integers(-(2**31), 2**31, (9, -(-model.config.vocab_size // 32)), np.int32)
     which = masked % len(masks)
     steps = [
         plain,
-        trial_step(decode=ROWS, greedy=True),
-        trial_step(decode=ROWS, filtered=CHUNK + 9),
-        trial_step(decode=ROWS, penalised=5),
-        trial_step(decode=ROWS, top_logprobs=3),
+        dummy_step(decode=ROWS, greedy=True),
+        dummy_step(decode=ROWS, filtered=CHUNK + 9),
+        dummy_step(decode=ROWS, penalised=5),
+        dummy_step(decode=ROWS, top_logprobs=3),
         structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
         structs.replace(plain, mask_row=masked, mask_of=which, mask=masks),
         structs.replace(
@@ -112,9 +115,9 @@ def draws_of(model: CausalLM) -> list[Draws]:
     hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)
     found = []
     for step in steps:
-        put = {name: torch.from_numpy(array) for name, array in extras(step).items()}
+        put = {name: torch.from_numpy(array) for name, array in sampling_arrays(step).items()}
         with torch.inference_mode():
-            sampled = draw(choose(CPU), state, step, put, model.logits(hidden), model.shards)
+            sampled = sample_tokens(choose(CPU), state, step, put, model.logits(hidden), model.shards)
         found.append(
             [x.double().numpy() for x in (sampled.token, sampled.logprob, sampled.top_token, sampled.top_logprob)]
         )
@@ -133,7 +136,7 @@ def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def compute(
-    peers: Peers, paths: Sequence[Path], few_tokens: Sequence[int], count: int
+    peers: ProcessGroups, paths: Sequence[Path], few_tokens: Sequence[int], count: int
 ) -> list[tuple[list[Logits], list[Logits], list[int], list[Draws]]]:
     """Of each model the logits for each number of tokens up to which the residual stream is whole on every rank, those
     of two stages likewise, greedy tokens at the first, and draws from vocabularies that cannot be cut evenly."""
@@ -141,12 +144,12 @@ def compute(
     place, tensor, found = peers.place, TensorParallel(peers.tensor, CPU), []
     for path in paths:
         model = model_of(path, place, tensor)
-        stages = [model_of(path, Place(stage, 2, place.rank, place.ranks), tensor) for stage in range(2)]
+        stages = [model_of(path, RankCoordinates(stage, 2, place.rank, place.ranks), tensor) for stage in range(2)]
         logits, chained = [], []
         for few in few_tokens:
             tensor.few_tokens = few
             for one in stages:  # leaves the ranks in step
-                load_products(one, PROMPT, place.ranks)
+                warm_up_gemms(one, PROMPT, place.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
         tensor.few_tokens = few_tokens[0]
@@ -155,7 +158,7 @@ def compute(
     return found
 
 
-def held_by_ranks(peers: Peers, path: Path) -> tuple[list[str], NDArray[np.float32], NDArray[np.float32]]:
+def held_by_ranks(peers: ProcessGroups, path: Path) -> tuple[list[str], NDArray[np.float32], NDArray[np.float32]]:
     """Of a bfloat16 model the dtype that each layer's queries, keys and values are made in, and the logits of a prompt
     whose rows are cut between the ranks, and of one that all have."""
     assert peers.tensor is not None

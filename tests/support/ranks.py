@@ -12,8 +12,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from tok_core.parallel.peers import Peers, join
-from tok_core.parallel.place import Place
+from tok_core.parallel.process_groups import ProcessGroups, join
+from tok_core.parallel.rank_coordinates import RankCoordinates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +22,10 @@ PATIENCE = 240.0  # seconds, for all of it
 
 
 def run_ranks(
-    places: Iterable[Place], function: Callable[Concatenate[Peers, P], R], *args: P.args, **kwargs: P.kwargs
+    places: Iterable[RankCoordinates],
+    function: Callable[Concatenate[ProcessGroups, P], R],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> list[R]:
     """What `function(peers, *args, **kwargs)` returns in a process for each place, in their order.
 
@@ -74,7 +77,7 @@ def _collect(pipes: dict[connection.Connection, int], results: dict[int, R]) -> 
 
 def _run(
     pipe: connection.Connection,
-    place: Place,
+    place: RankCoordinates,
     rendezvous: Path,
     function: Callable[..., object],
     args: tuple[object, ...],

@@ -69,13 +69,13 @@ def simulated_core(info: EngineInfo, **options: object) -> EngineCore:
         return SimulatedReplica(info, report, death)
 
     make: Callable[..., object] = kind
-    core._fleet._kind = make  # type: ignore[assignment]
-    core._fleet.start(config, "simulated")
+    core._replica_set._kind = make  # type: ignore[assignment]
+    core._replica_set.start(config, "simulated")
     return core
 
 
 def replica_of(core: EngineCore, number: int) -> SimulatedReplica:
     """A simulated replica."""
-    replica = core._fleet.lives[number].replica
+    replica = core._replica_set.records[number].replica
     assert isinstance(replica, SimulatedReplica)
     return replica

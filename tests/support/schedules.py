@@ -11,10 +11,10 @@ import numpy as np
 from support.grouping import group_eagerly
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.deferral import Deferral
+from tok_core.manager.deferred_work import DeferredWork
 from tok_core.manager.loop import Manager
+from tok_core.manager.retained_prompts import RetainedPrompt
 from tok_core.manager.sequences import State
-from tok_core.manager.stems import Stem
 from tok_core.messages import EngineInfo, Submit, ToManager
 
 VOCAB = 50
@@ -55,7 +55,7 @@ def make_manager(
     ports = SimulatedPorts(info, delay=run_ahead - 1)
     config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
     manager = Manager(config, info, ports, None, clock)
-    manager.scheduler.cohorts.fewest = 1
+    manager.scheduler.microbatches.fewest = 1
     manager.paging.at_once = 8
     group_eagerly(manager)
     return manager, ports
@@ -124,17 +124,17 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
     return victims
 
 
-def hurry(manager: Manager, hurries: Iterable[bool], deferral: Deferral | None = None) -> None:
+def hurry(manager: Manager, hurries: Iterable[bool], deferred: DeferredWork | None = None) -> None:
     """From now on the worker is about to run dry whenever `hurries` says so; with another policy, if one is given."""
     ask = iter(hurries)
     setattr(manager, "_hurried", lambda: next(ask))  # noqa: B010
-    if deferral is not None:
-        manager.scheduler.deferral = deferral
+    if deferred is not None:
+        manager.scheduler.deferred = deferred
 
 
-def kept(manager: Manager) -> list[Stem]:
+def kept(manager: Manager) -> list[RetainedPrompt]:
     """The prompts that are kept for samples that have not started."""
-    return list(manager.scheduler.stems._stems.values())
+    return list(manager.scheduler.retained_prompts._stems.values())
 
 
 def check(manager: Manager) -> None:
@@ -142,14 +142,14 @@ def check(manager: Manager) -> None:
 
     No page is held by two slots whose requests have different salts.
     """
-    table, paging, stems = manager.table, manager.paging, kept(manager)
+    table, paging, retained_prompts = manager.table, manager.paging, kept(manager)
     salts: dict[int, bytes] = {}
     for slot in np.flatnonzero(table.num_pages).tolist():
         request, salt = table.requests[slot], table.salt[slot]
         assert request is None or request.salt == salt
         for page in table.pages[slot, : table.num_pages[slot]].tolist():
             assert salts.setdefault(page, salt) == salt
-    tails = [page for stem in stems for page in stem.tail.tolist()]
+    tails = [page for stem in retained_prompts for page in stem.tail.tolist()]
     own = [
         page
         for slot in np.flatnonzero(table.num_pages)
@@ -157,8 +157,8 @@ def check(manager: Manager) -> None:
     ]
     assert len(set(own + tails)) == len(own + tails)
     assert len(own + tails) + paging.tree.pages + paging.allocator.free == paging.num_pages
-    assert manager.scheduler.stems.tails == len(tails)
-    for stem in stems:
+    assert manager.scheduler.retained_prompts.tails == len(tails)
+    for stem in retained_prompts:
         assert stem.request.undrawn > 0
         assert paging.tree.node(stem.node).depth == len(stem.pages) == (len(stem.request.prompt) - 1) // table.page_size
     assert table.requests_running == len(set(table.rid[np.isin(table.state, (State.FREE, State.ENDED), invert=True)]))
@@ -174,7 +174,7 @@ def check_accounts(manager: Manager) -> None:
         forks = 0 if request.leader is None else len(manager.scheduler.followers.get(request.leader, ()))
         assert request.running == len(request.slots) + forks
         held[request.account.id] += request.running
-        accounts = manager.scheduler.shares.accounts.of_class(request.params.priority)
+        accounts = manager.scheduler.fair_shares.accounts.of_class(request.params.priority)
         assert request.account in accounts or request.rid not in manager.requests
     for account in {request.account for request in manager.requests.values()}:
         assert account.running == held[account.id]

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from tok_core.messages import EngineInfo, Progress, PromptAsks, PromptValues, StepInput, StepOutput, ToManager
+from tok_core.messages import (
+    EngineInfo,
+    Progress,
+    PromptValues,
+    RequestedPromptOutputs,
+    StepInput,
+    StepOutput,
+    ToManager,
+)
 
 
 def next_token(context: np.ndarray, sample: int, vocab: int) -> int:
@@ -80,7 +88,7 @@ class SimulatedWorker:
             prompts=None if step.prompts is None else self._prompts(step, step.prompts, contexts),
         )
 
-    def _prompts(self, step: StepInput, asks: PromptAsks, contexts: list[np.ndarray]) -> PromptValues:
+    def _prompts(self, step: StepInput, asks: RequestedPromptOutputs, contexts: list[np.ndarray]) -> PromptValues:
         token, logprob, pooled = iter(asks.scored_token.tolist()), [], []
         contexts = contexts[len(step.decode_slot) :]
         for chunk, count in zip(asks.scored, asks.scored_count, strict=True):

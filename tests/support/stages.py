@@ -14,9 +14,9 @@ from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submi
 from tok_core.model.config import read_config
 from tok_core.model.registry import build
 from tok_core.model.weights import load
-from tok_core.parallel.peers import Peers
 from tok_core.parallel.pipeline import Pipeline
-from tok_core.parallel.place import Place
+from tok_core.parallel.process_groups import ProcessGroups
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.processes.local import LocalPorts
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState
@@ -28,7 +28,7 @@ PAGE_SIZE, PAGES, SLOTS, LENGTH, STEP_TOKENS = 8, 96, 12, 96, 40
 _KEPT: list[Runner] = []  # gloo drops what it has yet to send of a buffer that is given up
 
 
-def stage_runner(path: Path, peers: Peers) -> Runner:
+def stage_runner(path: Path, peers: ProcessGroups) -> Runner:
     """The worker of a stage, in fp32 on the reference backend."""
     config, backend, place = read_config(path), choose(CPU), peers.place
     model = build(config, backend, CPU, torch.float32, place)
@@ -71,7 +71,7 @@ def record(
 ) -> RecordingPorts:
     """What a manager for `pp` stages sends, and what comes back from one worker that has the whole model."""
     config = read_config(path)
-    ports = RecordingPorts(stage_runner(path, Peers(Place(), CPU)), run_ahead)
+    ports = RecordingPorts(stage_runner(path, ProcessGroups(RankCoordinates(), CPU)), run_ahead)
     info = EngineInfo(
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
@@ -85,18 +85,18 @@ def record(
         backend="reference",
     )
     manager = Manager(EngineConfig(model=str(path), pp=pp, run_ahead=run_ahead), info, ports, None)
-    manager.scheduler.cohorts.fewest = 1
+    manager.scheduler.microbatches.fewest = 1
     for rid, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         ports.submit(Submit(rid, np.array(prompt, np.int32), one))
     worked = True
-    while worked or manager.returns.in_flight:
+    while worked or manager.output_processor.in_flight:
         if not worked:
             ports.wait(0)
         worked = manager.turn()
     return ports
 
 
-def carry_out(peers: Peers, path: Path, steps: Sequence[StepInput], in_flight: int) -> list[StepOutput]:
+def carry_out(peers: ProcessGroups, path: Path, steps: Sequence[StepInput], in_flight: int) -> list[StepOutput]:
     """The outputs of this stage's worker, which has so many steps under way."""
     runner, launched, outputs = stage_runner(path, peers), [], []
     _KEPT.append(runner)

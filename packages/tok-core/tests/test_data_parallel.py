@@ -19,9 +19,9 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info, expected
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, RequestOutput, SamplingParams
-from tok_core.life import Life
 from tok_core.messages import StepInput
 from tok_core.processes.replica import ProcessReplica
+from tok_core.replica_record import ReplicaRecord
 from tok_core.worker import setup
 from tok_core.worker.runner import Launched, Runner
 
@@ -106,7 +106,7 @@ def test_samples_of_one_request_stream_from_both_replicas(path: Path) -> None:
             for number in range(2):
                 assert engine.replica_stats()[number]["output_tokens"] > 200
                 assert_all_given_back(manager_of(engine, number))
-            assert [one.tokens for one in engine._core._router.outstanding] == [0, 0]
+            assert [one.tokens for one in engine._core._router.loads] == [0, 0]
         finally:
             await engine.close()
 
@@ -171,8 +171,8 @@ async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with
         before = engine.replica_stats()
         await asyncio.gather(*(engine.generate(prompt, SHORT).output() for prompt in prompts))
         assert engine.replica_stats()[1] == before[1]
-        assert [one.tokens for one in engine._core._router.outstanding] == [0, 0]
-        assert engine._core._ledger.blocks_used == 0
+        assert [one.tokens for one in engine._core._router.loads] == [0, 0]
+        assert engine._core._token_store.blocks_used == 0
         # The other may still be started anew once; after that none can come back.
         for state in ("ready", "failed"):
             failing.runner = manager_of(engine, 0).ports._runner  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ async def test_two_process_replicas_answer_like_one_and_one_of_them_may_be_kille
 
 
 def replica(engine: AsyncEngine, number: int) -> ProcessReplica:
-    one = engine._core._fleet.lives[number].replica
+    one = engine._core._replica_set.records[number].replica
     assert isinstance(one, ProcessReplica)
     return one
 
@@ -262,15 +262,15 @@ def test_what_was_computed_but_not_told_is_computed_anew() -> None:
     params = SamplingParams(n=3, max_tokens=12, ignore_eos=True)
     request = core.submit([1, 2, 3], params, None, lambda requests: None, stream=False)
     lost = request.parts[0].replica
-    while core._ledger.blocks_used < 3:
+    while core._token_store.blocks_used < 3:
         replica_of(core, lost).turn()
     begun = [request.timings.first_token]
     replica_of(core, lost).die("it was told to")
-    assert core._ledger.blocks_used == 0
+    assert core._token_store.blocks_used == 0
     assert begun[0] is not None
     assert request.timings.first_token is None
     assert request.parts[0].replica != lost
-    assert core._router.outstanding[lost].tokens == 0
+    assert core._router.loads[lost].tokens == 0
     replica_of(core, 1 - lost).settle()
     found = [one.token_ids for one in request.output().outputs]
     assert found == [expected([1, 2, 3], sample, params) for sample in range(3)]
@@ -303,14 +303,14 @@ def test_counters_never_fall_when_a_replica_starts_anew() -> None:
 
 def test_a_second_death_within_the_window_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     core = simulated_core(engine_info(), dp=2, max_restarts=3)
-    monkeypatch.setattr("tok_core.life.FIRST_PAUSE", 0.25)
-    pauses, pause = list[float](), Life.pause
+    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.25)
+    pauses, pause = list[float](), ReplicaRecord.pause
 
-    def noted(life: Life) -> float:
+    def noted(life: ReplicaRecord) -> float:
         pauses.append(pause(life))
         return pauses[-1]
 
-    monkeypatch.setattr(Life, "pause", noted)
+    monkeypatch.setattr(ReplicaRecord, "pause", noted)
     for number in range(2):
         replica_of(core, number).be_ready()
     took = []

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_core import SamplingParams
-from tok_core.affinity import Affinity
 from tok_core.messages import Finished
-from tok_core.outstanding import OutputLengths, Outstanding
-from tok_core.routing import BOUND, LEAST_SHARE, SPARE, Router, Share, spread
+from tok_core.prefix_affinity import PrefixAffinity
+from tok_core.replica_load import OutputLengths, ReplicaLoad
+from tok_core.routing import BOUND, LEAST_SHARE, SPARE, Assignment, Router, spread
 
 PAGE = 16
 ROOM = 1000
@@ -24,12 +24,12 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1000, count).astype(np.int32)
 
 
-def place(router: Router, rid: int, prompt: np.ndarray, params: SamplingParams = FIXED) -> list[Share]:
-    ready = range(len(router.outstanding))
+def place(router: Router, rid: int, prompt: np.ndarray, params: SamplingParams = FIXED) -> list[Assignment]:
+    ready = range(len(router.loads))
     return router.place(router.ask(rid, prompt, params, ROOM), range(params.n), ready, split=True)
 
 
-def replicas(shares: list[Share]) -> list[int]:
+def replicas(shares: list[Assignment]) -> list[int]:
     return [share.replica for share in shares]
 
 
@@ -38,7 +38,7 @@ def test_requests_with_nothing_in_common_are_levelled_by_their_work() -> None:
     for rid in range(300):
         params = SamplingParams(max_tokens=random.Random(rid).randint(1, 500), ignore_eos=True)
         place(router, rid, tokens(40, seed=rid), params)
-    loads = [outstanding.tokens for outstanding in router.outstanding]
+    loads = [outstanding.tokens for outstanding in router.loads]
     assert max(loads) - min(loads) <= 540
 
 
@@ -60,7 +60,7 @@ def test_siblings_go_together_until_their_replica_has_too_much_to_do() -> None:
     rid = 2
     while replicas(place(router, rid, tokens(400))) == replicas(first):
         rid += 1
-    full, other = router.outstanding[first[0].replica].tokens, router.outstanding[1 - first[0].replica].tokens
+    full, other = router.loads[first[0].replica].tokens, router.loads[1 - first[0].replica].tokens
     most = SPARE * 384  # of the 400 tokens are found
     assert full - 500 <= BOUND * (full - 500) / 2 + most
     assert full > BOUND * full / 2 + most
@@ -74,12 +74,12 @@ def test_the_longest_beginning_decides() -> None:
     short = place(router, 0, tokens(64))[0].replica
     longer = np.concatenate([tokens(64), tokens(448, seed=1)])
     router.place(router.ask(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
-    assert router.outstanding[1 - short].tokens > router.outstanding[short].tokens
+    assert router.loads[1 - short].tokens > router.loads[short].tokens
     assert replicas(place(router, 2, longer)) == [1 - short]
 
 
 def test_prompts_with_different_salts_are_no_reason_to_prefer_a_replica() -> None:
-    affinity, prompt = Affinity(PAGE), tokens(64)
+    affinity, prompt = PrefixAffinity(PAGE), tokens(64)
     affinity.add(affinity.beginnings(prompt, b"one"), 3)
     assert next(affinity.find(affinity.beginnings(prompt, b"one"), range(4)), None) == (64, [3])
     for salt in (b"", b"other"):
@@ -98,7 +98,7 @@ def test_a_dead_replica_has_no_beginnings() -> None:
 
 @given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([1, 8, 16]))
 def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, more: int, page: int) -> None:
-    affinity = Affinity(page)
+    affinity = PrefixAffinity(page)
     one = np.concatenate([tokens(common), np.array([2000], np.int32), tokens(more, seed=1)])
     other = np.concatenate([tokens(common), np.array([2001], np.int32), tokens(more, seed=2)])
     affinity.add(affinity.beginnings(one), 5)
@@ -109,7 +109,7 @@ def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, m
 
 
 def test_beginnings_used_last_are_remembered() -> None:
-    affinity = Affinity(PAGE, most=100)
+    affinity = PrefixAffinity(PAGE, most=100)
     kept = affinity.beginnings(tokens(64))
     for seed in range(200):
         affinity.add(kept, 1)
@@ -128,7 +128,7 @@ def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> 
     # Little beside what there is already: the prompt is computed once.
     small = SamplingParams(n=2 * LEAST_SHARE, max_tokens=2, ignore_eos=True)
     assert len(place(router, 2, tokens(100, seed=2), small)) == 1
-    assert router.outstanding[0].tokens + router.outstanding[1].tokens == 102_500 + 100 + 6300 + 100 + 128 + 100
+    assert router.loads[0].tokens + router.loads[1].tokens == 102_500 + 100 + 6300 + 100 + 128 + 100
 
 
 @given(
@@ -149,7 +149,7 @@ def test_shares_are_whole_large_and_level(count: int, each: int, prompt: int, lo
 
 
 def test_what_is_expected_is_counted_down_as_it_comes() -> None:
-    one = Outstanding()
+    one = ReplicaLoad()
     one.add(7, prompt=50, samples=2, each=10)
     one.add(8, prompt=5, samples=1, each=3)
     one.report([7, 9], np.array([2, 1]))  # 9 is not open
@@ -167,7 +167,7 @@ def test_what_is_expected_is_counted_down_as_it_comes() -> None:
 
 
 def test_there_is_room_for_any_number_of_requests() -> None:
-    one = Outstanding()
+    one = ReplicaLoad()
     for rid in range(1000):
         one.add(rid, prompt=rid, samples=1, each=1)
     assert one.tokens == sum(range(1000)) + 1000
@@ -194,7 +194,7 @@ def test_the_router_learns_only_from_samples_that_may_end() -> None:
         router.end(share.replica, rid, params, {0: Finished(rid, 0, reason, count)})  # type: ignore[arg-type]
         router.remove(share.replica, rid)
     place(router, 9999, tokens(20), SamplingParams(max_tokens=100))
-    assert sum(outstanding.tokens for outstanding in router.outstanding) == 20 + router.lengths.expected(100)
+    assert sum(outstanding.tokens for outstanding in router.loads) == 20 + router.lengths.expected(100)
     assert 9 <= router.lengths.expected(100) <= 15
 
 

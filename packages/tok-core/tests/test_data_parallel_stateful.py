@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.replicas import replica_of, simulated_core
 from support.schedules import VOCAB, engine_info, expected
 from tok_core import EngineDead, SamplingParams
-from tok_core.assembly import OpenRequest
+from tok_core.request_state import OpenRequest
 
 REPLICAS = 3
 INFO = engine_info(num_pages=400, max_running=160, max_step_tokens=256)
@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
             samples.update(delta.index for delta in request.take())
 
     def ready(self) -> list[int]:
-        return self.core._fleet.ready()
+        return self.core._replica_set.ready()
 
     @precondition(lambda self: self.ready())
     @rule(asked=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_are_those_of_open_requests(self) -> None:
         router, running = self.core._router, list(self.core._open.by_rid.values())
-        for number, outstanding in enumerate(router.outstanding):
+        for number, outstanding in enumerate(router.loads):
             parts = [part for one in running for part in one.parts if part.replica == number]
             assert len(outstanding) == len({one.rid for one in running for part in one.parts if part.replica == number})
             assert outstanding.tokens == int(outstanding._left.sum())
@@ -129,14 +129,14 @@ class Machine(RuleBasedStateMachine):
             replica_of(self.core, number).settle()
         self.what_has_ended_is_right()
         assert self.open == []
-        assert [outstanding.tokens for outstanding in self.core._router.outstanding] == [0] * REPLICAS
-        assert self.core._ledger.blocks_used == 0
+        assert [outstanding.tokens for outstanding in self.core._router.loads] == [0] * REPLICAS
+        assert self.core._token_store.blocks_used == 0
         self.core.close()
 
 
 def test_every_request_ends_and_counts_for_nothing_after_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tok_core.life.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
     caplog.set_level(logging.CRITICAL, "tok_core")
     run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))

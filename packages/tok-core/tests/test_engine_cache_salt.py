@@ -122,14 +122,14 @@ def test_a_part_that_is_computed_anew_keeps_its_salt(monkeypatch: pytest.MonkeyP
     core, seen = simulated_core(engine_info(), dp=2), list[bytes]()
     for number in range(2):
         replica_of(core, number).be_ready()
-    send = core._fleet.send
+    send = core._replica_set.send
 
     def noted(replica: int, message: object, *, later: bool = False) -> None:
         if isinstance(message, Submit):
             seen.append(message.salt)
         send(replica, message, later=later)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(core._fleet, "send", noted)
+    monkeypatch.setattr(core._replica_set, "send", noted)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     request = core.submit([1, 2, 3], params, None, lambda requests: None, stream=False, cache_salt="one")
     lost = request.parts[0].replica

@@ -76,7 +76,7 @@ def test_an_engine_whose_clocks_go_wrong_serves_as_before(
         before = engine.stats()
         with monkeypatch.context() as patch:
             turn_clocks(patch, hours, *names)
-            manager_of(engine)._watch._clock = time.monotonic
+            manager_of(engine)._watchdog._clock = time.monotonic
             outputs = engine.generate(PROMPTS, PARAMS, progress=True)
         assert_same(outputs, wanted)
         for output in outputs:

@@ -14,9 +14,9 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.patience import wait_until
 from support.tiny_models import make_model, reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
-from tok_core.assembly import OpenRequest
 from tok_core.grammar import Grammar
-from tok_core.manager.shares import QUANTUM
+from tok_core.manager.fair_shares import QUANTUM
+from tok_core.request_state import OpenRequest
 
 PROMPTS = random_prompts((5, 16, 17, 33, 40, 65, 70, 90))
 NEW = 40
@@ -89,7 +89,9 @@ def test_whatever_is_asked_for_survives_giving_way(engine: Engine, kind: str) ->
 
 def test_a_huge_request_gives_way_to_another_caller_and_goes_on(engine: Engine, path: Path) -> None:
     manager, ticks = manager_of(engine), itertools.count()
-    manager.scheduler.shares._clock = lambda: next(ticks) * QUANTUM  # however fast the machine, everybody waits long
+    manager.scheduler.fair_shares._clock = lambda: (
+        next(ticks) * QUANTUM
+    )  # however fast the machine, everybody waits long
     huge = submit(engine, PROMPTS[0], msgspec.structs.replace(GREEDY, n=12, max_tokens=150), "A")
     wait_until(lambda: not manager.table.free_slots)
     other = submit(engine, PROMPTS[1], msgspec.structs.replace(GREEDY, max_tokens=8), "B")

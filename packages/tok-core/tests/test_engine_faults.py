@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def replica(engine: AsyncEngine) -> ProcessReplica:
-    one = engine._core._fleet.lives[0].replica
+    one = engine._core._replica_set.records[0].replica
     assert isinstance(one, ProcessReplica)
     return one
 
@@ -80,7 +80,7 @@ PARENT = """
 import sys, time
 from tok_core import Engine, EngineConfig
 engine = Engine(EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=4096, max_running=4))
-print("ready", *(child.pid for child in engine._core._fleet.lives[0].replica.children.values()), flush=True)
+print("ready", *(child.pid for child in engine._core._replica_set.records[0].replica.children.values()), flush=True)
 time.sleep(600)
 """
 

@@ -37,7 +37,7 @@ def fork(work):
     return pid
 
 def children_of(engine):
-    return [psutil.Process(child.pid) for child in engine._core._fleet.lives[0].replica.children.values()]
+    return [psutil.Process(child.pid) for child in engine._core._replica_set.records[0].replica.children.values()]
 
 def refused(call):
     try:

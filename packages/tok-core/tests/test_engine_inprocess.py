@@ -84,7 +84,7 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
             assert again.outputs[0].token_ids == expected.outputs[0].token_ids
             assert engine.stats()["restarts"] == times
         assert_all_given_back(manager_of(engine))
-        assert engine._core._ledger.blocks_used == 0
+        assert engine._core._token_store.blocks_used == 0
         fault.arm(steps=3)  # once too often
         last = engine.generate([1, 2, 3], LONG)
         with pytest.raises(EngineDead, match="the device is gone"):
@@ -117,7 +117,7 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
     engine = AsyncEngine(config, in_process=True)
     await engine.start()
     try:
-        replica = engine._core._fleet.lives[0].replica
+        replica = engine._core._replica_set.records[0].replica
         assert isinstance(replica, ThreadReplica)
         hear, failing, go_on = replica._report, asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()

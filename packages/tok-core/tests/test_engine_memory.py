@@ -103,7 +103,7 @@ def test_a_cache_too_small_for_two_tokens_is_refused_by_name(path: Path) -> None
 
 def child(engine: AsyncEngine, role: str) -> int | None:
     """Process id of a child of the engine, once there is one."""
-    replica = engine._core._fleet.lives[0].replica
+    replica = engine._core._replica_set.records[0].replica
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
     return replica.children[role].pid

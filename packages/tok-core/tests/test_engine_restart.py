@@ -16,12 +16,12 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, InvalidField, SamplingParams
-from tok_core.assembly import OpenRequest
 from tok_core.core import EngineCore
 from tok_core.errors import EngineClosed, EngineDead, EngineError
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, LocalExaminer, Task
 from tok_core.messages import array
+from tok_core.request_state import OpenRequest
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
 
@@ -135,7 +135,7 @@ def test_a_replica_that_dies_while_it_drains_is_started_once() -> None:
     thread, errors = restarting(core, part.replica)
     wait_until(lambda: core.health().replicas[part.replica].state == "draining")
     before.die("it fell over")
-    wait_until(lambda: core._fleet.lives[part.replica].replica not in (None, before))
+    wait_until(lambda: core._replica_set.records[part.replica].replica not in (None, before))
     replica_of(core, part.replica).be_ready()
     thread.join(PATIENCE)
     assert not errors
@@ -163,7 +163,7 @@ def test_while_a_replica_drains_and_starts_the_other_gets_every_request() -> Non
 
 
 def replica_started(core: EngineCore, number: int) -> bool:
-    return core._fleet.lives[number].replica is not None
+    return core._replica_set.records[number].replica is not None
 
 
 def test_an_engine_closed_meanwhile_ends_the_restart() -> None:
@@ -215,7 +215,7 @@ def test_a_request_whose_grammar_is_checked_during_a_restart_is_computed_after_i
     thread.join(PATIENCE)
     assert not errors
     assert [part.replica for part in request.parts] == [0]
-    assert not core._placing.held
+    assert not core._dispatcher.held
     core.close()
     assert isinstance(request.error, EngineClosed)
 
@@ -232,9 +232,9 @@ def test_a_check_that_fails_in_whatever_way_ends_its_request(
 
 
 def test_a_request_that_waits_for_a_restart_fails_with_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.life.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
-    core._fleet.lives[0].drain()
+    core._replica_set.records[0].drain()
     checked(core).set_result("")
     assert not request.ended()
     for _ in range(20):
@@ -269,7 +269,7 @@ def test_what_a_replica_cannot_compute_fails_alone() -> None:
     (part,) = requests[0].parts
     replica = replica_of(core, part.replica)
     replica.ports.inbox = [one for one in replica.ports.inbox if one.rid != requests[0].rid]  # as if it had been taken
-    replica.manager.guides.failed.append((requests[0].rid, "broken"))
+    replica.manager.grammars.failed.append((requests[0].rid, "broken"))
     for number in (0, 1):
         replica_of(core, number).settle()
     assert str(requests[0].error) == "broken"

@@ -138,7 +138,7 @@ def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
         blamed: list[int] = []
 
         def lose(manager: Manager = manager, workers: LateWorkers = workers, blamed: list[int] = blamed) -> bool:
-            (guide,) = manager.guides._guides.values()
+            (guide,) = manager.grammars._guides.values()
             if not blamed and len(guide.waiting) > 2:
                 worker, follower = workers.all[0], guide.followers[max(guide.waiting)]
                 worker.lost, worker.at = True, follower.number
@@ -242,14 +242,14 @@ def test_a_request_whose_grammar_is_being_compiled_holds_nobody_back() -> None:
     free = SamplingParams(max_tokens=9, seed=0)
     messages = [submit(1, [1], params), submit(2, [2], free), submit(3, [3], params), submit(4, [4], params)]
     drive(manager, ports, {0: messages, 3: [Cancel(3)]}, until=lambda: (2, 0) in ends_of(ports))
-    assert set(manager.guides.waiting) == {1, 4}
+    assert set(manager.grammars.waiting) == {1, 4}
     assert manager.stats().requests_waiting == 2
     slow.go.set()
     prepare(manager, [GRAMMARS[0]])
     drive(manager, ports, {0: []})
     assert tokens_of(ports).keys() == {(1, 0), (2, 0), (4, 0)}
     assert tokens_of(ports)[1, 0] == expected_guided([1], 0, params)
-    assert not manager.guides.waiting
+    assert not manager.grammars.waiting
     assert_all_given_back(manager)
 
 
@@ -350,7 +350,7 @@ def test_a_grammar_that_cannot_be_compiled_after_all_fails_its_requests_and_no_o
 
     def told() -> bool:
         failed.update(rid for report in ports.reports for rid, reason in report.failed if "no z" in reason)
-        return len(failed) == 2 and not manager.guides.waiting
+        return len(failed) == 2 and not manager.grammars.waiting
 
     drive_waiting(manager, ports, [submit(1, [1], bad), submit(2, [2], good), submit(3, [3], bad)], told)
     drive(manager, ports, {0: []})
@@ -379,18 +379,18 @@ def test_grammars_that_nobody_waits_for_any_more_are_given_up_and_others_are_kep
     asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
     for rid, params in enumerate(asked):
         manager._submit(submit(rid, [1], params))
-    assert len(manager.guides._guides) == 3
+    assert len(manager.grammars._guides) == 3
     drive(manager, ports, {0: [Cancel(rid) for rid in range(3)]})
-    assert not manager.guides._guides
+    assert not manager.grammars._guides
     assert_all_given_back(manager)
     slow.go.set()
     prepare(manager, GRAMMARS[:1])
     drive(manager, ports, {0: [submit(4, [1], asked[0])]})
     assert tokens_of(ports)[4, 0] == expected_guided([1], 0, asked[0])
-    (guide,) = manager.guides._guides.values()
+    (guide,) = manager.grammars._guides.values()
     assert (guide.requests, guide.followers) == ({}, {})
     manager.close()
-    assert not manager.guides._guides
+    assert not manager.grammars._guides
 
 
 def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from support.patience import PATIENCE
 from support.schedules import assert_all_given_back, engine_info, make_manager, submit
 from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
-from tok_core.collector import settle
+from tok_core.garbage_collection import settle
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Task
 from tok_core.grammar.processes import WorkerProcesses
@@ -69,7 +69,7 @@ class Service:
         self.ports.worker = GuidedWorker(info)
         task = Task(str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0)
         self.workers = WorkerProcesses(task)
-        self.manager.guides._workers = self.workers
+        self.manager.grammars._workers = self.workers
         self.rid = 0
         self.slowest = 0.0
         self.largest = 0

@@ -12,8 +12,8 @@ from tok_core import EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.kernels import measure, shapes
 from tok_core.model.config import read_config
-from tok_core.parallel.place import Place
-from tok_core.parallel.share import Share
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.parallel.shard_plan import ShardPlan
 from tok_kernels import AttentionShape
 
 
@@ -25,7 +25,7 @@ def on_cpu(path: Path, tp: int) -> EngineConfig:
 def test_kernels_are_measured_on_the_share_of_the_first_rank(tmp_path: Path, tp: int) -> None:
     path = make_model("llama", tmp_path, vocab_size=511)
     config = read_config(path)
-    share = Share.of(config, Place(ranks=tp))
+    share = ShardPlan.of(config, RankCoordinates(ranks=tp))
     local = share.local(config)
     device, model = shapes(on_cpu(path, tp), {})
     assert device == torch.device("cpu")

@@ -17,11 +17,11 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams
-from tok_core.assembly import OpenRequest
 from tok_core.heartbeat import Heartbeat
 from tok_core.messages import Beat, Silence
 from tok_core.processes.liveness import Liveness
 from tok_core.processes.replica import ProcessReplica
+from tok_core.request_state import OpenRequest
 
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -184,7 +184,7 @@ def process_config(path: Path, **options: float) -> EngineConfig:
 
 def child(core: object, role: str) -> int | None:
     """The process id of a part of the only replica, if it runs."""
-    replica = core._fleet.lives[0].replica  # type: ignore[attr-defined]
+    replica = core._replica_set.records[0].replica  # type: ignore[attr-defined]
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
     return replica.children[role].pid

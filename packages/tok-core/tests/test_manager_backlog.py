@@ -10,9 +10,9 @@ from support.backlog import Lengths, LengthWorker, bimodal, fill, geometric, log
 from support.schedules import engine_info, make_manager, submit
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.forecast import admissible
-from tok_core.manager.headroom import FEWEST, FIRST, MOST, MOST_SHARE, NEAR, STEP, TWICE, Headroom
 from tok_core.manager.loop import Manager
-from tok_core.manager.pace import FULL, KEPT, STREAM, Pace
+from tok_core.manager.page_watermark import FEWEST, FIRST, MOST, MOST_SHARE, NEAR, STEP, TWICE, PageWatermark
+from tok_core.manager.staggered_admission import FULL, KEPT, STREAM, StaggeredAdmission
 from tok_core.messages import Int64
 
 INFO = engine_info(
@@ -56,9 +56,9 @@ def test_memory_is_nearly_full_where_every_request_has_another_prompt_and_anothe
     assert filled.recomputed <= 0.02
 
 
-def drawn(length: int, remaining: Int64) -> Pace:
+def drawn(length: int, remaining: Int64) -> StaggeredAdmission:
     """The pace of samples of a prompt of so many tokens."""
-    pace, same = Pace(), np.ones(len(remaining), np.int64)
+    pace, same = StaggeredAdmission(), np.ones(len(remaining), np.int64)
     assert pace.outdated(0)
     pace.draw(0, length * same, remaining, 0 * same, 16)
     return pace
@@ -87,36 +87,36 @@ def test_a_curve_is_drawn_anew_after_some_steps() -> None:
 
 
 def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None:
-    pace = Pace()
+    pace = StaggeredAdmission()
     for used, waits, binds in ((0.5, True, False), (FULL, True, True), (0.5, True, True), (1.0, False, False)):
         pace.observe(int(used * 1000), 1000, waits=waits)
         assert pace.binds is binds
 
 
 def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_computed() -> None:
-    headroom = Headroom()
-    headroom.observe(0, 200, 200.0, guessed=False)
-    assert headroom.sequences == pytest.approx(FIRST + STEP)
-    headroom.observe(int(200 / TWICE), 200, 200.0, guessed=False)
-    assert headroom.sequences == pytest.approx(FIRST)
-    headroom.observe(int(1e9), 200, 200.0, guessed=False)
-    assert headroom.sequences == FEWEST
-    headroom.observe(int(1e9), int(1e8), 200.0, guessed=False)
-    assert headroom.sequences == MOST
+    watermark = PageWatermark()
+    watermark.observe(0, 200, 200.0, guessed=False)
+    assert watermark.sequences == pytest.approx(FIRST + STEP)
+    watermark.observe(int(200 / TWICE), 200, 200.0, guessed=False)
+    assert watermark.sequences == pytest.approx(FIRST)
+    watermark.observe(int(1e9), 200, 200.0, guessed=False)
+    assert watermark.sequences == FEWEST
+    watermark.observe(int(1e9), int(1e8), 200.0, guessed=False)
+    assert watermark.sequences == MOST
 
 
 def test_what_is_computed_twice_while_lengths_are_guessed_moves_no_headroom_then_or_later() -> None:
-    headroom = Headroom()
-    headroom.observe(100_000, 50_000, 200.0, guessed=True)
-    assert headroom.sequences == FIRST
-    headroom.observe(100_000, 50_000, 200.0, guessed=False)
-    assert headroom.sequences == FIRST
+    watermark = PageWatermark()
+    watermark.observe(100_000, 50_000, 200.0, guessed=True)
+    assert watermark.sequences == FIRST
+    watermark.observe(100_000, 50_000, 200.0, guessed=False)
+    assert watermark.sequences == FIRST
 
 
 def test_headroom_is_kept_for_the_next_steps_and_is_no_large_share_of_memory() -> None:
     moments = np.array([0, NEAR // 2, NEAR, 10 * NEAR])
-    assert Headroom().pages(20.0, 4000, moments).tolist() == [int(FIRST * 20), int(FIRST * 10), 0, 0]
-    assert Headroom().pages(20.0, 100, moments[:1]).tolist() == [int(MOST_SHARE * 100)]
+    assert PageWatermark().pages(20.0, 4000, moments).tolist() == [int(FIRST * 20), int(FIRST * 10), 0, 0]
+    assert PageWatermark().pages(20.0, 100, moments[:1]).tolist() == [int(MOST_SHARE * 100)]
 
 
 @pytest.mark.parametrize(("max_tokens", "starts"), [(64, 12), (320, 4)])
@@ -139,7 +139,7 @@ def test_no_more_samples_are_looked_at_than_the_step_has_tokens_for() -> None:
     manager = make_manager(engine_info(max_running=64, num_pages=4096, max_model_len=64))[0]
     for rid in range(50):
         manager._take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
-    admission, waiting, shares = manager.scheduler.admission, manager.scheduler.waiting, manager.scheduler.shares
+    admission, waiting, shares = manager.scheduler.admission, manager.scheduler.waiting, manager.scheduler.fair_shares
     for budget, starts in ((1, 1), (20, 1), (21, 2), (61, 4), (10_000, 50)):
         allowed, _ = admission.count(lambda most: shares.turns(most, waiting.classes()), waiting, {}, 0.0, budget)
         assert allowed == starts

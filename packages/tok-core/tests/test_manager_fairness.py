@@ -20,9 +20,9 @@ from support.schedules import (
 )
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
+from tok_core.manager.fair_shares import FEW, MAX_LOST_SHARE, QUANTUM
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
-from tok_core.manager.shares import FEW, MAX_LOST_SHARE, QUANTUM
 from tok_core.messages import EngineInfo, ToManager
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)

@@ -18,15 +18,15 @@ from tok_core.grammar import Grammar
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import Answer, Followed, Verdict, Work
 from tok_core.grammar.worker import IDLE
-from tok_core.manager import admission, prompt_asks, scheduler
+from tok_core.manager import admission, prompt_outputs, scheduler
 from tok_core.manager.admission import Admission
+from tok_core.manager.batch_builder import BatchBuilder
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.follower import Worker
-from tok_core.manager.guides import Guides
+from tok_core.manager.grammar_manager import GrammarManager
+from tok_core.manager.grammar_state import GrammarWorker
 from tok_core.manager.loop import Manager
+from tok_core.manager.sequence_starter import SequenceStarter
 from tok_core.manager.sequences import NEVER, State
-from tok_core.manager.starts import Starts
-from tok_core.manager.step import StepBuilder
 from tok_core.messages import Cancel, StepInput, ToManager
 
 GUILTY = 5
@@ -49,13 +49,13 @@ ASKING = msgspec.structs.replace(PLAIN, prompt_logprobs=0)
 GUIDED = SamplingParams(n=2, max_tokens=12, seed=0, grammar=GRAMMAR)
 LONG = list(range(40))
 PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]]] = {
-    "given a chunk": (StepBuilder, "chunk", lambda self, slot, *_: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
-    "sampled first": (StepBuilder, "draw", lambda self, slot, forks: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
-    "started late": (StepBuilder, "start", lambda self, slots: slot_of_guilty(self.table, slots[0]), LATE, [5, 6]),
-    "read": (StepBuilder, "_params", lambda self, slot: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
-    "biased": (StepBuilder, "_biases", lambda self, slot, params: slot_of_guilty(self.table, slot), BIASED, [5, 6]),
-    "asked of its prompt": (prompt_asks, "_pooled_rows", lambda request, *_: request.rid == GUILTY, ASKING, [5, 6]),
-    "guided": (Guides, "_begin", lambda self, slot: slot_of_guilty(self._table, slot), GUIDED, [5, 6]),
+    "given a chunk": (BatchBuilder, "chunk", lambda self, slot, *_: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "sampled first": (BatchBuilder, "draw", lambda self, slot, forks: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "started late": (BatchBuilder, "start", lambda self, slots: slot_of_guilty(self.table, slots[0]), LATE, [5, 6]),
+    "read": (BatchBuilder, "_params", lambda self, slot: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "biased": (BatchBuilder, "_biases", lambda self, slot, params: slot_of_guilty(self.table, slot), BIASED, [5, 6]),
+    "asked of its prompt": (prompt_outputs, "_pooled_rows", lambda request, *_: request.rid == GUILTY, ASKING, [5, 6]),
+    "guided": (GrammarManager, "_begin", lambda self, slot: slot_of_guilty(self._table, slot), GUIDED, [5, 6]),
     "known to wait": (admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
     "prefilled": (
         scheduler.Scheduler,
@@ -128,7 +128,7 @@ def test_a_request_that_cannot_be_written_down_stays_in_its_step_and_costs_no_ro
         messages: list[ToManager] = [submit(rid, PROMPTS[rid], BIASED) for rid in (3, GUILTY, 4)]
         with monkeypatch.context() as patch:
             if broken:
-                break_at(patch, StepBuilder, "_biases", lambda self, slot, _: slot_of_guilty(self.table, slot))
+                break_at(patch, BatchBuilder, "_biases", lambda self, slot, _: slot_of_guilty(self.table, slot))
             ports.inbox += messages
             manager.turn()
         return ports.steps
@@ -151,7 +151,7 @@ def test_a_request_that_cannot_be_written_down_stays_in_its_step_and_costs_no_ro
 
 def test_a_fault_that_no_request_has_alone_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = make_manager(engine_info())
-    break_at(monkeypatch, StepBuilder, "_written", lambda *_: True)
+    break_at(monkeypatch, BatchBuilder, "_written", lambda *_: True)
     ports.inbox += [submit(3, [1, 2], PLAIN)]
     with pytest.raises(Fault, match="_written broke"):
         manager.turn()
@@ -173,7 +173,7 @@ def test_a_preempted_request_that_cannot_wait_again_fails_alone(
 ) -> None:
     """Requests of a higher class take its slots: some at once, others once their last tokens are back."""
     manager, ports = make_manager(engine_info(), run_ahead)
-    faults = break_at(monkeypatch, Starts, "requeue", lambda self, slot: slot_of_guilty(self.table, slot))
+    faults = break_at(monkeypatch, SequenceStarter, "requeue", lambda self, slot: slot_of_guilty(self.table, slot))
     lowest = msgspec.structs.replace(PLAIN, n=3, max_tokens=40, priority=9)
     asked = {rid: (PROMPTS[rid], PLAIN) for rid in (3, 4, 6)}
     later = [submit(rid, *one) for rid, one in asked.items()]
@@ -227,7 +227,7 @@ class ForgingWorkers(LocalWorkers):
         self.closing: Callable[[], None] = lambda: None
         self.beginning: Callable[[], None] = lambda: None
 
-    def begin(self, grammar: Grammar) -> Worker:  # type: ignore[override]
+    def begin(self, grammar: Grammar) -> GrammarWorker:  # type: ignore[override]
         if grammar != GUILTY_GRAMMAR:
             return super().begin(grammar)
         self.beginning()
@@ -241,7 +241,7 @@ FAULTY = msgspec.structs.replace(GUIDED, grammar=GUILTY_GRAMMAR)
 def forging_manager() -> tuple[Manager, SimulatedPorts, ForgingWorkers]:
     workers = ForgingWorkers()
     manager, ports = guided_manager(engine_info(max_running=8))
-    manager.guides._workers = workers
+    manager.grammars._workers = workers
     return manager, ports, workers
 
 
@@ -284,7 +284,7 @@ def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns:
     def forge(one: Any) -> Any:
         if named or not isinstance(one, Answer) or not one.followed:
             return one
-        (guide,) = (guide for guide in manager.guides._guides.values() if guide.grammar == GUILTY_GRAMMAR)
+        (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
         named.append(int(manager.table.rid[guide.followers[one.followed[0].sequence].slot]))
         return changed(**columns)(one)
 
@@ -368,10 +368,10 @@ def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
     workers.forge = forge
     messages: list[ToManager] = [submit(GUILTY, PROMPTS[GUILTY], FAULTY), submit(4, PROMPTS[4], GUIDED)]
     drive(manager, ports, {0: messages}, until=cancel)
-    (guide,) = (guide for guide in manager.guides._guides.values() if guide.grammar == GUILTY_GRAMMAR)
+    (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
     unknown = Answer([Followed(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
-    manager.guides._take(guide, unknown)
-    assert manager.guides.advance() is None
+    manager.grammars._take(guide, unknown)
+    assert manager.grammars.advance() is None
     workers.forge = lambda one: one
     drive_guided(manager, ports)
     assert not failures_of(ports)
@@ -404,6 +404,6 @@ def test_a_worker_that_cannot_be_begun_fails_the_requests_of_its_grammar() -> No
 def test_a_sequence_that_nobody_follows_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = guided_manager(engine_info(max_running=8))
     prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
-    break_at(monkeypatch, Guides, "_follow", lambda self, slot, *_: slot_of_guilty(self._table, slot))
+    break_at(monkeypatch, GrammarManager, "_follow", lambda self, slot, *_: slot_of_guilty(self._table, slot))
     drive_guided(manager, ports, GUILTY)
     assert failures_of(ports).keys() == {GUILTY}

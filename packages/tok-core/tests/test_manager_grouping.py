@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tok_core.manager import branches, grouping
+from tok_core.manager import branch_points, grouping
 from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
 from tok_core.manager.grouping import Grouping, Groups, find_groups
-from tok_core.manager.leaves import Node
 from tok_core.manager.prefix_tree import PrefixTree
+from tok_core.manager.tree_nodes import Node
 from tok_core.messages import Int32, Int64
 
 PAGE = 2
@@ -130,14 +130,14 @@ def path_of(node: Node) -> list[Node]:
 @settings(max_examples=60)
 @given(rows(most=6, deepest=5), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
 def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, cost: Costs) -> None:
-    found = best_cascade(branches.meet(made.tree, np.bincount(made.node_ids)), levels, cost)
+    found = best_cascade(branch_points.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
     assert found.saved == best_saving(made, levels, cost)
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
 def test_groups_save_what_their_choice_promised(made: Rows, cost: Costs) -> None:
     groups = made.groups(*cost)
-    meeting = branches.meet(made.tree, np.bincount(made.node_ids))
+    meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
     assert saving(made, groups, cost) == pytest.approx(promised[max(0, len(groups.levels) - 1)])
     for more, less in zip(promised[1 : len(groups.levels)], promised, strict=False):
@@ -250,8 +250,8 @@ def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
 
 def test_a_deep_chain_of_holders_is_grouped_well_though_not_each_node_is_asked() -> None:
     tree, counts = chain_of_holders(3000)
-    meeting = branches.meet(tree, counts)
-    assert len(meeting.up) <= branches.MOST_HEIGHT + 1
+    meeting = branch_points.find_branch_points(tree, counts)
+    assert len(meeting.up) <= branch_points.MOST_HEIGHT + 1
     pages = 3000 * 3001 / 2
     one, three = (best_cascade(meeting, levels, Costs(1, 0, 0)).saved for levels in (1, 3))
     assert one > 0.45 * pages  # a square below a line covers half of what is there
@@ -269,9 +269,9 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
         prompts.append((*longer, *rng.integers(0, 99, rng.integers(1, 4)).tolist()))
     made = Rows(prompts)
     counts = np.bincount(made.node_ids)
-    found = branches.meet(made.tree, counts)
-    monkeypatch.setattr(branches, "MOST_HEIGHT", 1000)
-    every = branches.meet(made.tree, counts)
+    found = branch_points.find_branch_points(made.tree, counts)
+    monkeypatch.setattr(branch_points, "MOST_HEIGHT", 1000)
+    every = branch_points.find_branch_points(made.tree, counts)
     assert len(found.level) - 2 <= 16 < len(every.level) - 2
     for cost in (Costs(1, 0, 0), COSTS):
         assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
@@ -280,7 +280,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
 def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Rows([(*range(40), *range(100 * row, 100 * row + 20)) for row in (1, 2, 3, 4)] * 3)
     assert len(made.groups(0.1).levels) == 2
-    meeting = branches.meet(made.tree, np.bincount(made.node_ids))
+    meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     assert choices(meeting, 2) == 2 * (1 * 1 + 4 * 2)  # one node under no chain, four under none or that one
     monkeypatch.setattr(grouping, "MOST_CHOICES", 17)
     assert len(made.groups(0.1).levels) == 1

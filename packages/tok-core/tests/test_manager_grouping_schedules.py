@@ -11,7 +11,7 @@ from support.schedules import assert_all_given_back, drive, engine_info, expecte
 from support.simulated_worker import collect
 from tok_core import SamplingParams
 from tok_core.manager.cascade import Costs
-from tok_core.manager.deferral import WORK, Bound, Deferral
+from tok_core.manager.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.manager.grouping import Grouping
 from tok_core.manager.loop import Manager
 from tok_core.messages import StepInput, Submit
@@ -54,7 +54,11 @@ def test_nested_groups_change_no_token(
     )
     manager, ports = make_manager(info)
     nest(manager, *costs)
-    hurry(manager, cycle(hurries), Deferral({work: Bound(6, 1) for work in WORK} | {"regrouping": Bound(6, 0)}))
+    hurry(
+        manager,
+        cycle(hurries),
+        DeferredWork({work: DeferralLimit(6, 1) for work in WORK} | {"regrouping": DeferralLimit(6, 0)}),
+    )
     arrivals: dict[int, list[Submit]] = {}
     wanted: dict[tuple[int, int], list[int]] = {}
     for rid, (prompt, n, tokens, turn) in enumerate(asked):

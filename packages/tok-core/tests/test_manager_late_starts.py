@@ -10,8 +10,8 @@ import pytest
 from support.schedules import assert_all_given_back, drive, engine_info, expected, kept, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
+from tok_core.manager.retained_prompts import RetainedPrompt
 from tok_core.manager.sequences import Pending, Request
-from tok_core.manager.stems import Stem
 from tok_core.messages import EMPTY, Cancel, Progress, StepInput
 
 PROMPT = [i * 7 % 4 for i in range(40)]
@@ -83,7 +83,7 @@ def test_full_memory_takes_what_is_kept_before_it_preempts_anybody() -> None:
     drive(manager, ports, {}, until=lambda: bool(kept(manager)))
     drive(manager, ports, {}, until=lambda: not kept(manager))
     assert manager.scheduler.preemptions == 0
-    assert manager.scheduler.starts.waiting
+    assert manager.scheduler.starter.waiting
     drive(manager, ports, {})
     assert manager.scheduler.preemptions == 0
     assert prefilled(ports.steps) == 10 + 2  # the third finds two full pages in the cache
@@ -110,13 +110,13 @@ def test_an_idle_engine_gives_up_what_is_kept_for_the_youngest_rather_than_wait_
     scheduler, paging = manager.scheduler, manager.paging
     ports.inbox.append(submit(5, PROMPT[:9], SamplingParams(n=2, max_tokens=1, seed=1)))
     manager.turn()
-    manager.returns.take(ports.outputs()[0])
+    manager.output_processor.take(ports.outputs()[0])
     scheduler.settle()
     younger = Request(6, np.array(PROMPT[9:12], np.int32), SamplingParams(seed=1), 2, 64)
     rest = paging.allocator.allocate(paging.available)
     paging.tree.lock(paging.tree.root)
-    scheduler.stems._stems[6] = Stem(younger, paging.tree.root.id, EMPTY, rest, EMPTY, 1)
-    scheduler.stems.tails += len(rest)
+    scheduler.retained_prompts._stems[6] = RetainedPrompt(younger, paging.tree.root.id, EMPTY, rest, EMPTY, 1)
+    scheduler.retained_prompts.tails += len(rest)
     step = scheduler.next_step()
     assert step is not None
     assert len(step.decode_slot) == 1

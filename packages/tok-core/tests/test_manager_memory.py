@@ -37,6 +37,6 @@ def test_a_manager_holds_no_more_after_many_requests_than_after_few() -> None:
     many.end()
     assert held() - before < LEAST_LEAK * MORE
     manager = many.simulation.manager
-    assert manager.returns.requests_finished > 0.9 * (FIRST + MORE)
+    assert manager.output_processor.requests_finished > 0.9 * (FIRST + MORE)
     check(manager)
     assert_all_given_back(manager)

@@ -22,7 +22,7 @@ from support.schedules import (
 )
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.deferral import WORK, Bound, Deferral
+from tok_core.manager.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.messages import Cancel, EngineInfo, ToManager
 
 
@@ -46,7 +46,7 @@ class Scenario:
     run_ahead: int
     groups: bool
     hurries: list[bool]
-    deferral: Deferral
+    deferred: DeferredWork
     pp: int
 
 
@@ -85,10 +85,10 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_step_tokens=max_running + draw(st.integers(0, 40)),
     )
     hurries = draw(st.lists(st.booleans(), min_size=1, max_size=20))
-    bounds = {work: Bound(draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 4]))) for work in WORK}
+    bounds = {work: DeferralLimit(draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 4]))) for work in WORK}
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
-    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), hurries, Deferral(bounds), pp)
+    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), hurries, DeferredWork(bounds), pp)
 
 
 def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_computed() -> None:
@@ -111,7 +111,7 @@ def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_comput
 def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)
     watch_preemptions(manager)
-    hurry(manager, cycle(scenario.hurries), scenario.deferral)
+    hurry(manager, cycle(scenario.hurries), scenario.deferred)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
         messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params, salt=one.salt))

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from support.stop_search import whole_text_search
 from tok_core.errors import InvalidField
-from tok_core.manager.borders import Rows
+from tok_core.manager.stop_prefilter import TokenRows
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
 from tok_core.sampling import SamplingParams
 from tok_core.text import Detokeniser, Tokenizer
@@ -117,7 +117,7 @@ def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
     return None
 
 
-def rows_of(samples: list[list[int]], prompts: Sequence[list[int]] = ()) -> Rows:
+def rows_of(samples: list[list[int]], prompts: Sequence[list[int]] = ()) -> TokenRows:
     """Each sample in a slot, the last one in the first, after its prompt if it has one."""
     prompts = prompts or [[] for _ in samples]
     known = [prompt + sample for prompt, sample in zip(prompts, samples, strict=True)]
@@ -126,7 +126,7 @@ def rows_of(samples: list[list[int]], prompts: Sequence[list[int]] = ()) -> Rows
         row[: len(of)] = of
     slot = np.arange(len(samples))[::-1]
     first, last = np.array([[len(prompt) for prompt in prompts], [len(of) - 1 for of in known]], np.int32)
-    return Rows(tokens, slot, first, last)
+    return TokenRows(tokens, slot, first, last)
 
 
 @st.composite

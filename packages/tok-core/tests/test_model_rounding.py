@@ -22,7 +22,7 @@ from tok_core.model import CausalLM, build, load, read_config
 from tok_core.model.decoder import DecoderLayer
 from tok_core.model.float16 import LIMIT
 from tok_core.model.targets import targets
-from tok_core.parallel.place import places
+from tok_core.parallel.rank_coordinates import all_coordinates
 from tok_kernels import choose, reference
 
 LAYER = "model.layers.1."
@@ -152,7 +152,7 @@ def test_ranks_agree_on_the_dtype_although_one_of_them_alone_has_the_large_row(t
     path = edited(make_model("llama", tmp_path, layers=3), lambda tensors: tensors[Q + "weight"][63].fill_(1000.0))
     alone = loaded(path)
     expected = Sequences(alone, 1, 64).feed([(0, tokens_of(40))]).float().numpy()
-    for dtypes, *logits in run_ranks(places(1, 2), held_by_ranks, path):
+    for dtypes, *logits in run_ranks(all_coordinates(1, 2), held_by_ranks, path):
         assert dtypes == ["float16", "bfloat16", "float16"]
         for found in logits:
             assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

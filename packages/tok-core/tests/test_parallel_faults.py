@@ -57,7 +57,7 @@ async def kill_under_load(path: Path, device: str, parallel: dict[str, int], kil
         expected = await engine.generate([1, 2, 3], SHORT).output()
         streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(20)]
         assert (await anext(aiter(streams[0]))).token_ids
-        replica = engine._core._fleet.lives[0].replica
+        replica = engine._core._replica_set.records[0].replica
         assert isinstance(replica, ProcessReplica)
         workers = math.prod(parallel.values())
         assert set(replica.children) == {"manager", *(f"worker {rank}" for rank in range(workers))}

@@ -26,7 +26,7 @@ from support.parallel_models import (
 from support.ranks import run_ranks
 from support.tiny_models import make_model
 from tok_core.model import build, read_config
-from tok_core.parallel.place import places
+from tok_core.parallel.rank_coordinates import all_coordinates
 from tok_kernels import choose
 
 MODELS = {
@@ -75,7 +75,7 @@ def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
     ranks: int, kinds: tuple[str, ...], few_tokens: tuple[int, ...], directory: Path
 ) -> None:
     paths = [model_path(directory, kind) for kind in kinds]
-    results = run_ranks(places(1, ranks), compute, paths, few_tokens, STEPS)
+    results = run_ranks(all_coordinates(1, ranks), compute, paths, few_tokens, STEPS)
     for path, *of_ranks in zip(paths, *results, strict=True):
         alone = model_of(path)
         expected, tokens = logits_of(alone), greedy(alone, tokens_of(PROMPT), STEPS)
@@ -96,7 +96,7 @@ def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_one_after_the_other_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
     path = model_path(directory, kind)
-    chain = [model_of(path, place) for place in places(stages, 1)]
+    chain = [model_of(path, place) for place in all_coordinates(stages, 1)]
     assert_close(chained_logits(chain), chained_logits([model_of(path)]))
 
 
@@ -104,7 +104,7 @@ def test_a_stage_holds_its_own_layers_by_their_numbers_in_the_checkpoint(directo
     names = {}
     for kind in ("llama", "llama-untied"):
         config = read_config(model_path(directory, kind))
-        for place in places(3, 1):
+        for place in all_coordinates(3, 1):
             model = build(config, choose(CPU), CPU, torch.float32, place)
             names[kind, place.stage] = {name.removeprefix("model.") for name, _ in model.named_parameters()}
             assert model.local == replace(config, num_layers=1, windows=(None,))

@@ -13,7 +13,7 @@ from support.stages import carry_out, record
 from support.tiny_models import make_model
 from tok_core import SamplingParams
 from tok_core.messages import StepInput
-from tok_core.parallel.place import places
+from tok_core.parallel.rank_coordinates import all_coordinates
 
 STAGES = 3
 
@@ -48,7 +48,7 @@ def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
     late = [step for step in steps if len(step.decode_slot) and step.draws_upto < step.step - 2]
     assert len(late) > len(steps) / 4
     assert given_away_early(steps)
-    outputs = run_ranks(places(STAGES, 1), carry_out, path, steps, 6)
+    outputs = run_ranks(all_coordinates(STAGES, 1), carry_out, path, steps, 6)
     for stage in range(STAGES - 1):
         assert [len(one.token) for one in outputs[stage]] == [0] * len(steps)
     assert len(recorded.taken) == len(outputs[-1]) == len(steps)

@@ -16,14 +16,14 @@ from support.tiny_models import make_model
 from tok_core.errors import ModelError
 from tok_core.model import CausalLM, build, dummy, load, read_config
 from tok_core.model.targets import StoredTensor, targets
-from tok_core.parallel.place import Place, places
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
 GRIDS = [(1, 4), (3, 1), (2, 2)]
 
 
-def share_of(path: Path, place: Place = Place()) -> CausalLM:
+def share_of(path: Path, place: RankCoordinates = RankCoordinates()) -> CausalLM:
     return build(read_config(path), choose(CPU), CPU, torch.float32, place)
 
 
@@ -42,7 +42,7 @@ def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "llama-untied"])
 def test_shares_of_a_checkpoint_are_parts_of_the_whole(kind: str, stages: int, ranks: int, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path, layers=3, biases=True, vocab_size=514, shards=2)
-    whole, shares = share_of(path), [share_of(path, place) for place in places(stages, ranks)]
+    whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
         load(model, path)
     assert_parts_of(whole, shares)
@@ -55,7 +55,7 @@ def test_shares_of_dummy_weights_are_parts_of_the_whole(
 ) -> None:
     monkeypatch.setattr("tok_core.model.noise.BLOCK", 1000)  # several blocks a tensor
     path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
-    whole, shares = share_of(path), [share_of(path, place) for place in places(stages, ranks)]
+    whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
         dummy(model, 7, eos_probability=0.1)
     assert_parts_of(whole, shares)
@@ -104,15 +104,15 @@ def test_a_worker_reads_no_more_than_it_keeps(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("tok_core.model.weights.safe_open", counting)
     read = {}
     for stages, ranks in ((1, 1), (1, 2), (2, 2)):
-        for place in places(stages, ranks):
+        for place in all_coordinates(stages, ranks):
             files.clear()
             model = share_of(path, place)
             load(model, path)
             read[place] = sum(file.read for file in files)
             assert read[place] == sum(parameter.nbytes for parameter in model.parameters())
-    whole = read[Place()]
-    assert read[Place(0, 1, 0, 2)] < 0.52 * whole
-    assert max(read[place] for place in places(2, 2)) < 0.3 * whole
+    whole = read[RankCoordinates()]
+    assert read[RankCoordinates(0, 1, 0, 2)] < 0.52 * whole
+    assert max(read[place] for place in all_coordinates(2, 2)) < 0.3 * whole
 
 
 def test_a_stage_refuses_what_no_stage_has_a_place_for(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_stage_refuses_what_no_stage_has_a_place_for(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.extra.weight", "model.other"):
         save_file({**tensors, name: torch.zeros(3)}, path / "model.safetensors")
-        for place in places(2, 1):
+        for place in all_coordinates(2, 1):
             with pytest.raises(ModelError, match=rf"tensor {name} \[3\] has no place in the model"):
                 load(share_of(path, place), path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors")
-    load(share_of(path, Place(0, 2, 0, 1)), path)
+    load(share_of(path, RankCoordinates(0, 2, 0, 1)), path)
     with pytest.raises(ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight \[128, 64\]$"):
-        load(share_of(path, Place(1, 2, 0, 1)), path)
+        load(share_of(path, RankCoordinates(1, 2, 0, 1)), path)

@@ -75,7 +75,7 @@ def nothing_is_left(pids: list[int]) -> bool:
 
 
 def actors_of(engine: AsyncEngine) -> list[RayActors]:
-    replicas = [life.replica for life in engine._core._fleet.lives]
+    replicas = [life.replica for life in engine._core._replica_set.records]
     return [replica.actors for replica in replicas if isinstance(replica, RayReplica)]
 
 
@@ -139,7 +139,7 @@ from tok_core import Engine, EngineConfig, SamplingParams
 model, ray, prompts = json.loads(sys.argv[1])
 engine = Engine(EngineConfig(model=model, ray=ray, device="cpu", tp=2, kv_cache_tokens=4096, max_running=8))
 outputs = engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
-actors = engine._core._fleet.lives[0].replica.actors
+actors = engine._core._replica_set.records[0].replica.actors
 pids = [where.pid for where in actors.whereabouts.values()]
 print(json.dumps([[output.outputs[0].token_ids for output in outputs], actors.nodes, pids]), flush=True)
 time.sleep(600)

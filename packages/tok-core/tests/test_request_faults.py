@@ -19,24 +19,24 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, EngineError, SamplingParams
-from tok_core.assembly import OpenRequest
 from tok_core.embedding import EmbedRequest
 from tok_core.manager.admission import Admission
 from tok_core.manager.loop import Manager
+from tok_core.manager.output_processor import OutputProcessor
 from tok_core.manager.paging import Paging
-from tok_core.manager.prompt_returns import PromptReturns
-from tok_core.manager.returns import Returns
+from tok_core.manager.prompt_output_processor import PromptOutputProcessor
 from tok_core.manager.scheduler import Scheduler
-from tok_core.manager.starts import Starts
+from tok_core.manager.sequence_starter import SequenceStarter
 from tok_core.manager.stops import StopSets
 from tok_core.messages import Submit, ToManager
 from tok_core.processes.replica import ProcessReplica
 from tok_core.prompt_logprobs import PromptLogprobs
+from tok_core.request_state import OpenRequest
 from tok_core.request_stream import RequestStream
-from tok_core.streamed import StreamedRequest
+from tok_core.streamed_request import StreamedRequest
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
-from tok_core.whole import WholeRequest
+from tok_core.unstreamed_request import UnstreamedRequest
 
 GUILTY = [77, 77, 77]
 MARK = (5,)  # a stop token of guilty requests alone
@@ -79,12 +79,12 @@ PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "taken in": (Manager, "_submit", lambda self, message: guilty_request(message)),
     "queued": (Scheduler, "submit", lambda self, request: guilty_request(request)),
     "weighed": (Admission, "_costs", lambda self, pending, samples: guilty_request(pending.request)),
-    "started": (Starts, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
+    "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
     "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == MARK),
-    "looked at for its end": (Returns, "_endings", lambda self, slots, token: guilty_row(self.table, slots)),
+    "looked at for its end": (OutputProcessor, "_endings", lambda self, slots, token: guilty_row(self.table, slots)),
     "told of its tokens": (StreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
-    "told of its ends": (WholeRequest, "advance", lambda self, *rest: guilty_request(self)),
+    "told of its ends": (UnstreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
 }
 
 
@@ -163,7 +163,7 @@ async def test_a_text_that_cannot_be_made_fails_its_request_and_no_other(
     await assert_it_fails_alone(engine, guilty, others, wanted, "Fault: it has no text")
     assert engine._mailbox is not None
     await until(lambda: not engine._mailbox.streams)  # type: ignore[union-attr]
-    assert engine._core._ledger.blocks_used == 0
+    assert engine._core._token_store.blocks_used == 0
 
 
 async def test_prompt_values_that_cannot_be_taken_fail_their_request_and_no_other(
@@ -180,7 +180,7 @@ async def test_prompt_values_that_cannot_be_taken_fail_their_request_and_no_othe
     await assert_it_fails_alone(engine, engine.generate(GUILTY, asking), others, wanted, "no log-probabilities")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(PromptReturns, "_add"), (EmbedRequest, "learn")])
+@pytest.mark.parametrize(("owner", "name"), [(PromptOutputProcessor, "_add"), (EmbedRequest, "learn")])
 async def test_an_embedding_that_fails_is_no_others_loss(
     engine: AsyncEngine, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +225,7 @@ def test_a_request_that_cannot_be_sent_fails_alone() -> None:
 
 
 def test_deaths_that_requests_caused_do_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.life.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
     core = simulated_core(engine_info(), dp=1, max_restarts=1)
     for _ in range(5):
         replica_of(core, 0).be_ready()
@@ -258,15 +258,15 @@ async def test_an_error_that_nobody_foresaw_ends_requests_but_not_the_service(
 ) -> None:
     engine = AsyncEngine(msgspec.structs.replace(config(path), max_restarts=0), in_process=True)
     await engine.start()
-    take = Returns.take
+    take = OutputProcessor.take
     for _ in range(2):
         stream = engine.generate(GUILTY, LONG)
         await anext(aiter(stream))
         with monkeypatch.context() as patch:
-            patch.setattr(Returns, "take", lambda self, output: {}[output.step])
+            patch.setattr(OutputProcessor, "take", lambda self, output: {}[output.step])
             with pytest.raises(EngineDead, match="KeyError"):
                 await stream.output()
-        assert Returns.take is take
+        assert OutputProcessor.take is take
         await until(lambda: engine.health().ok)
         assert len((await engine.generate(INNOCENT[0], PARAMS).output()).outputs[0].token_ids) == 24
     await engine.close()
@@ -277,7 +277,7 @@ async def test_a_manager_that_crashes_ends_requests_but_not_the_service(path: Pa
     await engine.start()
 
     def kill(role: str, number: int) -> None:
-        replica = engine._core._fleet.lives[0].replica
+        replica = engine._core._replica_set.records[0].replica
         assert isinstance(replica, ProcessReplica)
         os.kill(replica.children[role].pid, number)
 

@@ -14,9 +14,9 @@ from support.tiny_models import make_model, reference_greedy
 from tok_core import SamplingParams
 from tok_core.messages import SharedPages, StepInput, decoder, encode
 from tok_core.model.config import read_config
+from tok_core.worker.dummy_steps import dummy_step
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState, changes
-from tok_core.worker.trial import trial_step
 
 SLOTS, PAGES = 6, 8
 GREEDY = SamplingParams(n=9, temperature=0, max_tokens=40, ignore_eos=True)
@@ -38,7 +38,7 @@ def test_pages_shared_come_in_order_and_entries_after_them(path: Path) -> None:
     state = WorkerState(read_config(path), cpu, torch.float32, **sizes)
     entries = {"page_slot": numbers(2, 4), "page_index": numbers(1, 5), "page_id": numbers(50, 51)}
     shared = [SharedPages(numbers(0, 2, 4), numbers(7, 8, 9)), SharedPages(numbers(4, 5), numbers(30, 31))]
-    step = structs.replace(trial_step(decode=1), **entries, shared=shared)
+    step = structs.replace(dummy_step(decode=1), **entries, shared=shared)
     told = decoder(StepInput).decode(encode(step))
     state.apply(told, Staging(cpu, 2).put(changes(told)))
     expected = np.zeros((SLOTS + 1, PAGES), np.int32)

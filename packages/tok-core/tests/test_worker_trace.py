@@ -10,7 +10,7 @@ import torch
 
 from tok_core import EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
-from tok_core.parallel.place import Place, places
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_core.trace_files import trace_files
 from tok_core.worker.trace import Tracer
 
@@ -20,7 +20,7 @@ STEPS = {12: torch.relu, 13: torch.tanh, 14: torch.sigmoid, 15: torch.exp}
 
 def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    tracer = Tracer.of(EngineConfig(model="m", trace=str(file), trace_from=13, trace_steps=2), Place(), CPU)
+    tracer = Tracer.of(EngineConfig(model="m", trace=str(file), trace_from=13, trace_steps=2), RankCoordinates(), CPU)
     assert tracer is not None
     numbers = torch.ones(8)
     for step in range(1, 18):
@@ -33,13 +33,13 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
 
 
 def test_without_a_file_nothing_is_traced() -> None:
-    assert Tracer.of(EngineConfig(model="m"), Place(), CPU) is None
+    assert Tracer.of(EngineConfig(model="m"), RankCoordinates(), CPU) is None
     assert trace_files(EngineConfig(model="m", tp=2)) == {}
 
 
 def test_each_worker_has_a_file_of_its_own_and_the_one_that_returns_tokens_has_the_one_asked_for() -> None:
     files = trace_files(EngineConfig(model="m", tp=2, pp=2, trace="a/steps.json"))
-    assert list(files) == list(places(2, 2))
+    assert list(files) == list(all_coordinates(2, 2))
     assert [str(file) for file in files.values()] == [
         "a/steps.stage0.rank0.json",
         "a/steps.stage0.rank1.json",
@@ -50,7 +50,7 @@ def test_each_worker_has_a_file_of_its_own_and_the_one_that_returns_tokens_has_t
 
 def test_a_worker_traces_into_its_own_file(tmp_path: Path) -> None:
     config = EngineConfig(model="m", pp=2, trace=str(tmp_path / "steps.json"), trace_steps=1)
-    tracer = Tracer.of(config, Place(stage=0, stages=2), CPU)
+    tracer = Tracer.of(config, RankCoordinates(stage=0, stages=2), CPU)
     assert tracer is not None
     for step in range(1, 13):
         tracer.before(step)
@@ -61,7 +61,7 @@ def test_a_worker_traces_into_its_own_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     config = EngineConfig(model="m", trace=str(tmp_path / "no" / "trace.json"))
     with pytest.raises(InvalidField, match=r"trace is '.*; allowed: a file in a directory that exists"):
-        Tracer.of(config, Place(), CPU)
+        Tracer.of(config, RankCoordinates(), CPU)
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from tok_core.model.config import read_config
 from tok_core.model.decoder import DecoderLayer
 from tok_core.model.registry import build
 from tok_core.model.weights import load
-from tok_core.parallel.place import Place
-from tok_core.worker import draw
-from tok_core.worker.graphs import kept_rows, sizes
-from tok_core.worker.memory import Measured, graph_rows, largest_step, measured_len
-from tok_core.worker.products import load_products, numbers
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.worker import sampling
+from tok_core.worker.cuda_graphs import kept_rows, sizes
+from tok_core.worker.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.gemm_warmup import numbers, warm_up_gemms
+from tok_core.worker.memory import StepMemory, graph_rows, largest_step, measured_len
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState, page_table_bytes
-from tok_core.worker.trial import trial_step, try_out
 from tok_core.worker.warmup import kinds, warm_up
 from tok_kernels import Sampled, choose
 
@@ -65,7 +65,7 @@ def test_every_kind_of_step_fits_the_sizes_it_is_made_for(
     assert not any(len(step.mask_row) for step in kinds(slots, tokens, runner.max_len, page_size))
     for step in steps:
         assert len(step.decode_slot) + len(step.prefill_token) <= tokens
-        output = try_out(runner, step)
+        output = run_dummy_step(runner, step)
         assert len(output.token) == len(step.sample_slot)
 
 
@@ -77,7 +77,7 @@ def test_what_is_measured_is_the_largest_step_that_sequences_can_fill(
     step = largest_step(slots, tokens, runner.max_len)
     assert len(step.prefill_token) == min(tokens, slots * positions)
     assert step.prefill_count.max() <= positions
-    assert len(try_out(runner, step).token) == min(slots, tokens)
+    assert len(run_dummy_step(runner, step).token) == min(slots, tokens)
     # Steps tried later do not stand behind what earlier ones have left.
     assert graph_rows(runner) in sizes(slots)
     assert int(runner.state.columns.length.max()) == 1
@@ -93,23 +93,23 @@ def test_memory_is_kept_for_page_tables_and_for_what_graphs_hold(directory: Path
 def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), draw._draw
+    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._draw
 
     def noted(*arguments: Any) -> Sampled:
         portions.append(arguments[-1])
         return draw_one(*arguments)
 
-    monkeypatch.setattr(draw, "_draw", noted)
-    monkeypatch.setattr(draw, "CHUNK", 8)
+    monkeypatch.setattr(sampling, "_draw", noted)
+    monkeypatch.setattr(sampling, "CHUNK", 8)
     words = -(-runner.model.config.vocab_size // 32)
-    step = trial_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
-    assert len(try_out(runner, step).token) == 20
+    step = dummy_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
+    assert len(run_dummy_step(runner, step).token) == 20
     assert portions == [slice(0, 20)]
 
 
-@pytest.mark.parametrize("place", [Place(), Place(0, 2), Place(1, 2)], ids=str)
+@pytest.mark.parametrize("place", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)
 def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, place: Place
+    directory: Path, monkeypatch: pytest.MonkeyPatch, place: RankCoordinates
 ) -> None:
     path = make_model("llama", directory / f"stage {place.stage} of {place.stages}")
     model = build(read_config(path), choose(CPU), CPU, torch.float32, place)
@@ -124,7 +124,7 @@ def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
         linear.register_forward_pre_hook(lambda _, arguments, rows=rows: rows.append(len(arguments[0])))
     logits = seen.setdefault("logits", [])
     monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
-    load_products(model, 100, 9)
+    warm_up_gemms(model, 100, 9)
     several = place.stages > 1
     assert seen.pop("logits") == [*range(1, 10)] * (several and place.last)
     assert list(seen.values()) == [[*range(1, 101)] * several] * 3
@@ -137,7 +137,7 @@ def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
     runner, asked = runner_of(directory, 3, 64, 16, 64), []
     monkeypatch.setattr("tok_core.worker.warmup.load_products", lambda model, *most: asked.append(most))
     for tokens in (100, 700):
-        warm_up(runner, Measured(step_bytes=1, graph_rows=0, graph_bytes=0), tokens)
+        warm_up(runner, StepMemory(step_bytes=1, graph_rows=0, graph_bytes=0), tokens)
     assert asked == [(100, 3), (3 * 64, 3)]
 
 

@@ -248,11 +248,11 @@ async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
     async with opened(tmp_path, engine) as service:
         batch = await begin(service, LINES + SLOW[80:])
         await until(service, batch.id, lambda one: completed(one) >= 10)
-        life = engine._core._fleet.lives[0]
+        life = engine._core._replica_set.records[0]
         replica = life.replica
         assert replica is not None
         await asyncio.to_thread(replica.close)
-        engine._core._fleet._die(life, replica, "it was ended")
+        engine._core._replica_set._die(life, replica, "it was ended")
         assert engine.health().state == "failed"
         with pytest.raises(EngineClosed):  # nobody starts the engine of `tok batch` again
             await Gate(engine, until_closed=False).passed()

@@ -52,11 +52,11 @@ async def test_what_a_thread_does_is_waited_for_though_it_is_no_longer_wanted() 
 
 def end(engine: AsyncEngine) -> None:
     """The replica dies, as where its worker does."""
-    life = engine._core._fleet.lives[0]
+    life = engine._core._replica_set.records[0]
     replica = life.replica
     assert replica is not None
     replica.close()
-    engine._core._fleet._die(life, replica, "its worker has ended")
+    engine._core._replica_set._die(life, replica, "its worker has ended")
 
 
 async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_fails(

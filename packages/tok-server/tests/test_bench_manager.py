@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tok_core.manager.clockwork import PARTS
+from tok_core.manager.profiler import PARTS
 from tok_server.bench.manager import PAIRS, STEPS, run_manager
 from tok_server.bench.manager_load import LOADS
 from tok_server.bench.manager_result import table

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tok_core import SamplingParams
-from tok_core.manager.clockwork import PARTS, TIMED, Clockwork
+from tok_core.manager.profiler import PARTS, TIMED, ManagerProfiler
 from tok_core.manager.stops import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
 from tok_core.simulate import Lives, Simulation
@@ -158,7 +158,7 @@ def driven(name: str, sequences: int) -> Drive:
 
 def test_timing_changes_nothing_of_what_the_manager_does_and_leaves_nothing_behind() -> None:
     told = []
-    for clockwork in (None, Clockwork()):
+    for clockwork in (None, ManagerProfiler()):
         drive = driven("churn", 32)
         names = set(vars(drive.simulation.manager))
         told.append(drive.block(60, lambda: None, clockwork))
@@ -174,7 +174,7 @@ def test_timing_changes_nothing_of_what_the_manager_does_and_leaves_nothing_behi
 
 def test_time_spent_in_another_part_counts_there_and_a_part_within_itself_once() -> None:
     now = itertools.count()
-    clockwork = Clockwork(lambda: float(next(now)))
+    clockwork = ManagerProfiler(lambda: float(next(now)))
     inner = clockwork.timed(lambda: None, "stops")
     again = clockwork.timed(inner, "outputs")
     outer = clockwork.timed(again, "outputs")
@@ -184,7 +184,7 @@ def test_time_spent_in_another_part_counts_there_and_a_part_within_itself_once()
 
 
 def test_a_method_that_raises_is_put_back_and_its_time_counts() -> None:
-    drive, clockwork = driven("churn", 4), Clockwork()
+    drive, clockwork = driven("churn", 4), ManagerProfiler()
     simulation = drive.simulation
     simulation.submit(Cancel(1))
     simulation.ports.submit(b"no message")
@@ -199,6 +199,6 @@ def test_a_method_that_raises_is_put_back_and_its_time_counts() -> None:
 def test_what_is_timed_has_to_be_there() -> None:
     drive = driven("churn", 4)
     del drive.simulation.manager.lengths
-    with pytest.raises(AttributeError, match="lengths"), Clockwork().timing(drive.simulation.manager):
+    with pytest.raises(AttributeError, match="lengths"), ManagerProfiler().timing(drive.simulation.manager):
         pass
     assert "turn" not in vars(drive.simulation.manager)

@@ -87,8 +87,8 @@ def test_an_unresponsive_replica_is_told_of_and_restarts_without_a_drain(tiny_mo
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
         long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
         wait_until(lambda: server.engine.stats()["requests_running"] == 1)
-        fleet, why = server.engine._core._fleet, "no sign of life from the manager process"
-        fleet._hear(fleet.lives[0], Silence(why))
+        fleet, why = server.engine._core._replica_set, "no sign of life from the manager process"
+        fleet._hear(fleet.records[0], Silence(why))
         for path in ("/health", "/ready"):
             answer = server.call("GET", path, None)
             assert (answer.status, answer.json()["status"]) == (503, "unresponsive")

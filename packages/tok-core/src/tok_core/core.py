@@ -16,31 +16,31 @@ from pathlib import Path
 
 import msgspec
 
-from tok_core.assembly import OpenRequest, Sink
 from tok_core.checks import check_request, check_tenant, salt_of
 from tok_core.config import EngineConfig
+from tok_core.dispatcher import Dispatcher
 from tok_core.embedding import EmbedRequest
 from tok_core.errors import EngineClosed, InvalidField, TokError
-from tok_core.fleet import Fleet, Health
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, LocalExaminer, Task, refuse
 from tok_core.grammar.examiner import process_checker
 from tok_core.hub import resolve
-from tok_core.ledger import Ledger
 from tok_core.messages import EngineInfo, Int32
+from tok_core.notifications import notify, reported_error
 from tok_core.open_requests import OpenRequests
+from tok_core.output_router import OutputRouter
 from tok_core.outputs import Ending, Pooling
-from tok_core.placing import Placing
 from tok_core.processes.replica import Replica
-from tok_core.reporting import Reporting
-from tok_core.routing import Asked, Router
+from tok_core.replica_set import Health, ReplicaSet
+from tok_core.request_state import OpenRequest, Sink
+from tok_core.routing import Router, RoutingRequest
 from tok_core.sampling import SamplingParams, seeded
-from tok_core.streamed import StreamedRequest
-from tok_core.telling import tell, told_as
+from tok_core.streamed_request import StreamedRequest
 from tok_core.text.loading import load_text
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
-from tok_core.whole import WholeRequest
+from tok_core.token_store import TokenStore
+from tok_core.unstreamed_request import UnstreamedRequest
 
 log = logging.getLogger("tok_core")
 
@@ -62,17 +62,17 @@ class EngineCore:
         self._changed = threading.Condition(self._lock)
         self._open = OpenRequests(self._changed)
         self._router = Router(config.dp, config.page_size)
-        self._ledger = Ledger()
-        self._fleet = Fleet(
+        self._token_store = TokenStore()
+        self._replica_set = ReplicaSet(
             config,
             in_process=in_process,
             changed=self._changed,
-            report=lambda replica, progress: self._reporting.deliver(replica, progress),
-            lost=lambda replica, reason: self._placing.lose(replica, reason),
-            settled=lambda: self._placing.place_held(),
+            report=lambda replica, progress: self._output_router.deliver(replica, progress),
+            lost=lambda replica, reason: self._dispatcher.lose(replica, reason),
+            settled=lambda: self._dispatcher.place_held(),
         )
-        self._placing = Placing(self._fleet, self._router, self._open, self._lock)
-        self._reporting = Reporting(self._open, self._placing, self._router, self._ledger, self._lock)
+        self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
+        self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
         self._numbers = itertools.count(1)
         self._random = random.Random()  # of the process: asking the system each time is slow while others compute
         self._begun = False
@@ -85,26 +85,26 @@ class EngineCore:
     @property
     def info(self) -> EngineInfo:
         """What the engine runs with; known once it is ready."""
-        return self._placing.info
+        return self._dispatcher.info
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's, if it has one that can be used."""
-        return self._reporting.tokenizer
+        return self._output_router.tokenizer
 
     def start(self) -> None:
         """Blocks until ready. To be called once. Raises what kept the engine from starting."""
         self._require_own_process()
         with self._lock:
-            if self._begun or self._fleet.closed:
+            if self._begun or self._replica_set.closed:
                 raise EngineClosed("an engine starts once")
             self._begun = True
         # At the interpreter's exit a thread that still computes would abort the process.
         atexit.register(self.close)
         path = resolve(self._config.model, self._config.data_dir)
-        self._reporting.tokenizer, self.chat_template = load_text(path)
-        self._fleet.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
-        self._fleet.await_start()
+        self._output_router.tokenizer, self.chat_template = load_text(path)
+        self._replica_set.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
+        self._replica_set.await_start()
         task = Task(str(path), self.info.vocab_size, self.info.eos_token_ids)
         self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
 
@@ -116,8 +116,8 @@ class EngineCore:
         if not self._in_own_process():
             return
         with self._changed:
-            self._changed.wait_for(lambda: not len(self._open) or not self._fleet.computes, drain)
-            first, replicas = not self._fleet.closed, self._fleet.shut()
+            self._changed.wait_for(lambda: not len(self._open) or not self._replica_set.computes, drain)
+            first, replicas = not self._replica_set.closed, self._replica_set.shut()
             if first:
                 self._closer = threading.get_ident()
         if first:
@@ -131,7 +131,7 @@ class EngineCore:
 
     def close_soon(self) -> None:
         """Close in a thread of its own. For a finalizer, which may run while its thread holds any lock."""
-        if self._in_own_process() and not self._fleet.closed:
+        if self._in_own_process() and not self._replica_set.closed:
             _thread.start_new_thread(self.close, ())  # `Thread.start` takes locks
 
     def _end(self, replicas: list[Replica]) -> None:
@@ -169,7 +169,7 @@ class EngineCore:
         yet is while the request is open: if it is refused, the request ends with InvalidField.
         """
         self._require_own_process()
-        self._placing.require_ready()
+        self._dispatcher.require_ready()
         check_tenant(tenant)
         salt = salt_of(cache_salt)
         ids = self.encode(prompt)
@@ -183,10 +183,10 @@ class EngineCore:
         request = self._make_request(request_id or self._new_id(), ids, params, sink, stream)
         request.tenant, request.salt = tenant, salt
         try:
-            asked = self._placing.ask(request, tokens)
-            self._placing.open(request, None if verdict is not None else asked, later=later)
+            asked = self._dispatcher.ask(request, tokens)
+            self._dispatcher.open(request, None if verdict is not None else asked, later=later)
         except BaseException:
-            self._ledger.close(request.rid)
+            self._token_store.close(request.rid)
             raise
         if verdict is not None:
             verdict.add_done_callback(lambda done: self._place_checked(request, asked, done))
@@ -199,7 +199,7 @@ class EngineCore:
             raise EngineClosed("the engine has not been started")
         return self._checker.begin(grammar, most, tenant)
 
-    def _place_checked(self, request: OpenRequest, asked: Asked, verdict: Future[str]) -> None:
+    def _place_checked(self, request: OpenRequest, asked: RoutingRequest, verdict: Future[str]) -> None:
         """The grammar of an open request has been checked."""
         with request.lock:
             if request.ended():
@@ -207,12 +207,12 @@ class EngineCore:
             try:
                 assert request.params.grammar is not None
                 refuse(request.params.grammar, verdict.result())
-                self._placing.place_or_hold(request, asked)
+                self._dispatcher.place_or_hold(request, asked)
                 return
             except Exception as error:  # of whatever kind: nobody else would end it
-                self._placing.withdraw(request)
-                request.fail(told_as(error))
-        tell([request])
+                self._dispatcher.withdraw(request)
+                request.fail(reported_error(error))
+        notify([request])
 
     def embed(
         self,
@@ -230,10 +230,10 @@ class EngineCore:
         salt    as `salt_of` returns it
         """
         self._require_own_process()
-        self._placing.require_ready()
+        self._dispatcher.require_ready()
         request = EmbedRequest(next(self._numbers), self._new_id(), ids, params, pooling, sink)
         request.tenant, request.salt = tenant, salt
-        self._placing.open(request, self._placing.ask(request, tokens))
+        self._dispatcher.open(request, self._dispatcher.ask(request, tokens))
         return request
 
     def _make_request(
@@ -242,7 +242,7 @@ class EngineCore:
         rid = next(self._numbers)
         if stream:
             return StreamedRequest(rid, request_id, ids, params, sink, self.tokenizer)
-        return WholeRequest(rid, request_id, ids, params, sink, self.tokenizer, self._ledger)
+        return UnstreamedRequest(rid, request_id, ids, params, sink, self.tokenizer, self._token_store)
 
     def _new_id(self) -> str:
         return f"req-{self._random.getrandbits(96):024x}"
@@ -250,7 +250,7 @@ class EngineCore:
     def flush(self) -> None:
         """Sends what was to be sent later."""
         if self._in_own_process():
-            self._fleet.flush()
+            self._replica_set.flush()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
@@ -278,14 +278,14 @@ class EngineCore:
 
     def _abort(self, request: OpenRequest, reason: Ending = "abort") -> None:
         with request.lock:
-            self._placing.withdraw(request)
+            self._dispatcher.withdraw(request)
             if not request.ended():
                 try:
                     request.abort(reason)
                 except Exception as error:
                     log.exception("request %s cannot be aborted", request.request_id)
-                    request.fail(told_as(error))
-        tell([request])
+                    request.fail(reported_error(error))
+        notify([request])
 
     @property
     def open_requests(self) -> int:
@@ -297,27 +297,27 @@ class EngineCore:
         self._require_own_process()
         if not 0 <= number < self._config.dp:
             raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
-        replica = self._fleet.drain(number)
+        replica = self._replica_set.drain(number)
         deadline = time.monotonic() + drain
-        while time.monotonic() < deadline and not self._fleet.closed and self._placing.computes(number):
+        while time.monotonic() < deadline and not self._replica_set.closed and self._dispatcher.computes(number):
             time.sleep(DRAIN_LOOK)  # not until something changes: with many open requests that is all the time
-        self._fleet.renew(number, replica)
+        self._replica_set.renew(number, replica)
 
     def health(self) -> Health:
         """Whether requests are served now, and by which replicas."""
         if not self._in_own_process():
             return Health(False, "closed", _FORKED.format(self._process))
-        return self._fleet.health()
+        return self._replica_set.health()
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges, of all replicas together; see `Fleet.stats`."""
         self._require_own_process()
-        return self._fleet.stats()
+        return self._replica_set.stats()
 
     def replica_stats(self) -> list[dict[str, float]]:
         """The same of each replica."""
         self._require_own_process()
-        return self._fleet.replica_stats()
+        return self._replica_set.replica_stats()
 
     def check(self, ids: list[int], params: SamplingParams) -> Int32:
         """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
@@ -326,12 +326,12 @@ class EngineCore:
     def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:
             requests = self._open.all()
-            self._placing.forget(requests)
+            self._dispatcher.forget(requests)
         for request in requests:
             with request.lock:
                 if not request.ended():
                     request.fail(error())
-        tell(requests)
+        notify(requests)
 
 
 def _model_id(model: str) -> str:

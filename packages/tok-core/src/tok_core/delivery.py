@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.assembly import Told
-from tok_core.ledger import Ledger
+from tok_core.finished_texts import transcribe
 from tok_core.messages import Finished, Int64, Progress
+from tok_core.request_state import StreamedTokens
 from tok_core.text.tokenizer import Tokenizer
-from tok_core.transcripts import transcribe
+from tok_core.token_store import TokenStore
 
 
 class Delivery(NamedTuple):
@@ -24,7 +24,7 @@ class Delivery(NamedTuple):
 
     counted: tuple[list[int], Int64]
     begun: list[int]
-    told: Told
+    told: StreamedTokens
     ends: dict[int, dict[int, Finished]]
 
     def rids(self) -> list[int]:
@@ -32,20 +32,22 @@ class Delivery(NamedTuple):
         return [*self.told.bounds, *(rid for rid in self.ends if rid not in self.told.bounds)]
 
 
-def sort_out(progress: Progress, ledger: Ledger, each_token: Set[int], tokenizer: Tokenizer | None) -> Delivery:
+def sort_out(
+    progress: Progress, token_store: TokenStore, each_token: Set[int], tokenizer: Tokenizer | None
+) -> Delivery:
     """Enters the report in the ledger; `each_token`: requests that are told of each token."""
     rids, which = _grouped(progress.rid)
     begun, first = [], 0
     for rows in progress.rounds or [len(which)]:
         part = slice(first, first := first + rows)
-        begun += ledger.append(rids, which[part], progress.sample[part], progress.token[part])
+        begun += token_store.append(rids, which[part], progress.sample[part], progress.token[part])
     ends: dict[int, dict[int, Finished]] = {}
     for end in progress.finished:
         ends.setdefault(end.rid, {})[end.sample] = end
     counted = rids, np.bincount(which, minlength=len(rids))
     told = _told(progress, rids, which, each_token) if each_token else NOTHING
     if progress.finished:
-        told = told._replace(whole=transcribe(progress.finished, ledger, tokenizer))
+        told = told._replace(whole=transcribe(progress.finished, token_store, tokenizer))
     return Delivery(counted, begun, told, ends)
 
 
@@ -60,13 +62,13 @@ def _grouped(rid: Int64) -> tuple[list[int], Int64]:
     return ordered[differs].tolist(), which
 
 
-def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> Told:
+def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> StreamedTokens:
     wanted = np.array([rid in each_token for rid in rids], np.bool_)
     rows = np.flatnonzero(wanted[which])
     rows = rows[np.argsort(which[rows], kind="stable")]
     stops = np.searchsorted(which[rows], np.flatnonzero(wanted), side="right").tolist()
     told = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
-    return Told(
+    return StreamedTokens(
         progress.sample[rows].tolist(),
         progress.token[rows].tolist(),
         rows.tolist(),
@@ -74,5 +76,5 @@ def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int
     )
 
 
-NOTHING = Told([], [], [], {})
+NOTHING = StreamedTokens([], [], [], {})
 NO_ENDS: Mapping[int, Finished] = {}

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from tok_core.assembly import OpenRequest
 from tok_core.checks import check_tenant, salt_of
 from tok_core.embedding import EmbedRequest, check_embedding
 from tok_core.errors import InvalidField
 from tok_core.messages import Int32
 from tok_core.outputs import EmbeddingOutput
+from tok_core.request_state import OpenRequest
 from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:

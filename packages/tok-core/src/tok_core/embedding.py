@@ -7,10 +7,10 @@ from typing import get_args
 
 import numpy as np
 
-from tok_core.assembly import OpenRequest, Sink, Told
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import Embedded, Finished, Float32, Progress, Scores
 from tok_core.outputs import Completion, EmbeddingOutput, Ending, Pooling
+from tok_core.request_state import OpenRequest, Sink, StreamedTokens
 from tok_core.sampling import SamplingParams
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -32,7 +32,7 @@ class EmbedRequest(OpenRequest):
         if isinstance(news, Embedded):
             self._vector = news.vector
 
-    def advance(self, told: Told, ends: Mapping[int, Finished], progress: Progress) -> None:
+    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         for _ in ends:
             self._count_end()
 

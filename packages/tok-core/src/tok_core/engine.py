@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from tok_core.assembly import OpenRequest
 from tok_core.checks import salt_of
 from tok_core.config import EngineConfig
 from tok_core.core import EngineCore
 from tok_core.embedder import Embedder
 from tok_core.errors import InvalidField
-from tok_core.fleet import Health
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import refuse
 from tok_core.messages import EngineInfo
 from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
-from tok_core.progress import Progressing, progress_bar
+from tok_core.progress_bar import ProgressBar, progress_bar
+from tok_core.replica_set import Health
+from tok_core.request_state import OpenRequest
 from tok_core.request_stream import Mailbox, RequestStream
 from tok_core.sampling import SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -189,7 +189,7 @@ class Engine(_Base):
                 self._core.abort_all(index)
 
     def _collect(
-        self, index: dict[int, int], arrived: queue.SimpleQueue[Sequence[OpenRequest]], bar: Progressing
+        self, index: dict[int, int], arrived: queue.SimpleQueue[Sequence[OpenRequest]], bar: ProgressBar
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yields each request when it is done, and takes it out of `index`."""
         while index:

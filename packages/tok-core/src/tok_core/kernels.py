@@ -14,8 +14,8 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.hub import resolve
 from tok_core.model.config import read_config
-from tok_core.parallel.place import Place
-from tok_core.parallel.share import Share
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.worker.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
@@ -111,7 +111,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
 
     Errors: InvalidField, naming `tp` where the model cannot be cut so; ModelError.
     """
-    device = choose_device(config, 0, Place())  # one rank is measured, alone
+    device = choose_device(config, 0, RankCoordinates())  # one rank is measured, alone
     dtype = choose_dtype(config.dtype, device)
     model = read_config(resolve(config.model, config.data_dir), config.ignore_config_keys or ())
     for name, value in sizes.items():
@@ -128,7 +128,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     )
     if model.num_heads % model.num_kv_heads:
         raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
-    share = Share.of(model, Place(ranks=config.tp))
+    share = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
     local, cache_dtype = share.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, share.vocabulary.count)

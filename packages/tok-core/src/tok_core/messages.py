@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
 from tok_core.outputs import FinishReason, Pooling
-from tok_core.parallel.meeting import Meeting
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.parallel.rendezvous import Rendezvous
 from tok_core.sampling import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -104,7 +104,7 @@ class SharedPages(msgspec.Struct):
     page: np.ndarray
 
 
-class PromptAsks(msgspec.Struct):
+class RequestedPromptOutputs(msgspec.Struct):
     """What is asked of the prompts that a step computes. Legend: C chunks scored, Q their rows scored, E chunks pooled.
 
     The first `scored_count[c]` rows of chunk `scored[c]` are scored: row by row, the log-probability of
@@ -171,7 +171,7 @@ class StepInput(msgspec.Struct):
     top_logprobs: int
     all_greedy: bool
     max_kv: int
-    prompts: PromptAsks | None = None
+    prompts: RequestedPromptOutputs | None = None
     shared: list[SharedPages] = msgspec.field(default_factory=list)
     mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
@@ -376,13 +376,13 @@ class Launch(msgspec.Struct):
     json_log: bool
     config: EngineConfig
     replica: int
-    place: Place | None
+    place: RankCoordinates | None
     requests: str
     reports: str
     steps: list[str]
     outputs: str
     on_host: int
-    rendezvous: str | Meeting
+    rendezvous: str | Rendezvous
     device: int | None = None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from tok_core.assembly import OpenRequest
 from tok_core.errors import InvalidField
+from tok_core.request_state import OpenRequest
 
 
 class OpenRequests:

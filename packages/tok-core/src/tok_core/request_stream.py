@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from tok_core.assembly import OpenRequest
 from tok_core.core import EngineCore
 from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
+from tok_core.request_state import OpenRequest
 from tok_core.sampling import SamplingParams
-from tok_core.streamed import StreamedRequest
+from tok_core.streamed_request import StreamedRequest
 
 WOKEN = 16  # streams that have news and are told of it in one turn of an event loop
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tok_core.affinity import Affinity, Beginning
 from tok_core.messages import Finished, Int32, Int64
-from tok_core.outstanding import OutputLengths, Outstanding
+from tok_core.prefix_affinity import PrefixAffinity, PromptPrefix
+from tok_core.replica_load import OutputLengths, ReplicaLoad
 from tok_core.sampling import SamplingParams
 
 BOUND = 1.25  # times the mean of the outstanding tokens: as much a replica may have and still be preferred
@@ -16,17 +16,17 @@ SPARE = 8  # tokens more, for each token of the prompt that it need not compute
 LEAST_SHARE = 32  # samples; fewer are not worth computing their prompt once more
 
 
-class Asked(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What a request asks for. `room`: most tokens that may follow its prompt."""
 
     rid: int
     tokens: Int32
     params: SamplingParams
     room: int
-    beginnings: Sequence[Beginning]
+    beginnings: Sequence[PromptPrefix]
 
 
-class Share(NamedTuple):
+class Assignment(NamedTuple):
     """The samples of a request that one replica gets."""
 
     replica: int
@@ -37,33 +37,33 @@ class Router:
     """For one thread at a time, but for `ask`."""
 
     def __init__(self, replicas: int, page_size: int) -> None:
-        self.outstanding = [Outstanding() for _ in range(replicas)]
+        self.loads = [ReplicaLoad() for _ in range(replicas)]
         self.lengths = OutputLengths()
-        self.affinity = Affinity(page_size)
+        self.affinity = PrefixAffinity(page_size)
         self._placed = itertools.count(1)
         self._last = [0] * replicas  # when each got a share: the one that waits longest comes first among equals
 
     @property
     def several(self) -> bool:
         """Whether there is a choice."""
-        return len(self.outstanding) > 1
+        return len(self.loads) > 1
 
-    def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int, salt: bytes = b"") -> Asked:
+    def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int, salt: bytes = b"") -> RoutingRequest:
         """What is to be placed."""
-        return Asked(rid, tokens, params, room, self.affinity.beginnings(tokens, salt) if self.several else ())
+        return RoutingRequest(rid, tokens, params, room, self.affinity.beginnings(tokens, salt) if self.several else ())
 
-    def place(self, asked: Asked, samples: range, ready: Sequence[int], *, split: bool) -> list[Share]:
+    def place(self, asked: RoutingRequest, samples: range, ready: Sequence[int], *, split: bool) -> list[Assignment]:
         """Chooses among the replicas `ready`, at least one; several of them where `split` and that is worth it."""
         if not self.several:
-            return [Share(ready[0], samples)]
+            return [Assignment(ready[0], samples)]
         prompt, each = len(asked.tokens), self._expected(asked)
-        loads = {replica: self.outstanding[replica].tokens for replica in ready}
+        loads = {replica: self.loads[replica].tokens for replica in ready}
         if split and _too_much(prompt + len(samples) * each, loads) and len(samples) >= 2 * LEAST_SHARE:
             shares = spread(samples, each, prompt, loads)
         else:
-            shares = [Share(self._choose(asked.beginnings, loads), samples)]
+            shares = [Assignment(self._choose(asked.beginnings, loads), samples)]
         for replica, part in shares:
-            self.outstanding[replica].add(asked.rid, prompt, len(part), each)
+            self.loads[replica].add(asked.rid, prompt, len(part), each)
             self.affinity.add(asked.beginnings, replica)
             self._last[replica] = next(self._placed)
         return shares
@@ -71,12 +71,12 @@ class Router:
     def report(self, replica: int, rids: list[int], counts: Int64) -> None:
         """The replica has reported so many tokens of each request."""
         if self.several:
-            self.outstanding[replica].report(rids, counts)
+            self.loads[replica].report(rids, counts)
 
     def end(self, replica: int, rid: int, params: SamplingParams, ends: Mapping[int, Finished]) -> None:
         """Samples of the request have ended on the replica."""
         if self.several:
-            self.outstanding[replica].end(rid, len(ends))
+            self.loads[replica].end(rid, len(ends))
             if not params.ignore_eos:
                 for end in ends.values():
                     if end.tokens:  # else none was asked for, or nothing could be drawn: no length
@@ -85,18 +85,18 @@ class Router:
     def remove(self, replica: int, rid: int) -> None:
         """The replica has nothing to do for the request any more."""
         if self.several:
-            self.outstanding[replica].remove(rid)
+            self.loads[replica].remove(rid)
 
     def forget(self, replica: int) -> None:
         """The replica has lost its cache."""
         self.affinity.forget(replica)
 
-    def _expected(self, asked: Asked) -> int:
+    def _expected(self, asked: RoutingRequest) -> int:
         params, room = asked.params, asked.room
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         return max(1, limit) if params.ignore_eos else self.lengths.expected(limit)
 
-    def _choose(self, beginnings: Sequence[Beginning], loads: Mapping[int, int]) -> int:
+    def _choose(self, beginnings: Sequence[PromptPrefix], loads: Mapping[int, int]) -> int:
         mean = sum(loads.values()) / len(loads)
         for length, having in self.affinity.find(beginnings, list(loads)):
             within = [replica for replica in having if loads[replica] <= BOUND * mean + SPARE * length]
@@ -113,7 +113,7 @@ def _too_much(work: int, loads: Mapping[int, int]) -> bool:
     return min(loads.values()) + work > BOUND * (sum(loads.values()) + work) / len(loads)
 
 
-def spread(samples: range, each: int, prompt: int, loads: Mapping[int, int]) -> list[Share]:
+def spread(samples: range, each: int, prompt: int, loads: Mapping[int, int]) -> list[Assignment]:
     """Shares of the samples that level the replicas' loads, none of them small, in order of the samples.
 
     A sample costs `each` tokens, and every share `prompt` tokens besides.
@@ -125,5 +125,5 @@ def spread(samples: range, each: int, prompt: int, loads: Mapping[int, int]) -> 
         ideal = [(level - loads[one] - prompt) / each for one in chosen]
         if ideal[-1] >= LEAST_SHARE:
             bounds = [samples.start + round(sum(ideal[:i])) for i in range(count)] + [samples.stop]
-            return [Share(one, range(*ends)) for one, ends in zip(chosen, itertools.pairwise(bounds), strict=True)]
-    return [Share(ordered[0], samples)]
+            return [Assignment(one, range(*ends)) for one, ends in zip(chosen, itertools.pairwise(bounds), strict=True)]
+    return [Assignment(ordered[0], samples)]

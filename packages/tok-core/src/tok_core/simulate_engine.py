@@ -34,12 +34,12 @@ class SimulatedEngine(AsyncEngine):
 
     def __init__(self, model: str, max_running: int, *, step_seconds: float = 0.0) -> None:
         super().__init__(EngineConfig(model=model, device="cpu", max_running=max_running))
-        self._core._fleet._kind = partial(_SimulatedReplica, step_seconds)
+        self._core._replica_set._kind = partial(_SimulatedReplica, step_seconds)
 
     def cpu_seconds(self) -> float:
         """CPU time of manager and worker until now."""
         found = 0.0
-        for life in self._core._fleet.lives:
+        for life in self._core._replica_set.records:
             assert isinstance(life.replica, _SimulatedReplica)
             for process in life.replica.children.values():
                 times = psutil.Process(process.pid).cpu_times()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tok_core.config import EngineConfig
-from tok_core.parallel.place import Place, places
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 
 
-def trace_file(file: Path, place: Place) -> Path:
+def trace_file(file: Path, place: RankCoordinates) -> Path:
     """`file` itself for the worker that returns tokens; for any other a file beside it, named for its place.
 
     >>> [str(trace_file(Path("a/steps.json"), place)) for place in places(1, 2)]
@@ -17,8 +17,8 @@ def trace_file(file: Path, place: Place) -> Path:
     return file if place.returns else file.with_name(f"{file.stem}.stage{place.stage}.rank{place.rank}{file.suffix}")
 
 
-def trace_files(config: EngineConfig) -> dict[Place, Path]:
+def trace_files(config: EngineConfig) -> dict[RankCoordinates, Path]:
     """Of each worker that traces its steps, in the order of their numbers; none where `config` asks for no trace."""
     if config.trace is None:
         return {}
-    return {place: trace_file(Path(config.trace), place) for place in places(config.pp, config.tp)}
+    return {place: trace_file(Path(config.trace), place) for place in all_coordinates(config.pp, config.tp)}

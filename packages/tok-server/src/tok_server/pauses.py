@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tok_core.collector import settle
+from tok_core.garbage_collection import settle
 
 SWITCH = 0.001  # seconds for which a thread may keep the interpreter from others that want it
 
 
 def keep_short() -> None:
-    """To be called once all is loaded. Garbage is collected less often (`tok_core.collector`), and threads hand the
-    interpreter to the event loop sooner than by default.
+    """To be called once all is loaded. Garbage is collected less often (`tok_core.garbage_collection`), and threads
+    hand the interpreter to the event loop sooner than by default.
     """
     settle()
     sys.setswitchinterval(SWITCH)

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tok_core.manager.fair_shares import StartTurn
 from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.forecast import Reserve, admissible
-from tok_core.manager.headroom import Headroom
-from tok_core.manager.lengths import Float64, LengthModel
-from tok_core.manager.pace import Pace
+from tok_core.manager.length_model import Float64, LengthModel
+from tok_core.manager.page_watermark import PageWatermark
 from tok_core.manager.paging import Paging
-from tok_core.manager.queue import WaitingQueue
+from tok_core.manager.retained_prompts import RetainedPrompts
 from tok_core.manager.sequences import Pending, SequenceTable, State
-from tok_core.manager.shares import Turn
-from tok_core.manager.stems import Stems
+from tok_core.manager.staggered_admission import StaggeredAdmission
+from tok_core.manager.waiting_queue import WaitingQueue
 from tok_core.messages import Int64
 
 LOOK_AHEAD = 4096  # groups of samples in the queue that are considered a step
@@ -31,7 +31,7 @@ KNOWN = 256  # samples at most that are to finish beyond as many as run, for len
 GUESSED = 0.7  # share of the pages in which samples start until then
 
 
-Turns = Callable[[int], Iterator[Turn]]
+Turns = Callable[[int], Iterator[StartTurn]]
 
 
 class Demand(NamedTuple):
@@ -69,19 +69,21 @@ class Costs(NamedTuple):
 class Admission:
     """Forecasts page use over future time from predicted lengths, and admits as many as stay below the capacity."""
 
-    def __init__(self, table: SequenceTable, paging: Paging, lengths: LengthModel, stems: Stems) -> None:
+    def __init__(
+        self, table: SequenceTable, paging: Paging, lengths: LengthModel, retained_prompts: RetainedPrompts
+    ) -> None:
         self.table = table
         self.paging = paging
         self.lengths = lengths
-        self.stems = stems
-        self.pace = Pace()
-        self.headroom = Headroom()
+        self.retained_prompts = retained_prompts
+        self.stagger = StaggeredAdmission()
+        self.watermark = PageWatermark()
 
     def account(self, computed: int, twice: int) -> None:
         """Tokens so far that were computed, and of these for the second time."""
         running = self.table.length[self.table.in_state(State.DECODE)]
         each = float(running.mean()) if len(running) else 1.0
-        self.headroom.observe(computed, twice, each, guessed=self._guesses(len(running)))
+        self.watermark.observe(computed, twice, each, guessed=self._guesses(len(running)))
 
     def _guesses(self, running: int) -> bool:
         return self.lengths.finished <= running + min(running, KNOWN)
@@ -94,7 +96,7 @@ class Admission:
         step: float,
         budget: int,
         priority: int | None = None,
-    ) -> tuple[int, list[Turn]]:
+    ) -> tuple[int, list[StartTurn]]:
         """Return how many of the waiting samples may start in `step`, and the turns in which they do.
 
         turns     returns whose turn it is to start, in order, where so many samples may
@@ -124,7 +126,7 @@ class Admission:
             stream = priority is None and not guessed and self._stream(waiting, capacity, step)
             fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
         if priority is None:
-            self.pace.observe(used, capacity, waits=fitting < len(samples.length))
+            self.stagger.observe(used, capacity, waits=fitting < len(samples.length))
         return (fitting if len(running) else max(1, fitting)), chosen
 
     def _at_limit(self, samples: Samples) -> int:
@@ -152,18 +154,18 @@ class Admission:
         """
 
         def pages(moments: Int64) -> Int64:
-            kept = times * self.headroom.pages(each, self.paging.num_pages, moments)
-            return kept + self.pace.reserve(capacity * times, moments) if stream else kept
+            kept = times * self.watermark.pages(each, self.paging.num_pages, moments)
+            return kept + self.stagger.reserve(capacity * times, moments) if stream else kept
 
         return pages
 
     def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
         """Whether those that start in `step` are to leave room for later ones like those `waiting`."""
-        if not self.pace.binds:
+        if not self.stagger.binds:
             return False
-        if self.pace.outdated(step):
-            self.pace.draw(step, *self._typical(waiting), self.paging.page_size)
-        return self.pace.bears(capacity)
+        if self.stagger.outdated(step):
+            self.stagger.draw(step, *self._typical(waiting), self.paging.page_size)
+        return self.stagger.bears(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
         """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each.
@@ -171,10 +173,10 @@ class Admission:
         priority  lower classes than this one give up what they hold; None: nobody does
         """
         table, draining = self.table, self.table.in_state(State.DRAIN)
-        locked, tails = int(self.paging.locked), self.stems.tails
+        locked, tails = int(self.paging.locked), self.retained_prompts.tails
         if priority is not None:
             draining = draining[table.priority[draining] <= priority]
-            nodes, tails = self.stems.held(priority)
+            nodes, tails = self.retained_prompts.held(priority)
             holding = (table.state != State.FREE) & (table.num_pages > 0) & (table.priority <= priority)
             locked = self.paging.tree.pages_down_to(np.concatenate((table.node[holding], nodes)))
         own = table.num_pages[draining] - table.num_shared[draining]
@@ -251,9 +253,9 @@ class Admission:
         seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
         self.lengths.follow(seen, generated, most)
         table.followed[slots] = generated
-        self.lengths.families.run(table.family[slots], self.lengths.hazard(generated, most))
+        self.lengths.prompt_stats.run(table.family[slots], self.lengths.hazard(generated, most))
 
-    def _candidates(self, turns: Iterable[Turn], room: int, budget: int) -> tuple[Samples, list[Turn]]:
+    def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
         """Samples whose turn it is, and their turns.
 
         None after the first that `room` pages cannot hold even before anybody grows, or that are not started in a step
@@ -284,7 +286,7 @@ class Admission:
         """
         size, tokens = self.paging.page_size, len(pending.tokens)
         full, others = (tokens - 1) // size, tokens // size
-        if pending.fresh and self.stems.find(pending.request) is not None:
+        if pending.fresh and self.retained_prompts.find(pending.request) is not None:
             return Costs(full, full, samples)
         if pending.fresh and pending.request.leader is not None:
             return Costs(others, others, 0)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tok_core.manager.batch_builder import BatchBuilder
+from tok_core.manager.fair_shares import StartTurn
 from tok_core.manager.faults import FaultyRequest
+from tok_core.manager.preemption import rank_victims
 from tok_core.manager.sequences import Pending, State
-from tok_core.manager.shares import Turn
-from tok_core.manager.step import StepBuilder
-from tok_core.manager.victims import rank_victims
 from tok_core.messages import Int64
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class Admitter:
         self._scheduler = scheduler
         self._table = scheduler.table
         self._paging = scheduler.paging
-        self._starts = scheduler.starts
+        self._starts = scheduler.starter
         self._waiting = scheduler.waiting
-        self._shares = scheduler.shares
+        self._shares = scheduler.fair_shares
         self._admission = scheduler.admission
-        self._cohorts = scheduler.cohorts
+        self._cohorts = scheduler.microbatches
 
-    def admit(self, builder: StepBuilder, decode: Int64, budget: int) -> int:
+    def admit(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
         """Start waiting samples in their order while budget, slots and the forecast allow; returns what is left.
 
         Those who have waited too long start whatever the forecast says, and before the rows of `decode`.
@@ -54,7 +54,7 @@ class Admitter:
             allowed = max(allowed, min(due, self._table.free_slots - sum(reserved.values())))
         return self._start(builder, chosen, allowed, budget, behind)
 
-    def admit_due(self, builder: StepBuilder, decode: Int64, budget: int) -> int:
+    def admit_due(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
         """Start those who have waited too long, alone; returns what is left of the budget."""
         classes = self._waiting.classes()[:1]
         allowed = min(self._shares.due, self._table.free_slots - sum(self._reserved().values()))
@@ -63,7 +63,7 @@ class Admitter:
             return budget
         return self._start(builder, list(self._shares.turns(allowed, classes)), allowed, budget, behind)
 
-    def admit_above(self, builder: StepBuilder, decode: Int64, budget: int, lowest: int) -> int:
+    def admit_above(self, builder: BatchBuilder, decode: Int64, budget: int, lowest: int) -> int:
         """Start waiting samples of classes above `lowest` in place of lower ones; returns what is left of the budget.
 
         Below 0, as many rows of lower classes in `decode` are to wait for a step. A slot becomes free when the last
@@ -93,16 +93,16 @@ class Admitter:
     def _reserved(self) -> dict[int, int]:
         return {slot: len(forks) for slot, forks in self._starts.followers.items()}
 
-    def _below(self, priority: int, builder: StepBuilder) -> Int64:
+    def _below(self, priority: int, builder: BatchBuilder) -> Int64:
         """Return slots of lower classes that run, without those that compute something in this step already."""
         running = self._scheduler.running()
         running = running[self._table.priority[running] > priority]
         return running[~np.isin(running, builder.busy)]
 
-    def _clear(self, count: int, priority: int, builder: StepBuilder) -> None:
+    def _clear(self, count: int, priority: int, builder: BatchBuilder) -> None:
         """Make room for `count` pages at the cost of lower classes, as far as these have any."""
         while not self._scheduler.room_for(count):
-            if not self._scheduler.stems.drop_youngest(priority):
+            if not self._scheduler.retained_prompts.drop_youngest(priority):
                 break
         else:
             return
@@ -113,8 +113,8 @@ class Admitter:
 
     def _start(
         self,
-        builder: StepBuilder,
-        turns: Iterable[Turn],
+        builder: BatchBuilder,
+        turns: Iterable[StartTurn],
         allowed: int,
         budget: int,
         behind: int,
@@ -147,10 +147,10 @@ class Admitter:
         return budget
 
     def _start_one(
-        self, builder: StepBuilder, pending: Pending, most: int, room: int, priority: int | None
+        self, builder: BatchBuilder, pending: Pending, most: int, room: int, priority: int | None
     ) -> tuple[Sequence[int] | Int64, int, int]:
         """Start samples that have been taken from the queue; returns slots, samples started, and tokens of the step."""
-        stem = self._scheduler.stems.find(pending.request) if pending.fresh else None
+        stem = self._scheduler.retained_prompts.find(pending.request) if pending.fresh else None
         if stem is not None:
             most = min(most, room)
             if priority is not None:
@@ -158,7 +158,7 @@ class Admitter:
             slots = self._starts.start_late(stem, pending, most, self._scheduler.steps + 1)
             if len(slots):
                 builder.start(slots)
-                self._scheduler.deferral.concern(len(slots), "regrouping")
+                self._scheduler.deferred.concern(len(slots), "regrouping")
             return slots, len(slots), len(slots)
         if pending.fresh and pending.request.leader is not None:
             return [], self._starts.follow(pending, most), 0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.branches import Branches
+from tok_core.manager.branch_points import BranchPoints
 from tok_core.messages import Int64
 
 Float64 = NDArray[np.float64]
@@ -56,7 +56,7 @@ class Cascade(NamedTuple):
     chain: Int64
 
 
-def best_cascade(branches: Branches, levels: int, costs: Costs) -> Cascade:
+def best_cascade(branches: BranchPoints, levels: int, costs: Costs) -> Cascade:
     """The groups of at most `levels` levels that save most; what a further level costs is left out."""
     height = len(branches.level) - 2
     paths = _paths(branches)
@@ -75,7 +75,7 @@ def best_cascade(branches: Branches, levels: int, costs: Costs) -> Cascade:
     return Cascade(float(below[0, 0]), _follow(branches, paths, decided[::-1], levels))
 
 
-def choices(branches: Branches, levels: int) -> int:
+def choices(branches: BranchPoints, levels: int) -> int:
     """How many numbers `best_cascade` compares: its cost."""
     chains = [sum(comb(k - 1, links) for links in range(levels + 1)) for k in range(1, len(branches.level) - 1)]
     return levels * int(np.diff(branches.level)[1:] @ np.array(chains, np.int64))
@@ -120,7 +120,7 @@ def _options(k: int, levels: int) -> _Options:
     return _Options(np.array([place[chain] for chain in chains]), to, start, end, more, bar)
 
 
-def _paths(branches: Branches) -> list[Int64]:
+def _paths(branches: BranchPoints) -> list[Int64]:
     """For each height k the branches from the root to each branch of it, int64 [V of that height, k + 1]."""
     paths = [np.zeros((1, 1), np.int64)]
     for k, (first, last) in enumerate(zip(branches.level[1:-1].tolist(), branches.level[2:].tolist(), strict=True)):
@@ -130,7 +130,7 @@ def _paths(branches: Branches) -> list[Int64]:
 
 
 def _decide(
-    branches: Branches, path: Int64, first: int, below: Float64, options: _Options, costs: Costs
+    branches: BranchPoints, path: Int64, first: int, below: Float64, options: _Options, costs: Costs
 ) -> tuple[Float64, Int64]:
     """What each branch of a height saves at best in each chain, float64 [V, C], and the option, −1: not chosen."""
     own = slice(first, first + len(path))
@@ -143,7 +143,7 @@ def _decide(
     return np.maximum(best, without), np.where(best > without, with_it.argmax(2), -1)
 
 
-def _follow(branches: Branches, paths: list[Int64], decided: list[Int64], levels: int) -> Int64:
+def _follow(branches: BranchPoints, paths: list[Int64], decided: list[Int64], levels: int) -> Int64:
     """The chain of every branch, from the root on."""
     found = np.zeros((len(branches.up), levels), np.int64)
     above = np.zeros(1, np.int64)  # chains of the branches one height lower, as numbers

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.branches import Branches, meet
+from tok_core.manager.branch_points import BranchPoints, find_branch_points
 from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import MOST_LEVELS, GroupLevel, Int32, Int64
@@ -101,14 +101,14 @@ def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: 
     save more, but where very many nodes of one path are held (`branches.meet`). Rows are handled by a fixed number of
     array operations.
     """
-    branches = meet(tree, np.bincount(node_ids))
+    branches = find_branch_points(tree, np.bincount(node_ids))
     chain = _best_chains(branches, costs)
     if not chain.any():
         return Groups(np.arange(len(node_ids)), [], 0)
     return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
 
 
-def _arranged(branches: Branches, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
+def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
     """The groups that the branches' chains make of rows at the branches `branch_of`."""
     # Depth first: by the first level's group, within it by the second's; who is in none of a level comes last.
     order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
@@ -145,7 +145,7 @@ def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
     return GroupLevel(*(column.astype(np.int32) for column in columns))
 
 
-def _best_chains(branches: Branches, costs: Costs) -> Int64:
+def _best_chains(branches: BranchPoints, costs: Costs) -> Int64:
     """The chain of each branch, in as many levels as pay."""
     all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
     best = best_cascade(branches, 1, costs)

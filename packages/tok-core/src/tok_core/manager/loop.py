@@ -13,17 +13,17 @@ import msgspec
 from tok_core.config import EngineConfig
 from tok_core.grammar.local import LocalWorkers, loader
 from tok_core.heartbeat import HEARTBEAT, TURN
-from tok_core.manager.deferral import runs_low
-from tok_core.manager.follower import Workers
-from tok_core.manager.guides import Guides
-from tok_core.manager.lengths import LengthModel
+from tok_core.manager.deferred_work import runs_low
+from tok_core.manager.grammar_manager import GrammarManager
+from tok_core.manager.grammar_state import GrammarWorkers
+from tok_core.manager.length_model import LengthModel
+from tok_core.manager.output_processor import NOTHING, OutputProcessor, Reported, together
 from tok_core.manager.paging import Paging
-from tok_core.manager.returns import NOTHING, Reported, Returns, together
 from tok_core.manager.run_ahead import RunAhead
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.manager.stops import StopSets
-from tok_core.manager.watch import Watch
+from tok_core.manager.watchdog import Watchdog
 from tok_core.messages import (
     Cancel,
     EngineInfo,
@@ -74,9 +74,9 @@ class Manager:
         pieces: Sequence[bytes] | None,
         clock: Callable[[], float] = time.monotonic,
         tokenizer: Tokenizer | None = None,
-        workers: Workers | None = None,
+        workers: GrammarWorkers | None = None,
     ) -> None:
-        self._watch = Watch(config.step_timeout, clock)
+        self._watchdog = Watchdog(config.step_timeout, clock)
         self._clock = clock
         self.config = config
         self.info = info
@@ -88,10 +88,10 @@ class Manager:
         hidden = () if tokenizer is None else tokenizer.special_ids
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
         load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
-        self.guides = Guides(self.table, workers or LocalWorkers(load), info.vocab_size, clock)
-        parts = info, self.table, self.paging, self.lengths, self.stops, self.guides
+        self.grammars = GrammarManager(self.table, workers or LocalWorkers(load), info.vocab_size, clock)
+        parts = info, self.table, self.paging, self.lengths, self.stops, self.grammars
         self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp, clock=clock)
-        self.returns = Returns(self.table, self.scheduler, self.stops, self.lengths)
+        self.output_processor = OutputProcessor(self.table, self.scheduler, self.stops, self.lengths)
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self._cancelled: set[int] = set()  # requests that may still wait in the queue
         self._broken_before = False
@@ -109,11 +109,11 @@ class Manager:
                 soon = self._reports_soon()
                 if not soon:
                     self._report_if_changed()
-                self.ports.wait(min(self.guides.patience, PATIENCE if soon else TURN))
+                self.ports.wait(min(self.grammars.patience, PATIENCE if soon else TURN))
 
     def close(self) -> None:
         """Ends what it has beside its loop, when that is over."""
-        self.guides.close()
+        self.grammars.close()
 
     def turn(self) -> bool:
         """Takes in what has arrived and sends at most one step; returns whether it did anything."""
@@ -122,30 +122,30 @@ class Manager:
             self._take(message)
         for output in outputs:
             self._take_output(output)
-        advanced = [] if outputs else self.returns.skip()
+        advanced = [] if outputs else self.output_processor.skip()
         if advanced:
             self._report(advanced)
-        for request in self.guides.admitted():
+        for request in self.grammars.admitted():
             try:
                 self.scheduler.submit(request)
             except Exception as error:
                 self.scheduler.faults.add(request.rid, error)
-        if self.guides.failed or self.guides.refused:
+        if self.grammars.failed or self.grammars.refused:
             self._report_failed()
         self._drop_cancelled()
         step = self._send_step()
         if self.scheduler.faults:
             self._cancel_faulty()
             self._report_failed()
-        self._watch.look(owing=bool(self.returns.in_flight and not outputs))
+        self._watchdog.look(owing=bool(self.output_processor.in_flight and not outputs))
         return bool(messages or outputs or step is not None)
 
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
-        self.scheduler.cohorts.returned = output.step
-        rounds = [self.returns.take(output), *self.returns.skip()]
+        self.scheduler.microbatches.returned = output.step
+        rounds = [self.output_processor.take(output), *self.output_processor.skip()]
         self._cancel_faulty()
-        if self.returns.broken:
+        if self.output_processor.broken:
             self._fail_broken()
         self._report(rounds)
         self.run_ahead.observe(output.device_seconds)
@@ -158,21 +158,21 @@ class Manager:
         return seconds if 0 <= seconds <= self.config.step_timeout else 0.0
 
     def _send_step(self) -> StepInput | None:
-        if len(self.returns.in_flight) >= self.run_ahead.steps:
+        if len(self.output_processor.in_flight) >= self.run_ahead.steps:
             self.scheduler.settle()
             return None
         began = time.thread_time()
         step = self.scheduler.next_step(hurried=self._hurried(), depth=self.run_ahead.depth)
         if step is not None:
-            self.returns.expect(step)
+            self.output_processor.expect(step)
             self.ports.send(step)
             self._seconds["schedule_seconds"] += time.thread_time() - began
         return step
 
     def _hurried(self) -> bool:
         """Whether the worker is about to run dry, so that what can wait does."""
-        wanted = min(self.run_ahead.steps, self.run_ahead.depth * self.scheduler.cohorts.used)
-        return runs_low(len(self.returns.in_flight), wanted)
+        wanted = min(self.run_ahead.steps, self.run_ahead.depth * self.scheduler.microbatches.used)
+        return runs_low(len(self.output_processor.in_flight), wanted)
 
     def _take(self, message: ToManager) -> None:
         match message:
@@ -208,7 +208,7 @@ class Manager:
         )
         self.requests[message.rid] = request
         self._prompt_tokens += len(message.prompt)
-        if self.guides.admit(request):
+        if self.grammars.admit(request):
             self.scheduler.submit(request)
 
     def _cancel(self, rid: int) -> None:
@@ -217,11 +217,11 @@ class Manager:
         if request is None:
             return
         self.scheduler.cancel(request)
-        self.guides.leave(request)
+        self.grammars.leave(request)
         self._cancelled.add(rid)
         if request.left and request.stop_set is not None:  # else it was released with the last of its samples
             self.stops.release(request.stop_set)
-            self.lengths.families.release(request.family)
+            self.lengths.prompt_stats.release(request.family)
 
     def _drop_cancelled(self) -> None:
         if self._cancelled:
@@ -232,17 +232,17 @@ class Manager:
         reported = together(rounds)
         for rid in {end.rid for end in reported.finished}:
             if rid in self.requests and self.requests[rid].left == 0:
-                self.guides.leave(self.requests.pop(rid))
-        running, deferral = self.table.sequences_running, self.scheduler.deferral
-        if not deferral.puts_off("statistics", hurried=self._hurried(), running=running):
+                self.grammars.leave(self.requests.pop(rid))
+        running, deferred = self.table.sequences_running, self.scheduler.deferred
+        if not deferred.puts_off("statistics", hurried=self._hurried(), running=running):
             self._stats = self.stats()
         self._tell(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
 
     def _tell(self, reported: Reported, rounds: list[int]) -> None:
-        starts = self.scheduler.starts
+        starts = self.scheduler.starter
         cached, starts.newly_cached = starts.newly_cached, []
-        failed, self.guides.failed = self.guides.failed, []
-        refused, self.guides.refused = self.guides.refused, []
+        failed, self.grammars.failed = self.grammars.failed, []
+        refused, self.grammars.refused = self.grammars.refused, []
         for rid, _ in (*failed, *refused):
             self._cancel(rid)
         self._drop_cancelled()
@@ -253,7 +253,7 @@ class Manager:
 
     def _reports_soon(self) -> bool:
         """Whether figures can wait for the tokens that steps under way bring: to send a report costs more than it."""
-        return bool(self.returns.in_flight) and 0 <= self._clock() - self._told < PATIENCE
+        return bool(self.output_processor.in_flight) and 0 <= self._clock() - self._told < PATIENCE
 
     def _fail_broken(self) -> None:
         """Fails the requests whose logits were not finite. The log says so once."""
@@ -264,10 +264,10 @@ class Manager:
         if not self._broken_before:
             log.error("a request fails: %s; the log is silent about others that do", reason)
         self._broken_before = True
-        for rid in self.returns.broken:
+        for rid in self.output_processor.broken:
             self._cancel(rid)
-            self.guides.failed.append((rid, reason))
-        self.returns.broken.clear()
+            self.grammars.failed.append((rid, reason))
+        self.output_processor.broken.clear()
 
     def _report_failed(self) -> None:
         self._stats = self.stats()
@@ -278,31 +278,31 @@ class Manager:
         failed = self.scheduler.faults.take()
         for rid, _ in failed:
             self._cancel(rid)
-        self.guides.failed += failed
+        self.grammars.failed += failed
 
     def _report_if_changed(self) -> None:
         """Once what was counted has changed; time that has passed is no news."""
         stats = self.stats()
         if stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._stats = stats
-            self.scheduler.deferral.done("statistics")
+            self.scheduler.deferred.done("statistics")
             self._tell(NOTHING, [])
 
     def stats(self) -> Stats:
         """Counters since the start, and gauges."""
         requests_running = self.table.requests_running
-        deferred = self.scheduler.deferral.counts
+        deferred = self.scheduler.deferred.counts
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self.requests) - requests_running,
             sequences_running=self.table.sequences_running,
-            requests_finished=self.returns.requests_finished,
+            requests_finished=self.output_processor.requests_finished,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self.scheduler.starts.cached_tokens,
+            cached_tokens=self.scheduler.starter.cached_tokens,
             computed_tokens=self.scheduler.computed_tokens,
-            output_tokens=self.returns.output_tokens,
-            skipped_tokens=self.returns.skipped_tokens,
-            discarded_tokens=self.returns.discarded_tokens,
+            output_tokens=self.output_processor.output_tokens,
+            skipped_tokens=self.output_processor.skipped_tokens,
+            discarded_tokens=self.output_processor.discarded_tokens,
             preemptions=self.scheduler.preemptions,
             deferred_admission=deferred["admission"],
             deferred_forecast=deferred["forecast"],
@@ -313,7 +313,7 @@ class Manager:
             pages_used=self.paging.used,
             pages_cached=self.paging.tree.evictable,
             steps=self.scheduler.steps,
-            steps_in_flight=len(self.returns.in_flight),
+            steps_in_flight=len(self.output_processor.in_flight),
             group_rows=self.scheduler.group_rows,
             **self._seconds,
         )

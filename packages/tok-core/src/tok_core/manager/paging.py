@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tok_core.manager.copies import Copies
-from tok_core.manager.leaves import Insertion
-from tok_core.manager.pages import PageAllocator
+from tok_core.manager.page_allocator import PageAllocator
+from tok_core.manager.page_copies import PageCopies
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.manager.sequences import SequenceTable
+from tok_core.manager.tree_nodes import Insertion
 from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
 MANY = 4  # slots of one node whose pages go to the tree faster at once than one by one
@@ -31,7 +31,7 @@ class Paging:
         self.page_size = table.page_size
         self.num_pages = num_pages
         self.allocator = PageAllocator(num_pages)
-        self.copies = Copies(self.allocator)
+        self.copies = PageCopies(self.allocator)
         self.tree = PrefixTree(table.page_size)
         self.at_once = AT_ONCE
         self._shared: list[SharedPages] = []

@@ -14,7 +14,7 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from tok_core.manager.leaves import Insertion, Leaves, Match, Node, head
+from tok_core.manager.tree_nodes import Insertion, LeafBatch, Match, Node, head
 from tok_core.messages import EMPTY, Int32, Int64
 
 
@@ -44,7 +44,7 @@ class PrefixTree:
         # for many leaves at once, a number below 0. Times only grow, so an entry is a lower bound, and is put right
         # when it comes to the top.
         self._queue: list[tuple[int, int]] = []
-        self._leaves: dict[int, Leaves] = {}  # by number
+        self._leaves: dict[int, LeafBatch] = {}  # by number
 
     def node(self, node_id: int) -> Node:
         """The node that has `node_id` now."""
@@ -248,7 +248,7 @@ class PrefixTree:
 
     def _add_leaves(self, parent: Node, keys: list[bytes], tokens: Int32, pages: Int32) -> None:
         """New leaves that nobody holds, used one after the other."""
-        leaves = Leaves(parent, keys, tokens, pages, self._clock + 1)
+        leaves = LeafBatch(parent, keys, tokens, pages, self._clock + 1)
         self._clock += len(keys) - 1
         self._touch(parent)
         self.pages += pages.size
@@ -260,7 +260,7 @@ class PrefixTree:
     def _child(self, node: Node, key: bytes) -> Node | None:
         """The child found by `key`. One of many leaves becomes a node of its own."""
         child = node.children.get(key)
-        if not isinstance(child, Leaves):
+        if not isinstance(child, LeafBatch):
             return child
         leaf = child.row(key)
         found = self._add(node, leaf.tokens.copy(), leaf.pages.copy(), key)
@@ -268,7 +268,7 @@ class PrefixTree:
         self._queue_if_evictable(found)
         return found
 
-    def _evict_leaves(self, leaves: Leaves, count: int) -> Int32:
+    def _evict_leaves(self, leaves: LeafBatch, count: int) -> Int32:
         """Up to `count` pages of these leaves, which are at the top of the queue; none where another's turn is now."""
         freed, (used, number) = EMPTY, self._queue[0]
         leaves.skip()
@@ -359,7 +359,7 @@ class PrefixTree:
         assert sorted(queued) == sorted([*self._leaves, *(node.id for node in nodes if node.queued)])
         assert all(used <= self.node(number).used for used, number in self._queue if number > 0)
 
-    def _checked_leaf(self, node: Node, key: bytes, child: Node | Leaves) -> Int32:
+    def _checked_leaf(self, node: Node, key: bytes, child: Node | LeafBatch) -> Int32:
         """The pages of one of many leaves below `node`; none of a child that is a node."""
         if isinstance(child, Node):
             return EMPTY

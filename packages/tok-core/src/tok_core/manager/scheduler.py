@@ -11,20 +11,20 @@ import numpy as np
 
 from tok_core.manager.admission import Admission
 from tok_core.manager.admitter import Admitter
-from tok_core.manager.cohorts import Cohorts
-from tok_core.manager.deferral import Deferral
-from tok_core.manager.evenness import Evenness
+from tok_core.manager.batch_builder import BatchBuilder, Changes
+from tok_core.manager.deferred_work import DeferredWork
+from tok_core.manager.fair_shares import FairShares
 from tok_core.manager.faults import Faults
+from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.grouping import Grouping, Groups
-from tok_core.manager.guides import Guides
-from tok_core.manager.lengths import LengthModel
+from tok_core.manager.length_model import LengthModel
+from tok_core.manager.microbatches import Microbatches
 from tok_core.manager.paging import Paging
+from tok_core.manager.preemption import choose_victim
+from tok_core.manager.sequence_starter import SequenceStarter
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
-from tok_core.manager.shares import Shares
-from tok_core.manager.starts import Starts
-from tok_core.manager.step import Changes, StepBuilder
 from tok_core.manager.stops import StopSets
-from tok_core.manager.victims import choose_victim
+from tok_core.manager.token_budget import TokenBudget
 from tok_core.messages import EngineInfo, Int64, StepInput
 
 NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
@@ -47,7 +47,7 @@ class Scheduler:
         paging: Paging,
         lengths: LengthModel,
         stops: StopSets,
-        guides: Guides,
+        guides: GrammarManager,
         *,
         groups: bool,
         stages: int = 1,
@@ -56,18 +56,20 @@ class Scheduler:
         self.info = info
         self.table = table
         self.paging = paging
-        self.guides = guides
-        self.starts = Starts(table, paging, stops, lengths.families)
-        self.stems = self.starts.stems
-        self.waiting = self.starts.waiting
-        self.followers = self.starts.followers
-        self.shares = Shares(table, paging, self.waiting, clock)
-        self.admission = Admission(table, paging, lengths, self.stems)
-        self.cohorts = Cohorts(table, stages)
+        self.grammars = guides
+        self.starter = SequenceStarter(table, paging, stops, lengths.prompt_stats)
+        self.retained_prompts = self.starter.retained_prompts
+        self.waiting = self.starter.waiting
+        self.followers = self.starter.followers
+        self.fair_shares = FairShares(table, paging, self.waiting, clock)
+        self.admission = Admission(table, paging, lengths, self.retained_prompts)
+        self.microbatches = Microbatches(table, stages)
         self.admitter = Admitter(self)
-        self.evenness = Evenness(info.max_step_tokens, self.cohorts.count)
-        self.groupings = [Grouping(paging.tree) for _ in range(self.cohorts.count)] if groups else []  # a cohort each
-        self.deferral = Deferral()
+        self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
+        self.groupings = (
+            [Grouping(paging.tree) for _ in range(self.microbatches.count)] if groups else []
+        )  # a cohort each
+        self.deferred = DeferredWork()
         self.faults = Faults()
         self._ended: list[Int64] = []  # slots whose sequences have ended, and that hold pages
         self.preemptions = 0
@@ -78,7 +80,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """A new request joins the queue; one with a grammar may have waited for that, and takes its place by age."""
-        self.shares.open(request)
+        self.fair_shares.open(request)
         join = self.waiting.append if request.guide is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
 
@@ -88,35 +90,40 @@ class Scheduler:
         hurried  the worker runs dry soon, so that what can wait does
         depth    steps under way that may wait for each other's draws, one for the one before it
         """
-        for turn in range(self.cohorts.count):
-            if self.cohorts.waits(depth):
+        for turn in range(self.microbatches.count):
+            if self.microbatches.waits(depth):
                 return None
             step = self._next_turn(hurried=hurried, first=turn == 0)
-            self.cohorts.next_turn()
+            self.microbatches.next_turn()
             if step is not None:
                 return step
         # Where nobody runs who could end, what is kept for others is in the way of those that wait.
         idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
-        return self.next_step(depth=depth) if idle and self.stems.drop_youngest() else None
+        return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
 
     def _next_turn(self, *, hurried: bool, first: bool) -> StepInput | None:
         """The step of the cohort whose turn it is, or None where nothing can be computed in it.
 
         `first`: no other turn has just found nothing that could start.
         """
-        self.cohorts.balance()
-        builder = StepBuilder(self.table, self.info.eos_token_ids, self.guides, self.faults)
+        self.microbatches.balance()
+        builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults)
         shortages = self._shortages
         if first and self.waiting:
-            self.give_way(self.shares.look(self.computed_tokens))
+            self.give_way(self.fair_shares.look(self.computed_tokens))
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
-        budget = max(0, self.evenness.tokens - len(decode))
+        budget = max(0, self.token_budget.tokens - len(decode))
         prefilling = self._prefilling()
         owners = self.table.epoch[prefilling]
         admitting = first and self._catch_up(len(prefilling), hurried=hurried, running=len(decode))
         above = self.waiting.first_class if admitting else None
-        if above is not None and self.shares.due and len(prefilling) and above <= self.table.priority[prefilling[0]]:
+        if (
+            above is not None
+            and self.fair_shares.due
+            and len(prefilling)
+            and above <= self.table.priority[prefilling[0]]
+        ):
             budget = self.admitter.admit_due(builder, decode, budget)  # else long prompts would take all of each step
         for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
             if above is not None and above < self.table.priority[slot]:
@@ -128,25 +135,25 @@ class Scheduler:
                 except Exception as error:
                     self.faults.add(int(self.table.rid[slot]), error)
                     budget = min(budget, 0)  # nobody knows how much of it the step has
-        if above is not None and (lowest := self.shares.accounts.lowest_running()) is not None and above < lowest:
+        if above is not None and (lowest := self.fair_shares.accounts.lowest_running()) is not None and above < lowest:
             budget = self.admitter.admit_above(builder, decode, budget, lowest)
-        if admitting and (shortages == self._shortages or self.shares.due):
+        if admitting and (shortages == self._shortages or self.fair_shares.due):
             budget = self.admitter.admit(builder, decode, budget)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
-        if (over := min(-budget, len(decode) + builder.tokens - self.evenness.tokens)) > 0:
+        if (over := min(-budget, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
-        self.evenness.observe(exhausted=budget <= 0)
+        self.token_budget.observe(exhausted=budget <= 0)
         groups = self._find_groups(decode, hurried=hurried)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
-        step = builder.build(self.steps, self.cohorts.step(self.steps, decode), decode, groups, changes)
-        self.cohorts.drew(self.steps, step.sample_slot)
+        step = builder.build(self.steps, self.microbatches.step(self.steps, decode), decode, groups, changes)
+        self.microbatches.drew(self.steps, step.sample_slot)
         if len(step.mask_row):
             self.table.held[step.sample_slot[step.mask_row]] = True
         return step
@@ -181,7 +188,7 @@ class Scheduler:
         """Let a preempted sequence, all of whose tokens are known, wait for a slot again."""
         rid = int(self.table.rid[slot])
         try:
-            self.starts.requeue(slot)
+            self.starter.requeue(slot)
         except Exception as error:
             self.faults.add(rid, error)
 
@@ -193,18 +200,18 @@ class Scheduler:
                 request.hold(-len(followers))
         for slot in slots.tolist() if self.table.followers else ():
             if (follower := self.table.followers.pop(slot, None)) is not None:
-                self.guides.end(follower)
+                self.grammars.end(follower)
         if not len(slots):
             return
         holding = self.table.state[slots] != State.PREEMPTED
         self.table.free(slots[~holding])
         self.table.end(slots[holding])
         self._ended.append(slots[holding])
-        self.deferral.concern(len(slots), "admission", "forecast", "cache", "statistics")
+        self.deferred.concern(len(slots), "admission", "forecast", "cache", "statistics")
 
     def settle(self) -> None:
         """Sequences that have ended give up their slots and pages; full pages stay cached."""
-        self.deferral.done("cache")
+        self.deferred.done("cache")
         if self._ended:
             slots, self._ended = np.concatenate(self._ended), []
             self.paging.surrender(slots)
@@ -220,23 +227,23 @@ class Scheduler:
 
     def close(self, request: Request) -> None:
         """Note that all samples of the request have ended."""
-        self.shares.accounts.close(request)
+        self.fair_shares.accounts.close(request)
 
     def cancel(self, request: Request) -> None:
         """Gives up all that the request holds; samples of it that wait stay in the queue."""
         self.close(request)
         self.release(np.array(list(request.slots.values()), np.int64))
-        self.stems.drop(request.rid)
+        self.retained_prompts.drop(request.rid)
 
     def _catch_up(self, prefilling: int, *, hurried: bool, running: int) -> bool:
         """Settles unless that can wait; returns whether samples are to be started, and then has settled."""
-        if self.waiting and not (running and self.deferral.puts_off("admission", hurried=hurried, running=running)):
+        if self.waiting and not (running and self.deferred.puts_off("admission", hurried=hurried, running=running)):
             self.settle()
-            if self.table.free_slots and not self.deferral.puts_off("forecast", hurried=hurried, running=running):
+            if self.table.free_slots and not self.deferred.puts_off("forecast", hurried=hurried, running=running):
                 self.admission.refresh()
             return True
         # Who prefills or forks takes pages and looks for cached ones.
-        if self.table.ended and (prefilling or not self.deferral.puts_off("cache", hurried=hurried, running=running)):
+        if self.table.ended and (prefilling or not self.deferred.puts_off("cache", hurried=hurried, running=running)):
             self.settle()
         return False
 
@@ -263,7 +270,7 @@ class Scheduler:
         """
         table = self.table
         while True:
-            slots = self.cohorts.rows()
+            slots = self.microbatches.rows()
             full = table.length[slots] == table.num_pages[slots] * table.page_size
             count = int(np.count_nonzero(full))
             if not count:
@@ -271,17 +278,17 @@ class Scheduler:
             if self.room_for(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
-            if self.stems.drop_youngest():
+            if self.retained_prompts.drop_youngest():
                 continue
             running = self.running()
             if len(running) == 1:  # sequences about to end still hold pages: their tokens are on the way
                 return np.compress(~full, slots)
             self.preempt(choose_victim(self.paging, running))
 
-    def _make_room(self, builder: StepBuilder, count: int, slot: int) -> bool:
+    def _make_room(self, builder: BatchBuilder, count: int, slot: int) -> bool:
         """Room for `count` pages of `slot`, preempting sequences that come after it where that is needed."""
         while not self.room_for(count):
-            if self.stems.drop_youngest():
+            if self.retained_prompts.drop_youngest():
                 continue
             running = self.running()
             priority, order = self.table.priority[running], self.table.order[running]
@@ -295,11 +302,11 @@ class Scheduler:
             self.preempt(choose_victim(self.paging, later))
         return True
 
-    def prefill(self, builder: StepBuilder, slot: int, budget: int, *, preempting: bool) -> int:
+    def prefill(self, builder: BatchBuilder, slot: int, budget: int, *, preempting: bool) -> int:
         """Schedules the next chunk of `slot`; returns its number of tokens, 0 where there is no room for it."""
         table = self.table
         if preempting:  # who has just started has done so
-            self.starts.adopt(slot)
+            self.starter.adopt(slot)
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = self.paging.missing(slot, start + count)
@@ -310,14 +317,14 @@ class Scheduler:
         table.length[slot] = start + count
         self.paging.publish(slot)
         if start + count == table.target[slot]:
-            forks = self.starts.finish_prefill(slot, self.steps + 1)
+            forks = self.starter.finish_prefill(slot, self.steps + 1)
             builder.draw(slot, forks)
             # The forks are as long as their leader, and end where it does.
             state = State.DRAIN if table.length[slot] + 1 >= table.limit[slot] else State.DECODE
             table.state[slot] = state
             if len(forks):
                 table.state[forks] = state
-            self.deferral.concern(1 + len(forks), "regrouping")
+            self.deferred.concern(1 + len(forks), "regrouping")
         return count
 
     def _rows_behind(self, slot: int, decode: Int64, budget: int) -> int:
@@ -341,12 +348,12 @@ class Scheduler:
         """Those that save most reading, or what is left of the last ones; none among fewer than two rows."""
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
-        table, deferral = self.table, self.deferral
+        table, deferred = self.table, self.deferred
         # Of cohorts it might be the same that does without each time.
-        hurried = hurried and self.cohorts.count == 1
-        puts_off = partial(deferral.puts_off, "regrouping", hurried=hurried, running=len(decode))
-        grouping = self.groupings[self.cohorts.turn]
-        resting = self.cohorts.resting(decode)
+        hurried = hurried and self.microbatches.count == 1
+        puts_off = partial(deferred.puts_off, "regrouping", hurried=hurried, running=len(decode))
+        grouping = self.groupings[self.microbatches.turn]
+        resting = self.microbatches.resting(decode)
         around = np.array((resting, table.node[resting], table.epoch[resting]), np.int64)
         groups = grouping.find(decode, table.node[decode], table.epoch[decode], puts_off, around)
         self.group_rows += groups.rows

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tok_core.manager.accounts import Account
-from tok_core.manager.families import ALONE
+from tok_core.manager.prompt_length_stats import ALONE
 from tok_core.manager.sparse import sparse_zeros
 from tok_core.messages import Float32, Int32, Int64
 from tok_core.outputs import Pooling
 from tok_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.follower import Follower, Guide
+    from tok_core.manager.grammar_state import GrammarState, MatcherState
 
 
 class State:
@@ -79,8 +79,8 @@ class Request:
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
-        self.guide: Guide | None = None
-        self.resting: dict[int, Follower] = {}  # by sample
+        self.guide: GrammarState | None = None
+        self.resting: dict[int, MatcherState] = {}  # by sample
         self.leader: int | None = None
         self.preempted: set[int] = set()  # samples that were for lack of pages, at some time
         self.displaced: set[int] = set()
@@ -164,7 +164,7 @@ class SequenceTable:
         self.drawn = np.zeros(slots, np.int64)
         self.guided = np.zeros(slots, np.bool_)
         self.held = np.zeros(slots, np.bool_)
-        self.followers: dict[int, Follower] = {}
+        self.followers: dict[int, MatcherState] = {}
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.account = np.zeros(slots, np.int64)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tok_core.errors import InvalidField
-from tok_core.manager.borders import Bools, Borders, Rows
+from tok_core.manager.stop_prefilter import Bools, StopStringPrefilter, TokenRows
 from tok_core.sampling import SamplingParams
 from tok_core.text.endings import EndingIndex, Endings
 from tok_core.text.piece_bytes import PieceBytes
@@ -79,7 +79,7 @@ class StopSets:
         self._completing: OrderedDict[str, Endings] = OrderedDict()
         self._masks = np.zeros((4, vocab_size), np.uint8)
         self._hidden = frozenset(token for token in hidden_ids if token < vocab_size and self._pieces[token])
-        self._borders = Borders(arrays, len(self._masks), self._hidden)
+        self._prefilter = StopStringPrefilter(arrays, len(self._masks), self._hidden)
         self._free = list(range(len(self._masks)))[::-1]
         self._ids: dict[_StopSet, int] = {}
         self._sets: dict[int, _StopSet] = {}
@@ -112,9 +112,9 @@ class StopSets:
         places = set_ids.astype(np.int64) * self._vocab_size + tokens
         return self._masks.reshape(-1).take(places)
 
-    def possible(self, set_ids: Int32s, rows: Rows) -> Bools:
+    def possible(self, set_ids: Int32s, rows: TokenRows) -> Bools:
         """Bool [n]: whether to ask `find` about rows flagged MAYBE_STRING and not WITHIN. False is certain."""
-        return self._borders.possible(set_ids, rows)
+        return self._prefilter.possible(set_ids, rows)
 
     def find(self, set_id: int, tokens: Int32s) -> StopHit | None:
         """The stop string of `set_id` that the last of `tokens` completes; `tokens` are all of the sample.
@@ -181,7 +181,7 @@ class StopSets:
         self._ids[key] = set_id
         self._sets[set_id] = key
         self._stops[set_id] = sorted((stop.encode() for stop in key.strings), key=len, reverse=True)
-        self._borders.put(set_id, self._stops[set_id])
+        self._prefilter.put(set_id, self._stops[set_id])
         self._users[set_id] = 0
 
     def _endings(self, stop: str) -> Endings:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tok_core.model.config import ModelConfig
 from tok_core.model.layers import MLP, Attention, Embedding, Linear, Placement, RMSNorm, Step
-from tok_core.parallel.share import Part
+from tok_core.parallel.shard_plan import Slice
 from tok_core.parallel.tensor import VocabularyShards
-from tok_core.parallel.tensor_forms import Form, form
+from tok_core.parallel.tp_layouts import TPLayout, choose_layout
 from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
 
 
@@ -48,7 +48,7 @@ class DecoderLayer(nn.Module, ABC):
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
 
-    def products(self, x: Tensor, shared: Form | None) -> Tensor:
+    def products(self, x: Tensor, shared: TPLayout | None) -> Tensor:
         """All of the layer but what attention computes between its two products, of the stream as `shared` cuts it."""
         attention, norm = self.self_attn, self.input_layernorm
         if shared is None:
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
         self.shards = None if place.tensor is None else VocabularyShards(place.tensor, vocabulary)
         self.model = Decoder(config, place, self.layer)
         heads = place.share.place.last and not config.tied
-        hidden = Part.whole(config.hidden_size)
+        hidden = Slice.whole(config.hidden_size)
         self.lm_head = Linear(hidden, {"lm_head": vocabulary}, place) if heads else None
         table_LD = rope_table(config.head_dim, config.max_positions, config.rope_base, config.rope_scaling)
         self.register_buffer("cos_sin_LD", table_LD.to(place.device), persistent=False)
@@ -136,7 +136,7 @@ class CausalLM(nn.Module):
         entry for each layer of the stage and receives this step's keys and values. `pass_length_T`, int64, says of
         how many tokens the pass is that each token is rotated for; None: it ends with the token.
         """
-        shared = None if self.tensor is None else form(self.tensor, len(position_T))
+        shared = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
         if self.share.place.first:
             assert self.model.embed_tokens is not None
             x = self.model.embed_tokens(x, shared)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tok_core.model.config import ModelConfig
-from tok_core.parallel.share import Part, Share
+from tok_core.parallel.shard_plan import ShardPlan, Slice
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
     from tok_core.parallel.tensor import TensorParallel
-    from tok_core.parallel.tensor_forms import Form
+    from tok_core.parallel.tp_layouts import TPLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Placement:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
-    share: Share
+    share: ShardPlan
     tensor: TensorParallel | None = None
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -48,7 +48,7 @@ class Step:
     kv_index_T: Tensor
     batch: AttentionBatch
     cos_sin_LD: Tensor
-    form: Form | None = None
+    form: TPLayout | None = None
 
 
 class RMSNorm(nn.Module):
@@ -75,8 +75,8 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        inputs: Part,
-        parts: Mapping[str, Part],
+        inputs: Slice,
+        parts: Mapping[str, Slice],
         place: Placement,
         *,
         bias: bool = False,
@@ -122,7 +122,7 @@ class Embedding(nn.Module):
         self.part = place.share.vocabulary
         self.weight = place.parameter(self.part.count, config.hidden_size)
 
-    def forward(self, token_T: Tensor, form: Form | None = None) -> Tensor:
+    def forward(self, token_T: Tensor, form: TPLayout | None = None) -> Tensor:
         """The residual stream; each rank looks up the tokens it has, for zeros else."""
         if form is None:
             return functional.embedding(token_T, self.weight)
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         self.window: int | None = None
         self.backend = place.backend
         q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
-        hidden = Part.whole(config.hidden_size)
+        hidden = Slice.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         # Scores magnify what queries and keys are rounded by.
         self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, finer=True)
@@ -187,11 +187,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement, *, bias: bool) -> None:
         super().__init__()
-        hidden, own = Part.whole(config.hidden_size), place.share.intermediate
+        hidden, own = Slice.whole(config.hidden_size), place.share.intermediate
         self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, place, bias=bias, gated=True)
         self.down_proj = Linear(own, {"down_proj": hidden}, place, bias=bias)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, form: Form | None = None) -> Tensor:
+    def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
         """The residual stream `x`, which may change in place, with the MLP of `norm(x)` added."""
         if form is not None:
             return form.leave(form.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)

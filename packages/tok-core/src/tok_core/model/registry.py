@@ -15,8 +15,8 @@ from tok_core.model.llama import LlamaForCausalLM
 from tok_core.model.mistral import MistralForCausalLM
 from tok_core.model.qwen2 import Qwen2ForCausalLM
 from tok_core.model.qwen3 import Qwen3ForCausalLM
-from tok_core.parallel.place import Place
-from tok_core.parallel.share import Share
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.parallel.tensor import TensorParallel
 from tok_kernels import Backend
 
@@ -30,7 +30,7 @@ def build(
     backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
-    place: Place = Place(),
+    place: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
 ) -> CausalLM:
     """The model of `config`, or the share of the worker at `place`, parameters uninitialised, of `dtype` on `device`.
@@ -41,5 +41,5 @@ def build(
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    placement = Placement(backend, device, dtype, Share.of(config, place), tensor)
+    placement = Placement(backend, device, dtype, ShardPlan.of(config, place), tensor)
     return ARCHITECTURES[config.architecture](config, placement).eval()

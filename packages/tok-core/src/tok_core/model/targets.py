@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.model.layers import Embedding, Linear
-from tok_core.parallel.share import Part
+from tok_core.parallel.shard_plan import Slice
 
 
 class StoredTensor(Protocol):
@@ -27,7 +27,7 @@ class Target:
     """`view`, a part of a parameter, is filled by what `parts`, one an axis, cut out of the checkpoint's tensor."""
 
     view: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[Slice, ...]
 
     @property
     def shape(self) -> list[int]:
@@ -62,7 +62,7 @@ def targets(model: nn.Module) -> dict[str, Target]:
                     cut = (rows, module.inputs)[: parameter.dim()]
                     found[f"{parent}.{part}.{name}".removeprefix(".")] = Target(view, cut)
             elif isinstance(module, Embedding):
-                found[f"{path}.{name}"] = Target(parameter, (module.part, Part.whole(parameter.shape[1])))
+                found[f"{path}.{name}"] = Target(parameter, (module.part, Slice.whole(parameter.shape[1])))
             else:
-                found[f"{path}.{name}"] = Target(parameter, tuple(Part.whole(size) for size in parameter.shape))
+                found[f"{path}.{name}"] = Target(parameter, tuple(Slice.whole(size) for size in parameter.shape))
     return found

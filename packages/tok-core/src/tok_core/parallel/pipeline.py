@@ -19,14 +19,14 @@ from torch import Tensor
 
 from tok_core.config import MOST_AHEAD
 from tok_core.messages import StepInput
-from tok_core.parallel.peers import Peers
-from tok_core.parallel.pipeline_draws import DrawsIn, DrawsOut, Late
-from tok_core.parallel.place import Place
+from tok_core.parallel.pipeline_tokens import PendingTokens, TokenReceiver, TokenSender
+from tok_core.parallel.process_groups import ProcessGroups
+from tok_core.parallel.rank_coordinates import RankCoordinates
 
 BUFFERS = 2  # of a stream on its way: one is filled, or emptied, while the stage computes what was in the other
 
 
-class Inlet:
+class PipelineReceiver:
     """The stream from the stage before, through buffers used in turn: `rows` of `size` at most.
 
     On a CUDA device a receive is launched on a stream of its own, behind nothing but the last use of its buffer: as the
@@ -63,7 +63,7 @@ class Inlet:
         return work
 
 
-class Outlet:
+class PipelineSender:
     """The stream to the stage after, through buffers used in turn: `rows` of `size` at most."""
 
     def __init__(
@@ -91,24 +91,24 @@ class Pipeline:
     slots       rows of a step that draw, at most
     """
 
-    def __init__(self, peers: Peers, rows: int, size: int, dtype: torch.dtype, slots: int) -> None:
+    def __init__(self, peers: ProcessGroups, rows: int, size: int, dtype: torch.dtype, slots: int) -> None:
         self.peers = peers
         self.place = place = peers.place
-        self._inlet = None if peers.before is None else Inlet(peers.before, rows, size, dtype, peers.device)
-        self._outlet = None if peers.after is None else Outlet(peers.after, rows, size, dtype, peers.device)
-        self._draws_out: DrawsOut | None = None
-        self._draws_in: DrawsIn | None = None
+        self._inlet = None if peers.before is None else PipelineReceiver(peers.before, rows, size, dtype, peers.device)
+        self._outlet = None if peers.after is None else PipelineSender(peers.after, rows, size, dtype, peers.device)
+        self._draws_out: TokenSender | None = None
+        self._draws_in: TokenReceiver | None = None
         if peers.draws is not None and place.last:
-            self._draws_out = DrawsOut(peers.draws, place.stage, MOST_AHEAD, slots, peers.device)
+            self._draws_out = TokenSender(peers.draws, place.stage, MOST_AHEAD, slots, peers.device)
         elif peers.draws is not None:
-            self._draws_in = DrawsIn(peers.draws, place.stages - 1, MOST_AHEAD, slots, peers.device)
+            self._draws_in = TokenReceiver(peers.draws, place.stages - 1, MOST_AHEAD, slots, peers.device)
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
         """Of a worker that has the whole model."""
-        return cls(Peers(Place(), device), 0, 0, torch.float32, 0)
+        return cls(ProcessGroups(RankCoordinates(), device), 0, 0, torch.float32, 0)
 
-    def late(self, step: StepInput) -> list[Late]:
+    def late(self, step: StepInput) -> list[PendingTokens]:
         """The draws of earlier steps that are to be taken over before the step; none at the last stage."""
         return [] if self._draws_in is None else self._draws_in.late(step)
 

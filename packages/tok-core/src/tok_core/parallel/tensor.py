@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tok_core.parallel.host import this_host
-from tok_core.parallel.share import Part
+from tok_core.parallel.shard_plan import Slice
 from tok_kernels.exchange import PATIENCE, Exchange
 
 FEW_TOKENS = 64  # where nothing was measured
@@ -118,7 +118,7 @@ class TensorParallel:
 class VocabularyShards:
     """Each rank's part of the vocabulary, as `tok_kernels.Shards`: what a draw from logits cut by it needs."""
 
-    def __init__(self, tensor: TensorParallel, part: Part) -> None:
+    def __init__(self, tensor: TensorParallel, part: Slice) -> None:
         self.rank, self.ranks = tensor.rank, tensor.ranks
         self.first, self.size = part.start, part.size
         self.exchange = tensor.exchange
@@ -130,7 +130,7 @@ class VocabularyShards:
 
     def whole(self, logits_RV: Tensor) -> Tensor:
         """All of the vocabulary's logits, on every rank: `[R, own part] -> [R, V]`."""
-        parts = [Part.of(self.size, rank, self.ranks).count for rank in range(self.ranks)]
+        parts = [Slice.of(self.size, rank, self.ranks).count for rank in range(self.ranks)]
         width = max(parts)
         padded = torch.nn.functional.pad(logits_RV, (0, width - logits_RV.shape[1]))
         gathered = self._tensor.gather_rows(padded).view(self.ranks, *padded.shape)

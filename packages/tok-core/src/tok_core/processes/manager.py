@@ -6,8 +6,8 @@ from itertools import chain
 
 import zmq
 
-from tok_core.collector import settle
 from tok_core.errors import ModelError
+from tok_core.garbage_collection import settle
 from tok_core.grammar.checker import Task
 from tok_core.grammar.processes import WorkerProcesses
 from tok_core.manager.loop import Manager

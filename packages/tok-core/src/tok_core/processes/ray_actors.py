@@ -17,7 +17,7 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
 from tok_core.log_format import is_json
 from tok_core.messages import Failed, Launch, encode
-from tok_core.parallel.place import Place, places
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_core.processes.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
 from tok_core.processes.ray_member import RayManager, RayWorker, Whereabouts
 
@@ -48,7 +48,7 @@ class RayActors:
         """Returns when all are there. Raises EngineError where they cannot be."""
         kind = kind_of_bundle(self._config)
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
-        each = list(places(self._config.pp, self._config.tp))
+        each = list(all_coordinates(self._config.pp, self._config.tp))
         self._group = placement_group([{kind: 1.0} for _ in each], strategy="PACK")
         await_room(self._group, self._closing)
         if self._closing():
@@ -64,7 +64,7 @@ class RayActors:
 
     def run(self, replica: int, reports: str) -> None:
         """Lets all of them serve, reporting to that address."""
-        each = list(places(self._config.pp, self._config.tp))
+        each = list(all_coordinates(self._config.pp, self._config.tp))
         for role, place in zip(self.members, [*each, None], strict=True):
             launch = self.launch(role, place, replica, reports)
             self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role
@@ -122,7 +122,7 @@ class RayActors:
             if waiting and time.monotonic() > deadline:
                 raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
 
-    def launch(self, role: str, place: Place | None, replica: int, reports: str) -> Launch:
+    def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> Launch:
         """What to tell one of them once all have told where they are."""
         workers, manager = [self.whereabouts[worker] for worker in self.nodes], self.whereabouts["manager"]
         visible = self.visible(role)

@@ -20,8 +20,8 @@ from tok_core.heartbeat import HEARTBEAT
 from tok_core.hub import resolve
 from tok_core.log_format import set_format
 from tok_core.messages import FromWorker, Launch, StepInput, ToManager, decoder
-from tok_core.parallel.meeting import Meeting
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.parallel.rendezvous import Rendezvous
 from tok_core.processes.child import start_beating
 from tok_core.processes.sockets import Receiver
 
@@ -37,7 +37,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     pid: int
     gpus: tuple[str, ...]
     inboxes: tuple[str, ...]
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
 
 
 class _Member(ABC):
@@ -84,7 +84,7 @@ class _Member(ABC):
 class RayWorker(_Member):
     """A worker of a replica."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankCoordinates) -> None:
         super().__init__()
         self._place = place
         self._steps: Receiver[StepInput] = Receiver(self.context, self.inbox(), StepInput)
@@ -95,14 +95,14 @@ class RayWorker(_Member):
     def whereabouts(self) -> Whereabouts:
         """What the others are to know."""
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
-        meeting = None if self._listener is None else Meeting(self.host, self._listener.getsockname()[1])
+        meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
         return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
 
     def serve(self, launch: Launch) -> None:
         from tok_core.processes.worker import run_worker
 
         if self._listener is not None:
-            assert isinstance(launch.rendezvous, Meeting)
+            assert isinstance(launch.rendezvous, Rendezvous)
             meeting = msgspec.structs.replace(launch.rendezvous, listener=self._listener.detach())
             launch = msgspec.structs.replace(launch, rendezvous=meeting)
         interface = _interface(self.host)

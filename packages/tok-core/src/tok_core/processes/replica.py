@@ -19,7 +19,7 @@ from tok_core.errors import TokError, to_wire
 from tok_core.lifeline import keep_lifeline
 from tok_core.log_format import is_json
 from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Launch, Silence, ToEngine, ToManager
-from tok_core.parallel.place import Place, places
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_core.processes.child import FAULTY, write_launch
 from tok_core.processes.liveness import Liveness
 from tok_core.processes.local import Closed, LocalPorts
@@ -143,7 +143,7 @@ class ProcessReplica:
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
         self._index = index
-        self._places = list(places(config.pp, config.tp))
+        self._places = list(all_coordinates(config.pp, config.tp))
         self._report = report
         self._death = death
         self._directory = ScratchDirectory("sockets")
@@ -184,7 +184,7 @@ class ProcessReplica:
     def _address(self, name: str) -> str:
         return f"ipc://{self._directory.name}/{name}"
 
-    def _spawn(self, role: str, place: Place | None) -> None:
+    def _spawn(self, role: str, place: RankCoordinates | None) -> None:
         # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
         code = f"import sys; sys.path[:] = {sys.path!r}; {self.program}"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
@@ -193,7 +193,7 @@ class ProcessReplica:
         keep_lifeline(child.stdin)
         write_launch(child.stdin, self._launch(role, place))
 
-    def _launch(self, role: str, place: Place | None) -> Launch:
+    def _launch(self, role: str, place: RankCoordinates | None) -> Launch:
         return Launch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),

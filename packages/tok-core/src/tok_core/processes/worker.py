@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import zmq
 
-from tok_core.collector import settle
+from tok_core.garbage_collection import settle
 from tok_core.heartbeat import HEARTBEAT, TURN
 from tok_core.messages import Launch, StepInput
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.processes.child import report_failure
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.worker.runner import Launched
@@ -21,7 +21,7 @@ from tok_core.worker.setup import set_up
 
 
 def run_worker(
-    context: zmq.Context[zmq.Socket[bytes]], launch: Launch, place: Place, steps: Receiver[StepInput]
+    context: zmq.Context[zmq.Socket[bytes]], launch: Launch, place: RankCoordinates, steps: Receiver[StepInput]
 ) -> None:
     """Never returns."""
     if "OMP_NUM_THREADS" not in os.environ:

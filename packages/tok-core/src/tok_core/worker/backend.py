@@ -7,11 +7,11 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.model.config import ModelConfig
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_kernels import AttentionShape, Backend, choose
 
 
-def choose_device(config: EngineConfig, replica: int, place: Place, index: int | None = None) -> torch.device:
+def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, index: int | None = None) -> torch.device:
     """The device asked for, of the worker at `place`; `auto` is the GPU where there is one.
 
     `index`: of the GPU that was chosen for it; None: by replica and place.

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from tok_core.messages import EMPTY, PromptAsks, PromptValues
+from tok_core.messages import EMPTY, PromptValues, RequestedPromptOutputs
 from tok_core.model.decoder import CausalLM
 from tok_core.parallel.pipeline import Pipeline
+from tok_core.worker.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState
-from tok_core.worker.trial import trial_step, try_out
 from tok_kernels import Backend
 
 log = logging.getLogger("tok_core")
@@ -60,15 +60,17 @@ def _score(
         pages_per_slot=len(pages),
     )
     step = structs.replace(
-        trial_step(chunks=1, tokens=count, greedy=True),
+        dummy_step(chunks=1, tokens=count, greedy=True),
         prefill_token=tokens,
         page_slot=np.zeros_like(pages),
         page_index=pages,
         page_id=pages,
-        prompts=PromptAsks(np.zeros(1, np.int32), np.array([count - 1], np.int32), tokens[1:], 1, EMPTY, EMPTY),
+        prompts=RequestedPromptOutputs(
+            np.zeros(1, np.int32), np.array([count - 1], np.int32), tokens[1:], 1, EMPTY, EMPTY
+        ),
     )
     runner = Runner(model, backend, state, pipeline=pipeline)
-    values = try_out(runner, step).prompts
+    values = run_dummy_step(runner, step).prompts
     runner.forget()
     return values
 

@@ -10,9 +10,9 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
-from tok_core.worker.graphs import kept_rows, sizes
+from tok_core.worker.cuda_graphs import kept_rows, sizes
+from tok_core.worker.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.runner import Runner
-from tok_core.worker.trial import trial_step, try_out
 
 CPU_MEMORY_SHARE = 0.25  # of the free memory, for the cache, where nothing else is said
 CPU_CACHE_TOKENS = 1 << 18  # and no more than this many positions
@@ -22,7 +22,7 @@ SLACK = 1.1  # over the activations measured: what the allocator loses between b
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMemory:
     """What a model's steps were seen to take.
 
     step_bytes    of the largest step, without weights
@@ -40,15 +40,15 @@ class Measured:
         return int((self.step_bytes + self.graph_bytes) * SLACK) + (GRAPHS_BYTES if self.graph_rows else 0)
 
 
-def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> Measured:
+def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> StepMemory:
     """Runs the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
 
     All workers of a replica do so together. They agree on `graph_rows`: none has graphs where one cannot.
     """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
     rows = graph_rows(runner) if runner.pipeline.peers.least(graphs) else 0
-    graph_bytes = _peak(runner, trial_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
-    return Measured(step_bytes, rows, graph_bytes)
+    graph_bytes = _peak(runner, dummy_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
+    return StepMemory(step_bytes, rows, graph_bytes)
 
 
 def measured_len(max_positions: int, slots: int, tokens: int) -> int:
@@ -72,7 +72,7 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
     tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
     draws = min(slots, tokens)
-    return trial_step(
+    return dummy_step(
         chunks=min(chunks, slots),
         tokens=tokens,
         draws=draws,
@@ -87,10 +87,10 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
 def _peak(runner: Runner, step: StepInput) -> int:
     """Bytes allocated at most while the step is carried out, beyond what was allocated before."""
     device = runner.state.device
-    try_out(runner, step)  # once before: kernels are compiled, and their scratch memory is not the step's
+    run_dummy_step(runner, step)  # once before: kernels are compiled, and their scratch memory is not the step's
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    try_out(runner, step)
+    run_dummy_step(runner, step)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -99,14 +99,14 @@ def graph_rows(runner: Runner) -> int:
 
     As the first of a replica's workers sees it: all of them carry out the same steps to find out.
     """
-    step = trial_step(decode=1)
-    launch = min(try_out(runner, step).launch_seconds for _ in range(5))
+    step = dummy_step(decode=1)
+    launch = min(run_dummy_step(runner, step).launch_seconds for _ in range(5))
     found = sizes(runner.state.slots)
     low, high = 0, len(found) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        step = trial_step(decode=found[middle])
-        seconds = min(try_out(runner, step).device_seconds for _ in range(3))
+        step = dummy_step(decode=found[middle])
+        seconds = min(run_dummy_step(runner, step).device_seconds for _ in range(3))
         faster = runner.pipeline.peers.of_first(seconds < 2 * launch)
         low, high = (middle, high) if faster else (low, middle - 1)
     return found[low]
@@ -117,7 +117,7 @@ def cache_tokens(
     per_token: int,
     tables: int,
     device: torch.device,
-    measured: Measured | None,
+    measured: StepMemory | None,
     on_host: int,
 ) -> int:
     """Positions of the KV cache: as configured, else what the memory leaves.

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.messages import EMPTY, Int32, PromptAsks, StepInput, array
+from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
 from tok_core.model.decoder import CausalLM
 
 SCORED = 256  # rows that have logits at once: whole ones, in fp32
 POOLED = 512  # rows that are normed and added up at once, in fp32
 
 
-class Found(NamedTuple):
+class PromptOutputs(NamedTuple):
     """`PromptValues` on the device: float32 `[Q]`, int32 and float32 `[Q, K]`, float32 `[E, N]`."""
 
     logprob: Tensor
@@ -52,7 +52,7 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
     }
 
 
-def find(model: CausalLM, put: Mapping[str, Tensor], asks: PromptAsks, x_TN: Tensor) -> Found:
+def find(model: CausalLM, put: Mapping[str, Tensor], asks: RequestedPromptOutputs, x_TN: Tensor) -> PromptOutputs:
     """What `asks` asks, of the residual stream behind the last layer; `put` holds `arrays(step)` on the device.
 
     All ranks of a stage are to call it; each finds the same.
@@ -60,7 +60,7 @@ def find(model: CausalLM, put: Mapping[str, Tensor], asks: PromptAsks, x_TN: Ten
     row_Q, token_Q = put["scored_row"].long(), put["scored_token"].long()
     parts = [_score(model, x_TN[row_Q[part]], token_Q[part], asks.top_logprobs) for part in _slices(len(row_Q))]
     logprob, top_token, top_logprob = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Found(logprob, top_token, top_logprob, _pool(model, put, asks.pooled_count, x_TN))
+    return PromptOutputs(logprob, top_token, top_logprob, _pool(model, put, asks.pooled_count, x_TN))
 
 
 def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:

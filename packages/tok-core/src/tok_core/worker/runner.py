@@ -16,10 +16,10 @@ from tok_core.messages import PromptValues, StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
 from tok_core.model.rope import short_prompt
 from tok_core.parallel.pipeline import Pipeline
-from tok_core.parallel.pipeline_draws import Late
-from tok_core.worker import prompt_values, rows
-from tok_core.worker.draw import draw, extras
-from tok_core.worker.graphs import NOTHING, DecodeGraph, DecodeGraphs
+from tok_core.parallel.pipeline_tokens import PendingTokens
+from tok_core.worker import prompt_values, step_tensors
+from tok_core.worker.cuda_graphs import NOTHING, DecodeGraph, DecodeGraphs
+from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.staging import Outbox, Staging
 from tok_core.worker.state import WorkerState, changes
 from tok_kernels import Backend
@@ -62,7 +62,7 @@ class Launched:
     rows: int
     top_token: Tensor
     top_logprob: Tensor
-    prompts: prompt_values.Found | None
+    prompts: prompt_values.PromptOutputs | None
 
     def output(self) -> StepOutput:
         """The step's tokens, none but at the last stage; blocks until the device has done the step."""
@@ -102,7 +102,7 @@ class Runner:
         self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
         self.staging = Staging(state.device, MOST_AHEAD)
         self.outbox = Outbox(state.device, MOST_AHEAD, state.slots + 1)
-        self.mirror = rows.Mirror(state.slots + 1) if backend.needs_host_lengths else None
+        self.mirror = step_tensors.Mirror(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
@@ -121,8 +121,8 @@ class Runner:
         time_began = time.perf_counter()
         place, late = self.pipeline.place, self.pipeline.late(step)
         graph = self.graphs.find(step)
-        arrays = rows.arrays(step) if graph is None else graph.arrays(step)
-        asked = extras(step) | prompt_values.arrays(step) if place.last else {}
+        arrays = step_tensors.arrays(step) if graph is None else graph.arrays(step)
+        asked = sampling_arrays(step) | prompt_values.arrays(step) if place.last else {}
         put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
         if late:
             self._take_over(late, put)
@@ -153,7 +153,7 @@ class Runner:
         if self.mirror is not None:
             self.mirror.reset()
 
-    def _take_over(self, late: list[Late], put: dict[str, Tensor]) -> None:
+    def _take_over(self, late: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Records draws of earlier steps, once they are there."""
         for draws in late:
             draws.work.wait()
@@ -175,12 +175,12 @@ class Runner:
         if graph is not None:
             graph.forward.replay()
             return graph.hidden
-        made = rows.rows(self.backend, self.state, step, put, kv_len)
+        made = step_tensors.rows(self.backend, self.state, step, put, kv_len)
         x_T = made.token_T if stream is None else stream
         logit_row_R = made.logit_row_R if step.prompts is None else None  # all are wanted
         pass_length_T = None
         if self._short_prompt is not None and len(step.prefill_slot):
-            pass_length_T = rows.pass_lengths(self.state, step, put, made.position_T)
+            pass_length_T = step_tensors.pass_lengths(self.state, step, put, made.position_T)
         hidden: Tensor = self.model(
             *(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R, pass_length_T)
         )
@@ -194,7 +194,7 @@ class Runner:
             graph.draw.replay()
             return graph.drawn, NO_TOP
         hidden_RN = hidden if graph is None else hidden[: len(step.decode_slot)]
-        sampled = draw(self.backend, self.state, step, put, self.model.logits(hidden_RN), self.model.shards)
+        sampled = sample_tokens(self.backend, self.state, step, put, self.model.logits(hidden_RN), self.model.shards)
         draws = self.backend.record_draws(put["sample_slot"], sampled.token, sampled.logprob, self.state.columns)
         return draws, (sampled.top_token.int(), sampled.top_logprob)
 
@@ -205,7 +205,7 @@ class Runner:
         began: Mark,
         draws: Tensor,
         top: tuple[Tensor, Tensor],
-        found: prompt_values.Found | None,
+        found: prompt_values.PromptOutputs | None,
     ) -> Launched:
         drawn = len(step.sample_slot) if self.pipeline.place.last else 0
         host = self.outbox.send(draws)
@@ -213,7 +213,7 @@ class Runner:
             top_token, top_logprob = (_page_locked(x) for x in top)
         else:
             top_token, top_logprob = (x.new_empty((drawn, 0), device="cpu") for x in NO_TOP)
-        prompts = None if found is None else prompt_values.Found(*map(_page_locked, found))
+        prompts = None if found is None else prompt_values.PromptOutputs(*map(_page_locked, found))
         done = Mark(self.state.device)
         return Launched(
             step=step.step,
@@ -231,7 +231,7 @@ class Runner:
 NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32))
 
 
-def _late_slots(late: list[Late]) -> dict[str, np.ndarray]:
+def _late_slots(late: list[PendingTokens]) -> dict[str, np.ndarray]:
     return {"late_slot": np.concatenate([draws.slot for draws in late])} if late else {}
 
 

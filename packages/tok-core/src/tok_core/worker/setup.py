@@ -20,13 +20,13 @@ from tok_core.model.registry import build
 from tok_core.model.rope import short_prompt
 from tok_core.model.sampling_defaults import sampling_defaults
 from tok_core.model.weights import as_stored, load
-from tok_core.parallel.meeting import Meeting
-from tok_core.parallel.peers import Peers, join
 from tok_core.parallel.pipeline import Pipeline
-from tok_core.parallel.place import Place, places
-from tok_core.parallel.share import Share
+from tok_core.parallel.process_groups import ProcessGroups, join
+from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
+from tok_core.parallel.rendezvous import Rendezvous
+from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.parallel.tensor import TensorParallel
-from tok_core.parallel.tensor_calibrate import calibrate
+from tok_core.parallel.tp_calibration import calibrate
 from tok_core.worker.backend import (
     attention_shape,
     choose_backend,
@@ -35,9 +35,9 @@ from tok_core.worker.backend import (
     choose_dtype,
 )
 from tok_core.worker.cache_error import warn_of_cache_error
-from tok_core.worker.clock import Clock
-from tok_core.worker.memory import Measured, cache_tokens, measure, measured_len
+from tok_core.worker.memory import StepMemory, cache_tokens, measure, measured_len
 from tok_core.worker.runner import Runner
+from tok_core.worker.startup_timer import StartupTimer
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.warmup import warm_up
 from tok_kernels import Backend, DynamicScaling
@@ -53,8 +53,8 @@ A_DAY = 86_400.0  # seconds
 def set_up(
     config: EngineConfig,
     replica: int = 0,
-    place: Place | None = None,
-    rendezvous: Path | Meeting | None = None,
+    place: RankCoordinates | None = None,
+    rendezvous: Path | Rendezvous | None = None,
     gpu: int | None = None,
     on_host: int | None = None,
 ) -> tuple[Runner, EngineInfo]:
@@ -64,11 +64,11 @@ def set_up(
 
     Raises ModelError, InvalidField, or EngineError where the memory is too small.
     """
-    path, place = Path(config.model), place or next(places(config.pp, config.tp))
-    clock = Clock()
+    path, place = Path(config.model), place or next(all_coordinates(config.pp, config.tp))
+    clock = StartupTimer()
     model_config = _model_config(config, path)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
-    local = Share.of(model_config, place).local(model_config)
+    local = ShardPlan.of(model_config, place).local(model_config)
     device = choose_device(config, replica, place, gpu)
     peers = join(place, rendezvous, device)
     clock.done("device and peers")
@@ -150,7 +150,7 @@ def _load_model(
     path: Path,
     model_config: ModelConfig,
     backend: Backend,
-    peers: Peers,
+    peers: ProcessGroups,
     dtype: torch.dtype,
 ) -> CausalLM:
     tensor = (
@@ -172,7 +172,7 @@ def _load_model(
     return model
 
 
-def _thresholds(model: CausalLM, place: Place) -> tuple[int | None, int | None]:
+def _thresholds(model: CausalLM, place: RankCoordinates) -> tuple[int | None, int | None]:
     """`few_tokens` and `async_tokens` of the model's TensorParallel, which worker 0 logs; None without one."""
     tensor = model.tensor
     if tensor is None:
@@ -195,7 +195,7 @@ def _measure(
     max_running: int,
     max_step_tokens: int,
     words: int,
-) -> Measured:
+) -> StepMemory:
     """What steps take, seen on a state whose sequences all stand on one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
     state = WorkerState(
@@ -220,7 +220,7 @@ def _measure(
         torch.cuda.empty_cache()
 
 
-def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: int) -> None:
+def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int) -> None:
     try:
         warm_up(runner, measured, max_step_tokens, words)
     except torch.OutOfMemoryError as error:
@@ -231,7 +231,7 @@ def _warm_up(runner: Runner, measured: Measured, max_step_tokens: int, words: in
         ) from None
 
 
-def _tracer(config: EngineConfig, place: Place, device: torch.device) -> Tracer | None:
+def _tracer(config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
     if config.trace is None:
         return None
     from tok_core.worker.trace import Tracer  # takes seconds, for what few ask for

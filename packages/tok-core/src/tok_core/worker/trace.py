@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tok_core.config import TRACE_WARM_UP, EngineConfig
 from tok_core.errors import InvalidField
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.trace_files import trace_files
 
 
@@ -33,7 +33,7 @@ class Tracer:
         self._profile = profile(activities=[activity], acc_events=True)
 
     @classmethod
-    def of(cls, config: EngineConfig, place: Place, device: torch.device) -> Tracer | None:
+    def of(cls, config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
         """The one of the first replica's worker at `place`, if traces are asked for. Errors: InvalidField.
 
         All workers are told of every step, so that they trace the same ones.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from tok_core.manager.clockwork import PARTS, Clockwork, Part
+from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
 from tok_core.simulate import Simulation
 from tok_server.bench.manager_drive import Block, Drive
 from tok_server.bench.manager_load import LOADS, vocabulary
@@ -77,7 +77,7 @@ def _run_steps(drive: Drive) -> Measured:
         before = drive.simulation.manager.stats()
         for _ in range(PAIRS):
             plain.append(drive.block(STEPS, look))
-            timed.append(drive.block(STEPS, look, Clockwork()))
+            timed.append(drive.block(STEPS, look, ManagerProfiler()))
         after = drive.simulation.manager.stats()
     discarded = after.discarded_tokens - before.discarded_tokens
     kept = after.output_tokens - before.output_tokens
@@ -86,10 +86,10 @@ def _run_steps(drive: Drive) -> Measured:
 
 def _admit(make: Callable[[], Drive]) -> Measured:
     """Twice the same: as a whole, and part by part."""
-    return Measured([_start_all(make(), None)], [_start_all(make(), Clockwork())])
+    return Measured([_start_all(make(), None)], [_start_all(make(), ManagerProfiler())])
 
 
-def _start_all(drive: Drive, clockwork: Clockwork | None) -> Block:
+def _start_all(drive: Drive, clockwork: ManagerProfiler | None) -> Block:
     with progress_bar("started", drive.load.sequences) as show:
         look = _looking(show, lambda: (drive.running, drive.simulation.ports.tokens, drive.running))
         return drive.start_all(look, clockwork)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tok_core.manager.clockwork import Clockwork, Part
+from tok_core.manager.profiler import ManagerProfiler, Part
 from tok_core.messages import Cancel
 from tok_core.simulate import Simulation
 from tok_server.bench.manager_load import Load
@@ -61,19 +61,19 @@ class Drive:
             look()
         self.block(self.load.warm_up, look)
 
-    def block(self, steps: int, look: Look, clockwork: Clockwork | None = None) -> Block:
+    def block(self, steps: int, look: Look, clockwork: ManagerProfiler | None = None) -> Block:
         """The next so many steps."""
         last = self.simulation.ports.steps + steps
         return self._measure(lambda: self.simulation.ports.steps < last, self._turn, look, clockwork)
 
-    def start_all(self, look: Look, clockwork: Clockwork | None) -> Block:
+    def start_all(self, look: Look, clockwork: ManagerProfiler | None) -> Block:
         """All steps until as many requests as there are slots have started, which are there from the beginning."""
         for _ in range(self.load.sequences):
             self._give()
         return self._measure(lambda: self.running < self.load.sequences, self.simulation.turn, look, clockwork)
 
     def _measure(
-        self, more: Callable[[], bool], turn: Callable[[], float], look: Look, clockwork: Clockwork | None
+        self, more: Callable[[], bool], turn: Callable[[], float], look: Look, clockwork: ManagerProfiler | None
     ) -> Block:
         seconds, before = 0.0, self._counts()
         with nullcontext() if clockwork is None else clockwork.timing(self.simulation.manager):

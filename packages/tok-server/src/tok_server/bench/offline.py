@@ -12,7 +12,7 @@ import msgspec
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 from tok_core.engine import Prompt
 from tok_core.messages import EngineInfo
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_server.bench.bare import without_tokenizer
 from tok_server.bench.busy import Busy, busy_of_trace
 from tok_server.bench.counted import Counters, since, with_counted
@@ -47,7 +47,7 @@ def run_offline(
 
 def trace_offline(
     config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
-) -> dict[Place, Busy]:
+) -> dict[RankCoordinates, Busy]:
     """Traces `steps` steps in the middle of one more run, which takes about `of`; tells what each worker did in them.
 
     Into `file`, and files beside it where there are several workers (`tok_core.trace_files`). On an engine of its own,

@@ -12,7 +12,7 @@ import msgspec
 
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, TokError
 from tok_core.config import TRACE_WARM_UP
-from tok_core.parallel.place import Place
+from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.trace_files import trace_files
 
 LOOK_EVERY = 0.02
@@ -30,7 +30,7 @@ def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConf
     return msgspec.structs.replace(config, trace=str(file.resolve()), trace_from=first, trace_steps=steps)
 
 
-def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[Place, Path]:
+def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[RankCoordinates, Path]:
     """Runs `work` on an engine made by `config` until the traces that it asks for are written: the file of each worker.
 
     What of the work is left then is not done. Errors: those of the engine; TokError where the work ends too early.
@@ -50,5 +50,5 @@ def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[P
     return files
 
 
-def _all_there(files: dict[Place, Path]) -> bool:
+def _all_there(files: dict[RankCoordinates, Path]) -> bool:
     return all(file.exists() for file in files.values())

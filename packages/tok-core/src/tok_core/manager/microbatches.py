@@ -1,0 +1,132 @@
+"""Assign running sequences to the microbatches of a pipeline.
+
+A step is one micro-batch. Cohorts take their turns, one a step: while one is computed at a stage, others are at the
+stages around it, and one more is spare, so that the tokens of the cohort whose turn comes are back at the first stage.
+A sequence decodes in the turns of its cohort, that of the step in which it drew first: a prompt's samples are together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tok_core.manager.sequences import SequenceTable, State
+from tok_core.messages import Int64
+
+FEWEST = 8  # rows of a cohort: fewer than these gain nothing by being computed apart
+SPARE = 128  # rows of each cohort from which on reading the weights once more for the spare one costs little
+CONTEXT = 1024  # positions to attend to that cost about as much as the rest of a row
+SLACK = 1 / 32  # of its share, that a cohort may be above it
+
+
+class Microbatches:
+    """The sequences in `table` that decode, in as many cohorts as `stages` and one; all in one without stages.
+
+    Those that are too many for their cohort, or whose cohort is not needed, join the next: they wait for one turn.
+
+    turn      whose it is
+    used      cohorts that had anybody at the last step, at least 1
+    returned  the last step whose tokens are back
+    cycles    how often every sequence has had its turn: a number of steps, were there no cohorts
+    """
+
+    def __init__(self, table: SequenceTable, stages: int) -> None:
+        self.count = stages + 1 if stages > 1 else 1
+        self.fewest = FEWEST
+        self.returned = 0
+        self.cycles = 0.0
+        self.turn = 0
+        self.used = 1
+        self._table = table
+        self._stages = stages
+        self._draws_upto = 0
+        self._chains: deque[tuple[int, int]] = deque()  # steps under way and how many of them waited for each other
+
+    def rows(self) -> Int64:
+        """Slots that decode in this turn, ascending; those held do not."""
+        slots = self._table.in_state(State.DECODE)
+        if self._table.held.any():
+            slots = slots[~self._table.held[slots]]
+        return slots if self.count == 1 else slots[self._table.cohort[slots] == self.turn]
+
+    def resting(self, decode: Int64) -> Int64:
+        """Slots of this turn that do not decode in a step in which `decode` do, but would if no grammar guided them.
+
+        They wait for a token, or compute several at once.
+        """
+        table = self._table
+        among = table.guided & (table.length >= table.prompt_len)
+        among &= (table.state == State.DECODE) | (table.state == State.PREFILL)
+        among[decode] = False
+        slots: Int64 = among.nonzero()[0]
+        return slots if self.count == 1 else slots[table.cohort[slots] == self.turn]
+
+    def next_turn(self) -> None:
+        """It is the next cohort's turn."""
+        self.turn = (self.turn + 1) % self.count
+
+    def waits(self, depth: int) -> bool:
+        """Whether this turn's step would be more than the `depth`-th of those under way that wait for each other.
+
+        One step after the other of a lone sequence would only stand in the way of what arrives.
+        """
+        if self.count == 1:
+            return False
+        while self._chains and self._chains[0][0] <= self.returned:
+            self._chains.popleft()
+        last = self._last(self.rows())
+        return any(step == last and chain >= depth for step, chain in self._chains)
+
+    def balance(self) -> None:
+        """Decides who of this turn's sequences waits for the next."""
+        if self.count == 1:
+            return
+        table = self._table
+        slots = table.in_state(State.DECODE)
+        cohort, cost = table.cohort[slots], 1 + table.length[slots] / CONTEXT
+        load = np.bincount(cohort, cost, self.count)
+        used, wanted = np.count_nonzero(load), self._wanted(len(slots))
+        mine = cohort == self.turn
+        if not mine.any():
+            return
+        if used > wanted:
+            leaving = mine if load[self.turn] == load[load > 0].min() else np.zeros_like(mine)
+            table.cohort[slots[leaving]] = (self.turn + 1) % self.count
+            return
+        share = load.sum() / wanted
+        if load[self.turn] > share * (1 + SLACK) + cost[mine].max():
+            oldest = np.argsort(table.order[slots[mine]])  # samples of a request stand together
+            before = np.cumsum(cost[mine][oldest]) - cost[mine][oldest]
+            over = oldest[before >= share]  # not more: what no cohort kept would go round for ever
+            table.cohort[slots[mine][over]] = (self.turn + 1) % self.count
+
+    def step(self, number: int, decode: Int64) -> int:
+        """The step of this turn is `number`, and in it these slots decode: returns its `draws_upto`."""
+        if self.count == 1:
+            self.cycles += 1
+            return number - 1
+        last = self._last(decode)
+        self._draws_upto = max(self._draws_upto, self.returned, last)
+        chain = next((chain for step, chain in self._chains if step == last), 0)
+        self._chains.append((number, chain + 1))
+        microbatches = self._table.cohort[self._table.in_state(State.DECODE)]
+        self.used = max(1, int(np.count_nonzero(np.bincount(microbatches, minlength=self.count))))
+        self.cycles += 1 / self.used
+        return self._draws_upto
+
+    def drew(self, number: int, slots: Int64) -> None:
+        """In step `number`, of this turn, these slots draw."""
+        if self.count > 1:
+            self._table.cohort[slots] = self.turn
+            self._table.drawn[slots] = number
+
+    def _last(self, slots: Int64) -> int:
+        """The last step in which any of them drew."""
+        return int(self._table.drawn[slots].max(initial=0))
+
+    def _wanted(self, rows: int) -> int:
+        """As many cohorts as pay for so many rows."""
+        if rows >= SPARE * self.count:
+            return self.count
+        return max(1, min(self._stages, -(-rows // self.fewest)))

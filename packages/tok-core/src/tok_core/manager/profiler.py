@@ -1,0 +1,104 @@
+"""Profile a manager: time its methods from outside while somebody looks.
+
+Methods are replaced by ones that read a clock, by name, and put back afterwards: nothing is paid when nobody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce, wraps
+from typing import Final, Literal, ParamSpec, TypeVar, get_args
+
+from tok_core.manager.batch_builder import BatchBuilder
+from tok_core.manager.loop import Manager
+
+Part = Literal["schedule", "pages", "forecast", "groups", "messages", "outputs", "stops", "rest"]
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+
+TIMED: Final[dict[str, Part]] = {
+    "turn": "rest",
+    "_take": "schedule",
+    "_send_step": "schedule",
+    "_take_output": "outputs",
+    "_report": "messages",
+    "ports.*": "messages",
+    "output_processor.expect": "messages",
+    "BatchBuilder.build": "messages",
+    "scheduler._grow_decoders": "pages",
+    "scheduler._find_groups": "groups",
+    "scheduler.starter.*": "schedule",
+    "paging.*": "pages",
+    "paging.copies.*": "pages",
+    "scheduler.retained_prompts.*": "pages",
+    "scheduler.admission.*": "forecast",
+    "lengths.*": "forecast",
+    "stops.*": "stops",
+    "table.claim": "schedule",
+    "table.claim_one": "schedule",
+}
+"""Methods as seen from the manager, and the part that they are; `*`: all public methods of an object.
+
+A BatchBuilder lives for one step: its class's method is replaced.
+"""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ManagerProfiler:
+    """Seconds by part. What a timed method spends in another part's counts there; a part within itself counts once."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._clock = clock
+        self._part: Part | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def timing(self, manager: Manager) -> Iterator[None]:
+        """Meanwhile `manager`'s methods are timed. Errors: AttributeError where one of TIMED is not there."""
+        found = [(owner, name, part) for path, part in TIMED.items() for owner, name in _methods(manager, path)]
+        own = [vars(owner).get(name) for owner, name, _ in found]
+        for owner, name, part in found:
+            setattr(owner, name, self.timed(getattr(owner, name), part))
+        try:
+            yield
+        finally:
+            for (owner, name, _), method in zip(found, own, strict=True):
+                if method is None:  # it is the class's
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, method)
+
+    def timed(self, method: Callable[P, T], part: Part) -> Callable[P, T]:
+        """`method`, whose time counts as `part`'s."""
+
+        @wraps(method)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            outer = self._part
+            if outer == part:
+                return method(*args, **kwargs)
+            self._turn_to(part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._turn_to(outer)
+
+        return timed
+
+    def _turn_to(self, part: Part | None) -> None:
+        now = self._clock()
+        if self._part is not None:
+            self.seconds[self._part] += now - self._since
+        self._part, self._since = part, now
+
+
+def _methods(manager: Manager, path: str) -> list[tuple[object, str]]:
+    """The objects and names of the methods that `path` stands for."""
+    *way, name = path.split(".")
+    owner: object = BatchBuilder if way == [BatchBuilder.__name__] else reduce(getattr, way, manager)
+    if name != "*":
+        return [(owner, name)]
+    return [(owner, one) for one, what in vars(type(owner)).items() if callable(what) and not one.startswith("_")]

@@ -1,0 +1,84 @@
+"""Collect prompt log-probabilities and embeddings from step outputs and assign them to their requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.faults import Faults
+from tok_core.manager.sequences import SequenceTable
+from tok_core.messages import Embedded, PromptValues, RequestedPromptOutputs, Scores, StepInput
+
+
+class _Scored(NamedTuple):
+    """Tokens of a prompt that a step scores, from position `first` on. They hold whatever becomes of its slot."""
+
+    rid: int
+    first: int
+    tokens: int
+
+
+class _Pooled(NamedTuple):
+    """Part of an embedding, of the sequence that has the slot until its epoch changes; the first, the last, or both."""
+
+    slot: int
+    epoch: int
+    first: bool
+    last: bool
+
+
+class PromptOutputProcessor:
+    """Takes PromptValues in the order of their StepInputs; adds up the parts of embeddings."""
+
+    def __init__(self, table: SequenceTable, faults: Faults) -> None:
+        self.table = table
+        self._faults = faults
+        self._expected: deque[tuple[list[_Scored], list[_Pooled]]] = deque()
+
+    def expect(self, step: StepInput, asks: RequestedPromptOutputs) -> None:
+        """The step was sent: remembers whose values it will return."""
+        table, slots, starts = self.table, step.prefill_slot, step.prefill_start
+        scored = [
+            _Scored(int(table.rid[slots[chunk]]), int(starts[chunk]) + 1, count)
+            for chunk, count in zip(asks.scored.tolist(), asks.scored_count.tolist(), strict=True)
+        ]
+        pooled = []
+        for chunk in asks.pooled.tolist():
+            slot, end = int(slots[chunk]), int(starts[chunk] + step.prefill_count[chunk])
+            request = table.requests[slot]
+            assert request is not None
+            first = starts[chunk] == 0 or request.pooling == "last"
+            pooled.append(_Pooled(slot, int(table.epoch[slot]), first, end == len(request.prompt)))
+        self._expected.append((scored, pooled))
+
+    def take(self, values: PromptValues) -> tuple[list[Scores], list[Embedded]]:
+        """What is to be reported of a step's values."""
+        scored, pooled = self._expected.popleft()
+        scores, at = [], 0
+        for rid, first, count in scored:
+            rows = slice(at, at := at + count)
+            scores.append(Scores(rid, first, values.logprob[rows], values.top_token[rows], values.top_logprob[rows]))
+        found = []
+        for part, vector in zip(pooled, values.pooled, strict=True):
+            try:
+                embedded = self._add(part, vector)
+            except Exception as error:
+                self._faults.add(int(self.table.rid[part.slot]), error)
+                continue
+            if embedded is not None:
+                found.append(embedded)
+        return scores, found
+
+    def _add(self, part: _Pooled, vector: np.ndarray) -> Embedded | None:
+        """The embedding, if this was its last part. One of a sequence that was preempted or has ended is dropped."""
+        request = self.table.requests[part.slot]
+        if request is None or self.table.epoch[part.slot] != part.epoch:
+            return None
+        request.pooled = vector if part.first or request.pooled is None else request.pooled + vector
+        if not part.last:
+            return None
+        total, request.pooled = request.pooled, None
+        count = len(request.prompt) if request.pooling == "mean" else 1
+        return Embedded(request.rid, total / np.float32(count))

@@ -1,0 +1,190 @@
+"""Measure for each size which all-reduce and which tensor-parallel layout is fastest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tok_core.errors import InvalidField
+from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, TPLayout
+from tok_kernels.exchange import SUM_BYTES
+
+if TYPE_CHECKING:
+    from tok_core.model.decoder import CausalLM, DecoderLayer
+    from tok_core.parallel.process_groups import ProcessGroups
+    from tok_core.parallel.tensor import TensorParallel
+
+log = logging.getLogger("tok_core")
+
+RUNS = 5  # of which the fastest counts
+NEVER = 1 << 62  # tokens, in place of None where numbers are agreed on
+MARGIN = 0.98  # an overlap has to be faster by so much to be worth its host time
+CAPTURED = 256  # tokens up to which most steps run in graphs, and are measured so; none of these overlaps anything
+INNER = 4  # runs in a row, so that the host's launching may run ahead
+
+
+def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_from: int | None = None) -> None:
+    """Sets the thresholds of the model's TensorParallel, alike on all workers of the replica.
+
+    `most_tokens` of a step; `async_from`: tokens from which products are overlapped, 0 for never, None to measure that.
+    To be called by all workers at the same point; a CPU's workers and a model that is not shared keep what is set. The
+    times are worker 0's: a collective ends everywhere at the same time. Raises InvalidField where products cannot be
+    overlapped although they should be.
+    """
+    tensor = model.tensor
+    if tensor is None:
+        return
+    symmetric = bool(peers.least(tensor.symmetric))  # of all stages; and here all wait until the last has its weights
+    if async_from and not symmetric:
+        raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
+    if tensor.device.type != "cuda":
+        return
+    if async_from != 0 and symmetric:
+        tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
+    tensor.most_bytes = peers.of_first(_exchanged_bytes(tensor))
+    measured = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
+    if peers.place.number == 0:
+        log.debug("%s", told(*measured))
+    few, overlapped = choose(*measured)
+    few, overlapped = peers.of_first(few), async_from or peers.of_first(overlapped)
+    tensor.few_tokens, tensor.async_tokens = few, None if overlapped == NEVER else overlapped
+
+
+def _exchanged_bytes(tensor: TensorParallel) -> int:
+    """The size up to which sums are exchanged sooner than a collective computes them."""
+    if tensor.exchange is None:
+        return 0
+    sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= SUM_BYTES]
+    exchanged = [_sum_seconds(tensor, size, SUM_BYTES) for size in sizes]
+    collected = [_sum_seconds(tensor, size, 0) for size in sizes]
+    return last_ahead(sizes, exchanged, collected)
+
+
+def _sum_seconds(tensor: TensorParallel, size: int, most_bytes: int) -> float:
+    """Time of a sum of so many bytes, exchanged if they are at most `most_bytes`."""
+    tensor.most_bytes = most_bytes
+    x = torch.zeros(size // 2, dtype=torch.bfloat16, device=tensor.device)
+    return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
+
+
+class LayoutTimings(NamedTuple):
+    """Seconds of a layer at each of rising numbers of tokens: streams whole, cut, and overlapped; inf: not measured."""
+
+    sizes: list[int]
+    whole: list[float]
+    sharded: list[float]
+    overlapped: list[float]
+
+
+def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutTimings:
+    """All sizes are measured before anything is decided: ranks see different times, and must launch the same
+    collectives.
+    """
+    sizes = _sizes(most_tokens)
+    sharded = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
+    whole = [layer_seconds(model, AllReduceLayout, tokens) for tokens in sizes]
+    overlapped = [
+        layer_seconds(model, OverlappedLayout, tokens) if may_overlap and tokens > CAPTURED else math.inf
+        for tokens in sizes
+    ]
+    return LayoutTimings(sizes, whole, sharded, overlapped)
+
+
+def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
+    """What was measured, in one line: of each size, milliseconds with whole streams, with cut ones, and overlapped.
+
+    >>> told([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
+    'ms a layer, whole/cut/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
+    """
+    rows = (
+        f"{size} tokens " + "/".join("-" if one == math.inf else f"{one * 1e3:.3f}" for one in seconds)
+        for size, *seconds in zip(sizes, *forms, strict=True)
+    )
+    return f"ms a layer, whole/cut/overlapped: {', '.join(rows)}"
+
+
+def choose(
+    sizes: Sequence[int], whole: Sequence[float], sharded: Sequence[float], overlapped: Sequence[float]
+) -> tuple[int, int]:
+    """`few_tokens` and `async_tokens`, NEVER for none, by the seconds at each of the rising sizes.
+
+    The first does not look at the third form, which comes before the others wherever it is chosen.
+
+    >>> choose([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
+    (32, 64)
+    """
+    overlap_from = NEVER
+    for tokens, one, *others in reversed(list(zip(sizes, overlapped, whole, sharded, strict=True))):
+        if one > MARGIN * min(others):
+            break
+        overlap_from = tokens
+    return last_ahead(sizes, whole, sharded), overlap_from
+
+
+def last_ahead(sizes: Sequence[int], ones: Sequence[float], others: Sequence[float]) -> int:
+    """The size up to which ones take no longer than others; 0: not even the first does.
+
+    >>> last_ahead([16, 32, 64], [1, 2, 4], [2, 2, 3])
+    32
+    """
+    last = 0
+    for size, one, other in zip(sizes, ones, others, strict=True):
+        if one > other:
+            break
+        last = size
+    return last
+
+
+def _sizes(most_tokens: int) -> list[int]:
+    """Powers of two from 16 on, and the most.
+
+    >>> _sizes(100)
+    [16, 32, 64, 100]
+    """
+    return [size for size in (1 << bit for bit in range(4, 40)) if size < most_tokens] + [most_tokens]
+
+
+def layer_seconds(model: CausalLM, kind: type[TPLayout], tokens: int) -> float:
+    """Time of the products and collectives of one layer in one form, its attention left out."""
+    tensor = model.tensor
+    assert tensor is not None
+    form = kind(tensor, tokens)
+    rows = tokens if kind is AllReduceLayout else -(-tokens // tensor.ranks)
+    x = torch.randn((rows, model.config.hidden_size), dtype=model.dtype, device=tensor.device)
+    layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
+    return _seconds(lambda: layer.products(x, form), tensor.device, captured=tokens <= CAPTURED)
+
+
+@torch.inference_mode()
+def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool) -> float:
+    """The fastest of RUNS, each of INNER in a row; launched one by one, or by a graph that holds them all."""
+
+    def launch() -> None:
+        for _ in range(INNER):
+            run()
+
+    launch()  # compiles and allocates
+    if captured:
+        launch = _graph(launch, device)
+    found = []
+    for _ in range(RUNS + 1):  # the first one warms up
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        launch()
+        torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - began) / INNER)
+    return min(found[1:])
+
+
+def _graph(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What is launched, captured; collectives' own threads may meanwhile do what a capture would forbid."""
+    torch.cuda.synchronize(device)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    return graph.replay

@@ -1,0 +1,106 @@
+"""Load of one replica: the tokens that its open requests still have to compute, updated once per report.
+
+A request's count falls as its tokens are reported, and whatever is left of it goes with it: the sum is always that of
+the open requests, however they end. Axes: U requests of a report, R rows, one for each open request.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tok_core.messages import Int64
+
+ROWS = 64  # at least so many
+FIRST_GUESS = 256.0  # tokens of an output, before any has ended
+FEWEST_ENDS = 1e-6  # where no output ends of its own
+FADE = 1 - 1 / 1024  # of what is known of output lengths, with each output that ends
+
+
+class ReplicaLoad:
+    """`tokens` is the sum. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._row: dict[int, int] = {}  # by rid
+        self._free = list(range(ROWS))
+        self._left: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens to come
+        self._prompt: Int64 = np.zeros(ROWS, np.int64)  # [R] of these, of prompts
+        self._samples: Int64 = np.zeros(ROWS, np.int64)  # [R] samples that have not ended
+        self._each: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens expected of each
+
+    def add(self, rid: int, prompt: int, samples: int, each: int) -> None:
+        """So many samples of the request, `each` of which is expected to have so many tokens, at least 1."""
+        if rid not in self._row:
+            self._row[rid] = self._new_row()
+        row, work = self._row[rid], prompt + samples * each
+        self._left[row] += work
+        self._prompt[row] += prompt
+        self._samples[row] += samples
+        self._each[row] = each
+        self.tokens += work
+
+    def report(self, rids: list[int], counts: Int64) -> None:
+        """Tokens `[U]` of requests `[U]`, all different, have come, and with them their prompts are done."""
+        rows = np.array([self._row.get(rid, -1) for rid in rids], np.int64)
+        known = rows >= 0
+        rows = rows[known]
+        done = counts[known] + self._prompt[rows]
+        self._prompt[rows] = 0
+        # A sample that runs for longer than expected has at least one token to come.
+        left = np.maximum(self._left[rows] - done, self._samples[rows])
+        self.tokens += int((left - self._left[rows]).sum())
+        self._left[rows] = left
+
+    def end(self, rid: int, samples: int) -> None:
+        """So many samples of the request have ended: nothing is to come of these."""
+        row = self._row.get(rid)
+        if row is not None:
+            self._samples[row] -= samples
+            most = self._prompt[row] + self._samples[row] * self._each[row]
+            left = min(int(self._left[row]), int(most))
+            self.tokens += left - int(self._left[row])
+            self._left[row] = left
+
+    def remove(self, rid: int) -> None:
+        """Nothing more is to come of the request, if it is open."""
+        row = self._row.pop(rid, None)
+        if row is not None:
+            self.tokens -= int(self._left[row])
+            for column in (self._left, self._prompt, self._samples, self._each):
+                column[row] = 0
+            self._free.append(row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def _new_row(self) -> int:
+        if not self._free:
+            old = len(self._left)
+            more = np.zeros(old, np.int64)
+            self._left, self._prompt, self._samples, self._each = (
+                np.concatenate((column, more)) for column in (self._left, self._prompt, self._samples, self._each)
+            )
+            self._free = list(range(old, 2 * old))
+        return self._free.pop()
+
+
+class OutputLengths:
+    """How many tokens an output has, learned from those that ended: each token is as likely as any to be the last.
+
+    The rate of ends is the ends over all tokens, those of outputs cut off by their limit included.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._ends = FIRST_GUESS, 1.0
+
+    def learn(self, tokens: int, *, ended: bool) -> None:
+        """An output has had so many; it `ended` of its own, or was cut off."""
+        self._tokens = self._tokens * FADE + tokens
+        self._ends = max(self._ends * FADE + ended, FEWEST_ENDS)
+
+    def expected(self, limit: int) -> int:
+        """Tokens to expect of an output that is cut off at `limit`, at least 1."""
+        mean = self._tokens / self._ends
+        return max(1, round(-mean * math.expm1(-limit / mean)))

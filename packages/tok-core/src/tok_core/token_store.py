@@ -1,0 +1,186 @@
+"""Store the tokens of unstreamed samples, one report at a time, without a Python loop per token.
+
+A sample is a row, the rows of a request lie side by side. Its tokens fill blocks of `BLOCK`, each of which knows the
+one before it. Axes: R rows, K blocks, U requests and N tokens of a report.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+
+from tok_core.messages import EMPTY, Int32, Int64
+
+BLOCK = 64
+ROWS = 64  # at least so many at a time
+
+
+class TokenStore:
+    """Tokens of open samples, in the order in which they were reported. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: deque[tuple[int, int]] = deque()  # requests that are not in `_rows` yet, and their samples
+        self._rows: dict[int, range] = {}  # by rid
+        self._next_row = 0
+        self._count: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens so far
+        self._block: Int64 = np.full(ROWS, -1, np.int64)  # [R] where the last of them are
+        self._tokens: Int32 = np.empty((0, BLOCK), np.int32)  # [K, BLOCK]
+        self._before: Int64 = np.empty(0, np.int64)  # [K]
+        self._free: list[int] = []
+
+    def open(self, rid: int, samples: int) -> None:
+        """From now on tokens of the request are kept. Waits for nobody: it is entered by whoever needs that next."""
+        self._opened.append((rid, samples))
+
+    def append(self, rids: list[int], which: Int64, sample: Int32, token: Int32) -> list[int]:
+        """Adds token `[N]` of sample `[N]` of request `rids[which]`; no sample may occur twice.
+
+        Tokens of requests that are not open are dropped. Returns the rids of samples that begin here.
+        """
+        with self._lock:
+            self._enter()
+            if not self._rows:
+                return []
+            first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)[which]
+            kept = first >= 0
+            if not kept.all():
+                first, which, sample, token = first[kept], which[kept], sample[kept], token[kept]
+            row = first + sample
+            at = self._count[row]
+            within = at % BLOCK
+            self._add_blocks(row[within == 0])
+            self._tokens[self._block[row], within] = token
+            self._count[row] = at + 1
+            return [rids[i] for i in sorted(set(which[at == 0].tolist()))]
+
+    def take(self, rid: int, sample: int) -> Int32:
+        """The tokens of a sample of an open request, in a copy; it has none after that."""
+        with self._lock:
+            self._enter()
+            row = self._rows[rid][sample]
+            count = int(self._count[row])
+            blocks = self._give_back(row)
+            return self._tokens[blocks].reshape(-1)[:count] if blocks else EMPTY
+
+    def read(self, rids: list[int], samples: list[int]) -> tuple[list[int], Int32, Int64]:
+        """Of samples `[U]` of requests `[U]`: the places of those whose requests are open; their tokens, side by side
+        and in a copy; how many each has.
+        """
+        with self._lock:
+            self._enter()
+            first = np.array([rows.start if (rows := self._rows.get(rid)) else -1 for rid in rids], np.int64)
+            known = (first >= 0).nonzero()[0]
+            row = first[known] + np.array(samples, np.int64)[known]
+            counts = self._count[row]
+            return known.tolist(), self._gather(self._block[row], counts), counts
+
+    def drop(self, rid: int, samples: Iterable[int]) -> None:
+        """Forgets the tokens of samples of an open request."""
+        with self._lock:
+            self._enter()
+            first = self._rows[rid].start
+            self._give_back_all([first + sample for sample in samples])
+
+    def close(self, rid: int) -> None:
+        """Forgets the request, if it is open, and what it still has."""
+        with self._lock:
+            self._enter()
+            rows = self._rows.pop(rid, None)
+            if rows is not None and len(rows) == 1:
+                self._give_back(rows.start)
+            elif rows is not None:
+                self._give_back_all(slice(rows.start, rows.stop))
+
+    def close_all(self, rids: Iterable[int]) -> None:
+        """The same of many requests, without Python for each of their samples."""
+        with self._lock:
+            self._enter()
+            rows: list[int] = []
+            for rid in rids:
+                rows += self._rows.pop(rid, ())
+            if rows:
+                self._give_back_all(rows)
+
+    def _enter(self) -> None:
+        """Gives rows to requests that have been opened."""
+        while self._opened:
+            rid, samples = self._opened.popleft()
+            if self._next_row + samples > len(self._count):
+                self._make_rows(samples)
+            self._rows[rid] = range(self._next_row, self._next_row + samples)
+            self._next_row += samples
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that hold tokens."""
+        return len(self._before) - len(self._free)
+
+    def _gather(self, block: Int64, counts: Int64) -> Int32:
+        """The tokens of rows with so many each, whose last ones are in these blocks."""
+        blocks = -(-counts // BLOCK)
+        ends = np.cumsum(blocks)
+        chain = np.empty(blocks.sum(), np.int64)  # the blocks of all rows, each row's in order
+        filled = np.full(len(chain), BLOCK)
+        here = blocks.nonzero()[0]
+        filled[ends[here] - 1] -= blocks[here] * BLOCK - counts[here]
+        back = 1  # blocks from a row's end
+        while len(here):
+            chain[ends[here] - back] = block[here]
+            block[here] = self._before[block[here]]
+            here = here[blocks[here] > back]
+            back += 1
+        tokens: Int32 = self._tokens[chain][np.arange(BLOCK) < filled[:, None]]
+        return tokens
+
+    def _give_back(self, row: int) -> list[int]:
+        """Frees the row's blocks; these, from the first to the last."""
+        blocks = []
+        block = int(self._block[row])
+        while block >= 0:
+            blocks.append(block)
+            block = int(self._before[block])
+        self._count[row], self._block[row] = 0, -1
+        self._free += blocks
+        return blocks[::-1]
+
+    def _give_back_all(self, rows: slice | list[int]) -> None:
+        """The same of many rows, without Python for each."""
+        block = self._block[rows]
+        while len(block := block[block >= 0]):
+            self._free += block.tolist()
+            block = self._before[block]
+        self._count[rows], self._block[rows] = 0, -1
+
+    def _add_blocks(self, row: Int64) -> None:
+        """A new last block for each of the rows."""
+        missing = len(row) - len(self._free)
+        if missing > 0:
+            self._make_blocks(missing)
+        if len(row):
+            blocks = np.array(self._free[-len(row) :], np.int64)
+            del self._free[-len(row) :]
+            self._before[blocks] = self._block[row]
+            self._block[row] = blocks
+
+    def _make_blocks(self, missing: int) -> None:
+        old = len(self._before)
+        more = max(missing, old)
+        self._tokens = np.concatenate([self._tokens, np.empty((more, BLOCK), np.int32)])
+        self._before = np.concatenate([self._before, np.empty(more, np.int64)])
+        self._free += range(old, old + more)
+
+    def _make_rows(self, samples: int) -> None:
+        """Room for `samples` more rows, and as many again; rows of requests that have been closed go."""
+        old = np.fromiter(chain.from_iterable(self._rows.values()), np.int64)
+        size = max(ROWS, 2 * (len(old) + samples))
+        count, block = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        count[: len(old)], block[: len(old)] = self._count[old], self._block[old]
+        self._count, self._block, self._next_row = count, block, 0
+        for rid, rows in self._rows.items():
+            self._rows[rid] = range(self._next_row, self._next_row + len(rows))
+            self._next_row += len(rows)

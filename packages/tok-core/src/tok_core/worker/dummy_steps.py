@@ -1,0 +1,96 @@
+"""Dummy steps of a given shape that belong to no request, for measuring and warming up the device.
+
+All their sequences stand on the cache's first page, which nobody owns yet; `WorkerState.reset` forgets them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tok_core.messages import EMPTY, GroupLevel, Int32, RequestedPromptOutputs, StepInput, StepOutput, array
+from tok_core.sampling import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from tok_core.worker.runner import Runner
+
+
+def run_dummy_step(runner: Runner, step: StepInput) -> StepOutput:
+    """Carries out a trial step on slots that hold nothing, whatever was tried before."""
+    runner.forget()
+    return runner.launch(step).output()
+
+
+def dummy_step(
+    *,
+    decode: int = 0,
+    groups: int = 0,
+    prefix: int = 0,
+    levels: int = 1,
+    chunks: int = 0,
+    tokens: int = 0,
+    cached: int = 0,
+    draws: int | None = None,
+    filtered: int = 0,
+    penalised: int = 0,
+    top_logprobs: int = 0,
+    greedy: bool = False,
+    asks: bool = False,
+    masked: int = 0,
+    words: int = 0,
+) -> StepInput:
+    """A step of `decode` rows, evenly in `groups` of a prefix, and `chunks` of `tokens` in all behind `cached` ones.
+
+    levels     parts that the prefix is read in: all but the last by one group of all rows
+    draws      rows that sample, spread over the sequences; None: one of each sequence
+    filtered, penalised   how many of them, from the first on, ask for that
+    asks       all that can be asked of prompts is asked of all chunks
+    masked     how many rows are guided, each by a mask of so many `words`, which forbids nothing
+    """
+    slot = np.arange(decode + chunks, dtype=np.int32)
+    count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
+    members = np.diff(np.linspace(0, decode, groups + 1).astype(np.int32)).astype(np.int32)
+    first = (np.cumsum(members) - members).astype(np.int32)
+    part = prefix // levels
+    inner = part * (levels - 1)
+    around = [_level(array([0]), array([decode]), start, start + part) for start in range(0, inner, part or 1)]
+    rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
+    return StepInput(
+        step=0,
+        draws_upto=0,
+        new=None,
+        page_slot=EMPTY,
+        page_index=EMPTY,
+        page_id=EMPTY,
+        decode_slot=slot[:decode],
+        levels=[*around, _level(first, members, inner, prefix)] if groups else [],
+        prefill_slot=slot[decode:],
+        prefill_start=np.full(chunks, cached, np.int32),
+        prefill_count=count,
+        prefill_token=np.zeros(tokens, np.int32),
+        copy_src=EMPTY,
+        copy_dst=EMPTY,
+        sample_row=rows,
+        sample_slot=rows,
+        filter_row=np.arange(filtered, dtype=np.int32),
+        penalty_row=np.arange(penalised, dtype=np.int32),
+        bias_row=EMPTY,
+        top_logprobs=top_logprobs,
+        all_greedy=greedy,
+        max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
+        prompts=_asks(count) if asks else None,
+        mask_row=np.arange(masked, dtype=np.int32),
+        mask_of=np.arange(masked, dtype=np.int32),
+        mask=np.full((masked, words), -1, np.int32),
+        top_row=np.arange(len(rows) if top_logprobs else 0, dtype=np.int32),
+    )
+
+
+def _asks(count: Int32) -> RequestedPromptOutputs:
+    chunk = np.arange(len(count), dtype=np.int32)
+    return RequestedPromptOutputs(chunk, count, np.zeros(count.sum(), np.int32), MAX_LOGPROBS, chunk, count)
+
+
+def _level(first: Int32, members: Int32, start: int, end: int) -> GroupLevel:
+    return GroupLevel(first, members, first, np.full_like(first, start), np.full_like(first, end))

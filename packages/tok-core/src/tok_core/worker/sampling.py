@@ -1,0 +1,150 @@
+"""Describe the sampled rows of a step to the sampling kernel, in chunks that bound its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tok_core.messages import StepInput
+from tok_core.parallel.tensor import VocabularyShards
+from tok_core.worker.state import WorkerState
+from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
+
+CHUNK = 256  # rows drawn at once where any of them needs whole logits of ranks that have parts: the memory for these
+
+_ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
+
+
+def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
+    """The host arrays that `draw` needs, by name."""
+    arrays = {"sample_slot": step.sample_slot}
+    if len(step.mask_row):
+        arrays |= {"mask_of": step.mask_of, "mask": step.mask}
+    if len(step.penalty_row):
+        # A fork's last page is copied after the step: its context is read where the row was computed, from its leader.
+        computing = np.concatenate((step.decode_slot, step.prefill_slot))
+        arrays["context_slot"] = computing[step.sample_row[step.penalty_row]]
+    return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
+
+
+def sample_tokens(
+    backend: Backend,
+    state: WorkerState,
+    step: StepInput,
+    put: Mapping[str, Tensor],
+    logits_RV: Tensor,
+    shards: VocabularyShards | None = None,
+) -> Sampled:
+    """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device. `shards`: of which part
+    of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
+    them, on every rank. The logits of rows with masks are changed."""
+    slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
+    whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
+    size = CHUNK if whole else max(rows, 1)
+    parts = [
+        _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
+        for i in range(0, max(rows, 1), size)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Sampled(
+        token=torch.cat([part.token for part in parts]),
+        logprob=torch.cat([part.logprob for part in parts]),
+        top_token=torch.cat([part.top_token for part in parts]),
+        top_logprob=torch.cat([part.top_logprob for part in parts]),
+    )
+
+
+def _draw(
+    backend: Backend,
+    state: WorkerState,
+    step: StepInput,
+    put: Mapping[str, Tensor],
+    logits_RV: Tensor,
+    shards: VocabularyShards | None,
+    slot_R: Tensor,
+    chunk: slice,
+) -> Sampled:
+    """The tokens of one portion; extras only for the rows of it that ask for them."""
+    logits, slots = logits_RV[chunk], slot_R[chunk]
+    asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
+    agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
+    if agreed is not None:
+        logits, shards = agreed.whole(logits), None
+    batch = SamplingBatch(
+        temperature=state.temperature[slots],
+        seed=state.seed[slots],
+        sample=state.sample[slots],
+        position=state.columns.length[slots],
+        penalties=_penalties(state, step, put, asking.get("penalty_row"), slots, chunk),
+        bias=_bias(state, asking.get("bias_row"), slots),
+        filters=_filters(state, asking.get("filter_row"), slots),
+        top_logprobs=step.top_logprobs,
+        all_greedy=step.all_greedy,
+        shards=shards,
+        masks=_masks(step, put, asking.get("mask_row"), chunk),
+        top_rows=_top_rows(asking.get("top_row"), slots) if step.top_logprobs else None,
+    )
+    sampled = backend.sample(logits, batch)
+    if agreed is None:
+        return sampled
+    # Each rank has drawn from the whole rows, but torch's sums may differ in a last bit: the first one's tokens count.
+    return replace(sampled, token=agreed.gather(sampled.token)[0])
+
+
+def _masks(step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, chunk: slice) -> Masks | None:
+    if rows is None:
+        return None
+    first = int(np.searchsorted(step.mask_row, chunk.start))
+    return Masks(rows, put["mask_of"][first : first + len(rows)].long(), put["mask"])
+
+
+def _top_rows(rows: Tensor | None, slot_R: Tensor) -> Tensor:
+    return slot_R[:0] if rows is None else rows
+
+
+def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
+    """Those of the ascending rows that lie in the portion, counted from its start, int64; None where none does."""
+    first, last = np.searchsorted(rows, (chunk.start, chunk.stop))
+    return put[first:last].long() - chunk.start if first < last else None
+
+
+def _filters(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> Filters | None:
+    if rows is None:
+        return None
+    slots = slot_R[rows]
+    return Filters(rows, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+
+
+def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
+    """Every entry of the asking rows; one that does not count adds 0 to token 0."""
+    if rows is None:
+        return None
+    slots = slot_R[rows]
+    active = state.bias_until[slots] > state.columns.length[slots].unsqueeze(1)
+    token = torch.where(active, state.bias_token[slots], 0)
+    value = torch.where(active, state.bias_value[slots], 0.0)
+    return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
+
+
+def _penalties(
+    state: WorkerState, step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, slot_R: Tensor, chunk: slice
+) -> Penalties | None:
+    if rows is None:
+        return None
+    first = int(np.searchsorted(step.penalty_row, chunk.start))
+    slots, columns = slot_R[rows], state.columns
+    contexts = Contexts(
+        page_table=columns.page_table,
+        token_of=columns.token_of,
+        page_size=state.page_size,
+        slots=put["context_slot"][first : first + len(rows)].long(),
+        length=columns.length[slots],
+        prompt_len=state.prompt_len[slots],
+        max_len=step.max_kv,
+    )
+    return Penalties(rows, contexts, state.presence[slots], state.frequency[slots], state.repetition[slots])

@@ -1,0 +1,223 @@
+"""Predicted lengths against a plain Kaplan–Meier estimate, and how they follow what finishes and what still runs."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core.manager import length_model as length_model_module
+from tok_core.manager.length_model import SCALE, SHAPE, LengthModel
+from tok_core.manager.prompt_length_stats import ALONE, PromptLengthStats
+
+LIMIT = 4000
+
+
+def finish(
+    model: LengthModel,
+    lengths: np.ndarray,
+    *,
+    cut: np.ndarray | None = None,
+    limit: int = LIMIT,
+    family: int = ALONE,
+) -> None:
+    """Samples that the model has heard nothing of before finish."""
+    count = len(lengths)
+    ended = np.ones(count, np.bool_) if cut is None else ~cut
+    model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, family))
+
+
+def ask(model: LengthModel, generated: int, limit: int, share: float, family: int = ALONE) -> int:
+    """The further length that `share` of such samples run less than."""
+    columns = np.array([generated]), np.array([limit]), np.array([family])
+    return int(model.remaining(*columns, np.array([share]))[0])
+
+
+def mean(model: LengthModel, generated: int, limit: int, family: int = ALONE) -> float:
+    """The expected further length."""
+    shares = (np.arange(1000) + 0.5) / 1000
+    many = np.ones(1000, np.int64)
+    return float(model.remaining(many * generated, many * limit, many * family, shares).mean())
+
+
+def quantile_by_hand(finished: list[tuple[int, bool]], generated: int, limit: int, share: float) -> int:
+    """By Kaplan–Meier, length by length: the first that less than 1 − share of those at `generated` outlive."""
+    outlives = 1.0
+    for t in range(generated + 1, limit):
+        at_risk = [length for length, _ in finished if length >= t]
+        ends = [length for length, cut in finished if length == t and not cut]
+        outlives *= 1 - len(ends) / len(at_risk) if at_risk else 1
+        if outlives < 1 - share:
+            return t - generated
+    return limit - generated
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=80),
+    st.integers(0, 12),
+    st.integers(1, 12),
+    st.floats(0.01, 0.99),
+)
+def test_with_no_guess_short_samples_are_predicted_by_kaplan_meier(
+    finished: list[tuple[int, bool]], generated: int, rest: int, share: float
+) -> None:
+    limit = min(13, generated + rest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(length_model_module, "PRIOR_WEIGHT", 1e-9)
+        patch.setattr(length_model_module, "SHAPE", 0.0)
+        model = LengthModel()
+        finish(model, np.array([n for n, _ in finished], np.int64), cut=np.array([c for _, c in finished], np.bool_))
+        near = [quantile_by_hand(finished, generated, limit, share + by) for by in (-1e-3, 1e-3)]
+        assert near[0] <= ask(model, generated, limit, share) <= near[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 33), st.booleans()), max_size=30),
+    st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.floats(0, 1, exclude_max=True))),
+)
+def test_a_prediction_is_at_least_one_token_and_at_most_what_the_limit_leaves(
+    finished: list[tuple[int, bool]], asked: list[tuple[int, int, float]]
+) -> None:
+    model = LengthModel()
+    finish(model, np.array([n for n, _ in finished], np.int64), cut=np.array([c for _, c in finished], np.bool_))
+    generated, limit = np.array([one[:2] for one in asked], np.int64).reshape(-1, 2).T
+    family = np.zeros(len(asked), np.int64)
+    predicted = model.remaining(generated, limit, family, np.array([one[2] for one in asked]))
+    assert predicted.dtype == np.int64
+    left = np.maximum(limit - generated, 0)
+    assert (predicted <= left).all()
+    assert (predicted[left > 0] >= 1).all()
+
+
+@pytest.mark.parametrize("generated", [0, 100, 2000])
+def test_before_anything_has_ended_the_guess_expects_the_longer_the_longer_a_sample_has_run(generated: int) -> None:
+    model = LengthModel()
+    for share in (0.1, 0.5, 0.9):
+        expected = (SCALE + generated) * ((1 - share) ** (-1 / SHAPE) - 1)
+        assert ask(model, generated, 1 << 20, share) == pytest.approx(expected, rel=0.08, abs=1)
+
+
+def test_the_guess_gives_way_to_those_that_run_on() -> None:
+    model = LengthModel()
+    assert mean(model, 0, 100) < 80
+    model.follow(np.zeros(5000, np.int64), np.full(5000, 100), np.full(5000, 100))
+    assert mean(model, 0, 100) > 99
+
+
+def test_those_that_still_run_tell_how_rare_the_first_ends_are() -> None:
+    hasty, careful = LengthModel(), LengthModel()
+    careful.follow(np.zeros(900, np.int64), np.full(900, 20), np.full(900, LIMIT))
+    for model in (hasty, careful):
+        finish(model, np.full(100, 10))
+    assert ask(hasty, 0, LIMIT, 0.5) <= 10
+    assert mean(careful, 0, LIMIT) > 150
+
+
+def test_a_sample_is_counted_once_however_often_it_is_followed() -> None:
+    once, often = LengthModel(), LengthModel()
+    finish(once, np.full(300, 70))
+    for seen in range(0, 70, 7):
+        often.follow(np.full(300, seen), np.full(300, seen + 7), np.full(300, LIMIT))
+    often.observe(np.full(300, 70), np.full(300, 70), np.full(300, LIMIT), np.ones(300, np.bool_), np.zeros(300, int))
+    # Ends fade what was counted before them.
+    assert mean(often, 0, LIMIT) == pytest.approx(mean(once, 0, LIMIT), rel=0.05)
+
+
+@pytest.mark.parametrize("length", [10, 100, 1000, 30_000])
+def test_samples_of_one_length_are_predicted_within_a_bucket(length: int) -> None:
+    model = LengthModel()
+    finish(model, np.full(20_000, length), limit=2 * length)
+    for generated in (0, length // 3, length * 2 // 3):
+        assert mean(model, generated, 2 * length) == pytest.approx(length - generated, abs=1 + 0.08 * length)
+
+
+def test_a_sample_that_outlived_the_short_ones_is_expected_to_run_like_the_long_ones() -> None:
+    model = LengthModel()
+    finish(model, np.repeat([20, 500], 5000))
+    assert mean(model, 0, LIMIT) == pytest.approx(260, rel=0.1)
+    assert mean(model, 30, LIMIT) == pytest.approx(470, rel=0.1)
+
+
+def test_shares_are_those_of_the_finished_samples() -> None:
+    model, random = LengthModel(), np.random.default_rng(0)
+    finish(model, random.geometric(1 / 128, 20_000))
+    for share in (0.1, 0.5, 0.9):
+        for generated in (0, 200):
+            expected = -128 * np.log(1 - share)
+            assert ask(model, generated, LIMIT, share) == pytest.approx(expected, rel=0.2, abs=3)
+
+
+def test_samples_that_their_limit_cut_off_are_no_ends() -> None:
+    lengths, cut = np.repeat([10, 64], 1000), np.repeat([False, True], 1000)
+    aware, unaware = LengthModel(), LengthModel()
+    finish(aware, lengths, cut=cut, limit=64)
+    finish(unaware, lengths, limit=64)
+    assert mean(aware, 32, 128) >= 80
+    assert mean(unaware, 32, 128) <= 40
+
+
+def test_limits_of_another_size_have_their_own_lengths_and_unknown_ones_those_of_all() -> None:
+    model = LengthModel()
+    for _ in range(5):
+        finish(model, np.full(500, 20), limit=100)
+        finish(model, np.full(500, 700), limit=2000)
+    assert mean(model, 0, 100) == pytest.approx(20, rel=0.15)
+    assert mean(model, 0, 2000) == pytest.approx(700, rel=0.15)
+    assert 200 < mean(model, 0, 5000) < 500
+
+
+def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() -> None:
+    model, random = LengthModel(), np.random.default_rng(0)
+    finish(model, random.geometric(1 / 100, 5000))
+    long, short, unknown = (model.prompt_stats.acquire(1000) for _ in range(3))
+    finish(model, random.geometric(1 / 250, 100), family=long)
+    finish(model, random.geometric(1 / 20, 100), family=short)
+    assert mean(model, 0, LIMIT, long) == pytest.approx(250, rel=0.3)
+    assert mean(model, 0, LIMIT, short) == pytest.approx(20, rel=0.4)
+    assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, ALONE)
+
+
+def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() -> None:
+    model, random = LengthModel(), np.random.default_rng(0)
+    finish(model, random.geometric(1 / 100, 5000))
+    family = np.full(50, model.prompt_stats.acquire(50))
+    model.prompt_stats.run(family, model.hazard(np.full(50, 200), np.full(50, LIMIT)))
+    assert mean(model, 200, LIMIT, int(family[0])) > 3 * mean(model, 200, LIMIT, ALONE)
+
+
+def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
+    families = PromptLengthStats()
+    first = [families.acquire(2) for _ in range(5)]
+    assert len({*first, ALONE}) == 6
+    families.finish(np.array(first), np.full(5, 50.0), np.ones(5, np.bool_))
+    assert (families.rate(np.array(first)) < 0.5).all()
+    for family in first:
+        families.release(family)
+    again = [families.acquire(2) for _ in range(5)]
+    assert set(again) <= {*range(1, 8)}
+    assert families.rate(np.array(again)).tolist() == [1.0] * 5
+    assert families.acquire(1) == ALONE
+
+
+def test_what_finished_lately_weighs_more() -> None:
+    shrinking, growing = LengthModel(), LengthModel()
+    for _ in range(50):
+        finish(shrinking, np.full(100, 1000))
+        finish(growing, np.full(100, 50))
+    for _ in range(50):
+        finish(shrinking, np.full(100, 50))
+        finish(growing, np.full(100, 1000))
+    assert mean(shrinking, 0, LIMIT) < 300
+    assert mean(growing, 0, LIMIT) > 750
+
+
+def test_the_model_does_not_grow_with_what_it_has_seen() -> None:
+    model, random = LengthModel(), np.random.default_rng(0)
+    finish(model, random.integers(1, 1 << 20, 10))
+    before = len(pickle.dumps(model)) + 16  # for the digits of a count
+    for _ in range(100):
+        finish(model, random.integers(1, 1 << 20, 10_000))
+    assert len(pickle.dumps(model)) <= before

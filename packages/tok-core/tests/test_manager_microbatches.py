@@ -1,0 +1,120 @@
+"""Cohorts of a pipeline are even, their tokens are back when their turn comes, and who is alone waits for nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.schedules import drive, engine_info, make_manager, submit
+from tok_core import SamplingParams
+from tok_core.config import MOST_AHEAD
+from tok_core.manager.microbatches import CONTEXT, SLACK, SPARE, Microbatches
+from tok_core.manager.run_ahead import FEWEST as FEWEST_AHEAD
+from tok_core.manager.run_ahead import RunAhead
+from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.token_budget import LEAST, TokenBudget
+
+FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+
+def decoding(rows: int, stages: int, seed: int) -> Microbatches:
+    """So many sequences of all lengths, in cohorts as they come."""
+    rng = np.random.default_rng(seed)
+    table = SequenceTable(rows + 3, 8192, 16)
+    table.state[:rows] = State.DECODE
+    table.length[:rows] = rng.integers(1, rng.choice([50, 8000]), rows)
+    table.order[:rows] = rng.permutation(rows)
+    microbatches = Microbatches(table, stages)
+    table.cohort[:rows] = np.minimum(rng.integers(0, microbatches.count, rows), rng.integers(0, microbatches.count))
+    return microbatches
+
+
+@given(st.integers(1, 700), st.integers(2, 6), st.integers(0, 1 << 20))
+def test_after_some_turns_no_cohort_costs_much_more_than_its_share(rows: int, stages: int, seed: int) -> None:
+    microbatches = decoding(rows, stages, seed)
+    for _ in range(8 * microbatches.count):
+        microbatches.balance()
+        microbatches.next_turn()
+    table = microbatches._table
+    cost = 1 + table.length[:rows] / CONTEXT
+    load = np.bincount(table.cohort[:rows], cost)
+    wanted = stages + 1 if rows >= SPARE * (stages + 1) else min(stages, -(-rows // microbatches.fewest))
+    assert np.count_nonzero(load) <= wanted
+    assert load.max() <= cost.sum() / wanted * (1 + SLACK) + 2 * cost.max()
+
+
+def test_those_that_are_too_many_for_a_cohort_are_the_youngest_and_wait_for_one_turn() -> None:
+    microbatches = decoding(100, 2, 0)
+    table = microbatches._table
+    table.cohort[:100] = 0
+    table.length[:100] = 1
+    microbatches.balance()
+    stay = microbatches.rows()
+    assert table.order[stay].max() < 50 <= len(stay) + 1
+    microbatches.next_turn()
+    assert set(microbatches.rows()) == set(range(100)) - set(stay)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_lone_sequence_has_a_step_for_each_token_and_few_of_them_under_way(pp: int) -> None:
+    manager, ports = make_manager(engine_info(max_model_len=256, num_pages=256), FEWEST_AHEAD, pp=pp)
+    manager.run_ahead = RunAhead(None, pp)
+    drive(manager, ports, {0: [submit(0, [1, 2, 3], FOR_EVER)]})
+    assert len(ports.steps) == 200
+    assert all(step.draws_upto == step.step - 1 for step in ports.steps[1:])
+    assert ports.most_queued <= FEWEST_AHEAD
+
+
+@pytest.mark.parametrize("pp", [2, 3, 6])
+def test_rows_decode_when_their_tokens_have_passed_all_stages(pp: int) -> None:
+    rows = SPARE * (pp + 1)
+    sizes = {"max_running": rows, "num_pages": rows * 60, "max_model_len": 256}
+    manager, ports = make_manager(engine_info(**sizes, max_step_tokens=rows), pp + 2, pp=pp)
+    requests = [submit(rid, [1 + rid % 7, rid // 7 % 11, rid % 5], FOR_EVER) for rid in range(rows)]
+    drive(manager, ports, {0: requests}, lambda: manager.scheduler.steps == 20 * (pp + 1))
+    steady = ports.steps[-10 * (pp + 1) :]
+    assert {step.step - step.draws_upto for step in steady} == {pp + 1}
+    even = rows / (pp + 1)
+    assert all(abs(len(step.decode_slot) - even) <= even * SLACK + 2 for step in steady)
+
+
+def test_a_pipeline_has_a_step_under_way_for_each_stage_and_a_spare_one() -> None:
+    assert RunAhead(None, 4).steps == FEWEST_AHEAD + 4
+    assert RunAhead(None, 4).depth == RunAhead(None, 1).steps == RunAhead(None).depth == FEWEST_AHEAD
+    assert RunAhead(3, 4).steps == RunAhead(3, 4).depth == 3
+    assert RunAhead(None, 64).steps == MOST_AHEAD
+
+
+def test_a_step_may_have_more_while_prompts_wait_and_less_while_none_does() -> None:
+    token_budget = TokenBudget(4096, 3)
+    bounds = [token_budget.tokens]
+    for exhausted in [False] * 60 + [True] * 60:
+        token_budget.observe(exhausted=exhausted)
+        bounds.append(token_budget.tokens)
+    assert bounds[0] == bounds[-1] == 4096
+    assert min(bounds) == LEAST
+    ratios = np.array(bounds[1:]) / np.array(bounds[:-1])
+    assert ratios.max() < 1.2
+    assert ratios.min() > 0.8
+
+
+def test_without_a_pipeline_a_step_may_always_have_all_tokens() -> None:
+    token_budget = TokenBudget(4096, 1)
+    for exhausted in (False, False, True, False):
+        token_budget.observe(exhausted=exhausted)
+        assert token_budget.tokens == 4096
+
+
+def test_a_prompt_is_spread_over_the_turns_of_cohorts_that_decode() -> None:
+    sizes = {"max_running": 64, "num_pages": 2000, "max_model_len": 2000}
+    manager, ports = make_manager(engine_info(**sizes, max_step_tokens=2048), 4, pp=2)
+    few = [submit(rid, [1, 2, rid], FOR_EVER) for rid in range(30)]
+    drive(manager, ports, {0: few}, lambda: manager.scheduler.steps == 80)
+    begun = len(ports.steps)
+    ports.inbox.append(submit(99, [rid % 50 for rid in range(1500)], FOR_EVER))
+    drive(manager, ports, {}, lambda: manager.scheduler.steps == 100)
+    chunks = [len(step.prefill_token) for step in ports.steps[begun:] if len(step.prefill_token)]
+    assert sum(chunks) == 1500
+    assert 3 <= len(chunks) <= 6

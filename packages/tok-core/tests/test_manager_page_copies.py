@@ -1,0 +1,62 @@
+"""Pages to be copied: each target once, and only for whom it was meant."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core.manager.page_allocator import PageAllocator
+from tok_core.manager.page_copies import PageCopies
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def taken(copies: PageCopies) -> list[tuple[int, int]]:
+    source, target = copies.take()
+    assert source.dtype == target.dtype == np.int32
+    return list(zip(source.tolist(), target.tolist(), strict=True))
+
+
+def test_copies_from_what_a_step_writes_come_with_the_next() -> None:
+    allocator = PageAllocator(8)
+    copies, own = PageCopies(allocator), allocator.allocate(4)
+    copies.add(pages(7), own[:1])
+    copies.add_later(pages(5, 5), own[1:3])
+    assert taken(copies) == [(7, own[0])]
+    copies.add(pages(6), own[3:])
+    assert taken(copies) == [(5, own[1]), (5, own[2]), (6, own[3])]
+    assert taken(copies) == []
+
+
+def test_a_source_given_away_is_copied_all_the_same() -> None:
+    allocator = PageAllocator(4)
+    copies, own = PageCopies(allocator), allocator.allocate(3)
+    copies.add(own[:1], own[1:2])
+    allocator.release(own[:1])
+    copies.add(own[2:], allocator.allocate(1))
+    assert taken(copies) == [(own[0], own[1]), (own[2], own[0])]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["now", "later", "release", "take"]), st.integers(0, 9)), max_size=60))
+def test_only_the_present_owners_copies_are_made_and_no_page_is_a_target_twice(steps: list[tuple[str, int]]) -> None:
+    allocator = PageAllocator(4)
+    copies = PageCopies(allocator)
+    held: list[int] = []
+    wanted: dict[str, dict[int, int]] = {"now": {}, "later": {}}  # source by target, of pages that are still held
+    for number, (action, choice) in enumerate(steps):
+        if action == "take":
+            assert sorted(taken(copies)) == sorted((source, target) for target, source in wanted["now"].items())
+            wanted = {"now": wanted["later"], "later": {}}
+        elif action == "release" and held:
+            page = held.pop(choice % len(held))
+            allocator.release(pages(page))
+            wanted["now"].pop(page, None)
+            wanted["later"].pop(page, None)
+        elif action in wanted and allocator.free:
+            page = int(allocator.allocate(1)[0])
+            held.append(page)
+            wanted[action][page] = number
+            (copies.add if action == "now" else copies.add_later)(pages(number), pages(page))

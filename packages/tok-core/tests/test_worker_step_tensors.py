@@ -1,0 +1,73 @@
+"""What a step's groups become on their way to the kernels: where rows begin by themselves, and places left free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.tiny_models import make_model
+from tok_core.model.config import read_config
+from tok_core.worker import state as state_module
+from tok_core.worker import step_tensors
+from tok_core.worker.cuda_graphs import _arrays
+from tok_core.worker.dummy_steps import dummy_step
+from tok_core.worker.state import WorkerState
+
+CPU = torch.device("cpu")
+
+
+def test_a_row_begins_where_the_innermost_of_its_groups_ends() -> None:
+    step = dummy_step(decode=6, groups=2, prefix=96, levels=3)
+    inner = step.levels[2]
+    inner.count[1] = 2  # the last row is in the outer groups alone
+    assert step_tensors.own_start(step).tolist() == [96, 96, 96, 96, 96, 64]
+    assert step_tensors.own_start(dummy_step(decode=3)).tolist() == [0, 0, 0]
+
+
+def test_levels_become_cascade_levels_with_the_bounds_of_their_groups() -> None:
+    step = dummy_step(decode=7, groups=3, prefix=64, levels=2)
+    put = {name: torch.from_numpy(array) for name, array in step_tensors.arrays(step).items()}
+    outer, inner = step_tensors._cascade(step, put)
+    assert (outer.max_rows, outer.max_kv, inner.max_rows, inner.max_kv) == (7, 32, 3, 32)
+    assert outer.kv_end.tolist() == [32]
+    assert inner.row_start.tolist() == inner.slot.tolist() == [0, 2, 4]
+    assert inner.row_count.tolist() == [2, 2, 3]
+    assert inner.kv_start.tolist() == [32] * 3
+    assert put["kv_start"].tolist() == [64] * 7
+
+
+def test_a_step_fills_the_places_that_its_graph_was_recorded_with() -> None:
+    recorded = _arrays(None, 16, 8, padding=99)
+    for step in (dummy_step(decode=10, groups=3, prefix=32), dummy_step(decode=16, groups=8, prefix=32)):
+        filled = _arrays(step, 16, 8, padding=99)
+        assert [(name, array.shape, array.dtype) for name, array in filled.items()] == [
+            (name, array.shape, array.dtype) for name, array in recorded.items()
+        ]
+        groups = len(step.levels[0].start)
+        assert filled["count_0"].tolist() == [*step.levels[0].count, *[0] * (8 - groups)]
+        assert filled["slots"][len(step.decode_slot) :].tolist() == [99] * (16 - len(step.decode_slot))
+    assert not any(name.startswith("start_") for name in _arrays(None, 16, 0, padding=99))
+    assert np.unique(recorded["slots"]).tolist() == [99]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("together", [1, 3, 1000])
+def test_pages_are_copied_as_they_were_before_in_whatever_portions(
+    dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One is copied over by a third, and two change places."""
+    config = read_config(make_model("llama", tmp_path / "tiny"))
+    state = WorkerState(config, CPU, dtype, slots=1, num_pages=8, page_size=4, pages_per_slot=2)
+    state.kv.view(torch.uint8).random_(0, 120)
+    state.columns.token_of.random_(0, 99)
+    pages = state.kv.view(torch.uint8).clone(), state.columns.token_of.view(-1, 4).clone()
+    source, target = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 0, 3, 2])
+    monkeypatch.setattr(state_module, "COPIED_BYTES", together * 4 * state.kv[0, :, 0, 0].nbytes)
+    state._copy_pages(source, target)
+    where = torch.arange(9)
+    where[target] = source
+    assert torch.equal(state.kv.view(torch.uint8), pages[0][:, :, where])
+    assert torch.equal(state.columns.token_of.view(-1, 4), pages[1][where])
