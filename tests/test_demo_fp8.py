@@ -13,7 +13,7 @@ from tok_core import Completion, Engine, SamplingParams
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
-from tok_server.passatk.answers import AnswerPattern
+from tok_server.passatk.answers import FinalAnswerPattern
 
 PROBLEMS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=200, logprobs=0)
@@ -45,7 +45,7 @@ def test_a_float8_cache_costs_no_right_answers_and_little_of_the_log_probabiliti
 ) -> None:
     with cpu_engine(MODEL_DIR) as engine:
         exact = greedy(engine, problems)
-    narrow, pattern = greedy(fp8, problems), AnswerPattern()
+    narrow, pattern = greedy(fp8, problems), FinalAnswerPattern()
     right = [
         sum(pattern.right(sample.text, answer) for sample, (_, answer) in zip(samples, problems, strict=True))
         for samples in (exact, narrow)

@@ -57,6 +57,20 @@ def test_no_source_file_is_long() -> None:
     assert {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > LONGEST} == {}
 
 
+SHARED_NAMES = {"Completion", "Delta", "TokError"}
+"""Names that tok-client shares with tok-core: both are public, and people import one or the other."""
+
+
+def test_public_class_names_are_unique_across_packages() -> None:
+    owners: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for path in sources(package):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    owners.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1 and name not in SHARED_NAMES} == {}
+
+
 def test_test_files_have_unique_names() -> None:
     names = [path.name for path in files() if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -13,8 +13,8 @@ from support.patience import PATIENCE
 from tok_client.types import UNSET, Batch, FileObject
 from tok_core import AsyncEngine, EngineConfig
 from tok_server.batch.clock import Clock
-from tok_server.batch.service import BatchService, Limits
-from tok_server.batch.store import ENDED, Job
+from tok_server.batch.service import BatchLimits, BatchService
+from tok_server.batch.store import ENDED, StoredJob
 from tok_server.endpoints import Served
 from tok_server.ids import new_id
 from tok_server.tools.formats import Formats
@@ -61,7 +61,9 @@ async def opened(
     quota: int | None = None,
 ) -> AsyncIterator[BatchService]:
     served = Served(engine, NAME, Formats())
-    service = BatchService(directory, served, Limits(file=1 << 20, line=line, quota=quota), clock=clock, paused=paused)
+    service = BatchService(
+        directory, served, BatchLimits(file=1 << 20, line=line, quota=quota), clock=clock, paused=paused
+    )
     await service.open()
     try:
         yield service
@@ -77,7 +79,7 @@ async def begin_with(service: BatchService, data: bytes, hours: int = 24) -> Bat
     now = service.now()
     file = await add_file(service, data)
     batch = new_batch(file.id, now, hours)
-    return await service.create(Job(batch=batch, deadline=service.clock.now() + hours * 3600))
+    return await service.create(StoredJob(batch=batch, deadline=service.clock.now() + hours * 3600))
 
 
 def new_batch(input: str, now: int = 1, hours: int = 24) -> Batch:

@@ -16,7 +16,7 @@ from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.local import LocalWorker, LocalWorkers
-from tok_core.grammar.matchers import Answer, Verdict, Work
+from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.processes import WorkerLost
 from tok_core.grammar.worker import COMPILING, IDLE
 from tok_core.manager.loop import Manager
@@ -66,17 +66,17 @@ class LateWorker:
     def __init__(self, worker: LocalWorker, workers: LateWorkers) -> None:
         self._worker = worker
         self._workers = workers
-        self._said: list[Verdict | Answer] = []
+        self._said: list[Verdict | MatcherReply] = []
         self.at = COMPILING
         self.lost = False
 
-    def send(self, work: Work) -> None:
+    def send(self, work: MatcherCall) -> None:
         if self.lost:
             return
         self.at = work.follow[-1].sequence if work.follow else self.at
         self._worker.send(work)
 
-    def receive(self) -> list[Verdict | Answer]:
+    def receive(self) -> list[Verdict | MatcherReply]:
         if self.lost:
             raise WorkerLost(self.at)
         self._said += self._worker.receive()

@@ -25,7 +25,7 @@ from tok_client import (
     MapResult,
     TokError,
 )
-from tok_client.mapping.progress import Progress
+from tok_client.mapping.progress import MappingProgress
 from tok_client.params import Conversation
 
 
@@ -241,7 +241,7 @@ class Terminal(io.StringIO):
 def test_progress_is_one_line_that_tells_count_rate_and_time_left() -> None:
     now = 0.0
     shown = Terminal()
-    progress = Progress(shown, 1000, lambda: now)
+    progress = MappingProgress(shown, 1000, lambda: now)
     progress.skipped = 200
     for _ in range(100):
         now += 0.0625  # a binary fraction
@@ -257,7 +257,7 @@ def test_progress_is_one_line_that_tells_count_rate_and_time_left() -> None:
 def test_progress_in_a_file_is_a_line_every_ten_seconds() -> None:
     now = 0.0
     shown = io.StringIO()
-    progress = Progress(shown, None, lambda: now)
+    progress = MappingProgress(shown, None, lambda: now)
     for _ in range(100):
         now += 0.25
         progress.answered += 1

@@ -10,7 +10,7 @@ import pytest
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import RequestOutput, SamplingParams
-from tok_core.manager.cascade import Costs
+from tok_core.manager.cascade import CascadeCosts
 from tok_core.manager.grouping import Grouping
 from tok_core.messages import StepInput
 
@@ -29,7 +29,9 @@ def answers(path: Path, nested: bool, page_size: int, device: str) -> tuple[list
     with cpu_engine(path, prefix_groups=nested, page_size=page_size, device=device) as engine:
         manager = manager_of(engine)
         if nested:
-            manager.scheduler.groupings = [Grouping(manager.paging.tree, Costs(member=0.01, group=0.02, level=0))]
+            manager.scheduler.groupings = [
+                Grouping(manager.paging.tree, CascadeCosts(member=0.01, group=0.02, level=0))
+            ]
         send = manager.ports.send
 
         def watched(step: StepInput) -> None:

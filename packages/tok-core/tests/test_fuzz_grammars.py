@@ -19,7 +19,7 @@ from support.schemas import random_schema, random_text
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import InvalidField
 from tok_core.grammar import Grammar
-from tok_core.grammar.checker import Checker, Task
+from tok_core.grammar.checker import Checker, GrammarTask
 from tok_core.grammar.compiler import Compiler
 from tok_core.grammar.examiner import ProcessExaminer
 from tok_core.grammar.kinds import Kind
@@ -152,7 +152,9 @@ class Tiny:
         self.ends = (begin + 1, begin + 2)
         self.pieces = Tokenizer.load(directory).pieces
         self.compiler = Compiler.load(str(directory), VOCABULARY, self.ends)
-        self.checker = Checker(ProcessExaminer(Task(str(directory), VOCABULARY, self.ends, cpu_seconds=CPU_SECONDS)))
+        self.checker = Checker(
+            ProcessExaminer(GrammarTask(str(directory), VOCABULARY, self.ends, cpu_seconds=CPU_SECONDS))
+        )
 
 
 @pytest.fixture(scope="module")

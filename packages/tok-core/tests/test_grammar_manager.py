@@ -35,7 +35,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
-from tok_core.grammar.masks import Masks
+from tok_core.grammar.masks import MaskCache
 from tok_core.grammar.worker import IDLE
 from tok_core.manager import grouping
 from tok_core.manager.loop import Manager
@@ -442,7 +442,7 @@ def test_a_sequence_that_lost_its_slot_goes_on_without_following_its_tokens_once
 
 def test_a_mask_is_kept_once_and_knows_what_it_leaves_open() -> None:
     begin = np.array([ord(piece[:1]) if piece else -1 for piece in ["a", "ab", "b", "", *["c"] * 46]], np.int16)
-    masks = Masks(begin)
+    masks = MaskCache(begin)
     full = masks.of(np.full(2, -1, np.int32))
     assert tokens_of_mask(full.words) == list(range(50))
     assert (full.only, full.none, full.alike) == (-1, False, False)

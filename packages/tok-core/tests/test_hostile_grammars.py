@@ -25,7 +25,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.garbage_collection import settle
 from tok_core.grammar import Grammar
-from tok_core.grammar.checker import Task
+from tok_core.grammar.checker import GrammarTask
 from tok_core.grammar.processes import WorkerProcesses
 
 VOCABULARY = 512
@@ -67,7 +67,9 @@ class Service:
         info = msgspec.structs.replace(sizes, eos_token_ids=(begin + 1,))
         self.manager, self.ports = make_manager(info)
         self.ports.worker = GuidedWorker(info)
-        task = Task(str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0)
+        task = GrammarTask(
+            str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0
+        )
         self.workers = WorkerProcesses(task)
         self.manager.grammars._workers = self.workers
         self.rid = 0

@@ -16,7 +16,7 @@ from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.local import LocalWorker, LocalWorkers
-from tok_core.grammar.matchers import Answer, Followed, Verdict, Work
+from tok_core.grammar.matchers import Followed, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker import IDLE
 from tok_core.manager import admission, prompt_outputs, scheduler
 from tok_core.manager.admission import Admission
@@ -205,11 +205,11 @@ class ForgingWorker:
         self._workers = workers
         self.at = IDLE
 
-    def send(self, work: Work) -> None:
+    def send(self, work: MatcherCall) -> None:
         self._workers.sending(work)
         self._worker.send(work)
 
-    def receive(self) -> list[Verdict | Answer]:
+    def receive(self) -> list[Verdict | MatcherReply]:
         return [self._workers.forge(one) for one in self._worker.receive()]
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class ForgingWorkers(LocalWorkers):
     def __init__(self) -> None:
         super().__init__(lambda: COMPILER)
         self.forge: Callable[[Any], Any] = lambda one: one
-        self.sending: Callable[[Work], None] = lambda work: None
+        self.sending: Callable[[MatcherCall], None] = lambda work: None
         self.closing: Callable[[], None] = lambda: None
         self.beginning: Callable[[], None] = lambda: None
 
@@ -257,7 +257,7 @@ def changed(**columns: Any) -> Callable[[Any], Any]:
     """Replaces what an answer says of its first sequence."""
 
     def forge(one: Any) -> Any:
-        if not isinstance(one, Answer) or not one.followed:
+        if not isinstance(one, MatcherReply) or not one.followed:
             return one
         first = msgspec.structs.replace(one.followed[0], **columns)
         return msgspec.structs.replace(one, followed=[first, *one.followed[1:]])
@@ -282,7 +282,7 @@ def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns:
     named = list[int]()
 
     def forge(one: Any) -> Any:
-        if named or not isinstance(one, Answer) or not one.followed:
+        if named or not isinstance(one, MatcherReply) or not one.followed:
             return one
         (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
         named.append(int(manager.table.rid[guide.followers[one.followed[0].sequence].slot]))
@@ -299,7 +299,7 @@ def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns:
 
 
 def broken_answer(one: Any) -> Any:
-    if isinstance(one, Answer):
+    if isinstance(one, MatcherReply):
         raise msgspec.DecodeError("Input data was truncated")
     return one
 
@@ -308,16 +308,16 @@ def broken_answer(one: Any) -> Any:
     "forge",
     [
         broken_answer,
-        lambda one: msgspec.structs.replace(one, masks=[b"123"]) if isinstance(one, Answer) else one,
+        lambda one: msgspec.structs.replace(one, masks=[b"123"]) if isinstance(one, MatcherReply) else one,
         lambda one: (
             msgspec.structs.replace(one, masks=[mask + bytes(28) for mask in one.masks])
-            if isinstance(one, Answer)
+            if isinstance(one, MatcherReply)
             else one
         ),
         lambda one: msgspec.structs.replace(one, first=b"") if isinstance(one, Verdict) else one,
         lambda one: msgspec.structs.replace(one, first=one.first + bytes(28)) if isinstance(one, Verdict) else one,
         lambda one: msgspec.structs.replace(one, begin=b"12" * 9) if isinstance(one, Verdict) else one,
-        lambda one: Answer([], 0, []) if isinstance(one, Verdict) else one,
+        lambda one: MatcherReply([], 0, []) if isinstance(one, Verdict) else one,
     ],
     ids=["undecodable", "torn mask", "long mask", "no first mask", "long first mask", "few tokens", "no verdict"],
 )
@@ -357,7 +357,7 @@ def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
         if cancelled:
             return one
         held.append(one)
-        return Answer([], one.first, [])
+        return MatcherReply([], one.first, [])
 
     def cancel() -> bool:
         if held and not cancelled:
@@ -369,7 +369,7 @@ def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
     messages: list[ToManager] = [submit(GUILTY, PROMPTS[GUILTY], FAULTY), submit(4, PROMPTS[4], GUIDED)]
     drive(manager, ports, {0: messages}, until=cancel)
     (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
-    unknown = Answer([Followed(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
+    unknown = MatcherReply([Followed(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
     manager.grammars._take(guide, unknown)
     assert manager.grammars.advance() is None
     workers.forge = lambda one: one

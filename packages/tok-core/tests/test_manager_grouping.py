@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tok_core.manager import branch_points, grouping
-from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
+from tok_core.manager.cascade import COSTS, CascadeCosts, best_cascade, choices
 from tok_core.manager.grouping import Grouping, Groups, find_groups
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.manager.tree_nodes import Node
@@ -40,7 +40,7 @@ class Rows:
         self.slots = np.arange(len(prompts))[::-1] * 3
 
     def groups(self, member: float = 1, group: float = 0, level: float = 0) -> Groups:
-        return find_groups(self.tree, self.node_ids, self.slots, Costs(member, group, level))
+        return find_groups(self.tree, self.node_ids, self.slots, CascadeCosts(member, group, level))
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
@@ -53,10 +53,10 @@ def rows(most: int, deepest: int = 8) -> st.SearchStrategy[Rows]:
     return st.lists(prompt, min_size=1, max_size=most).map(Rows)
 
 
-def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[Costs]:
+def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[CascadeCosts]:
     """Of a group, too; all are whole quarters, so that sums of them are exact."""
     group = st.integers(0, 16).map(lambda quarters: quarters / 4)
-    return st.builds(Costs, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels))
+    return st.builds(CascadeCosts, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels))
 
 
 @dataclass
@@ -78,13 +78,13 @@ def listed(made: Rows, groups: Groups) -> list[Group]:
     return found
 
 
-def saving(made: Rows, groups: Groups, cost: Costs) -> float:
+def saving(made: Rows, groups: Groups, cost: CascadeCosts) -> float:
     """Pages that are read without groups, less those that are read with them, less what members and groups cost."""
     found = listed(made, groups)
     return sum((len(g.rows) - 1) * (g.end - g.start) - cost.member * len(g.rows) - cost.group for g in found)
 
 
-def best_saving(made: Rows, levels: int, cost: Costs) -> float:
+def best_saving(made: Rows, levels: int, cost: CascadeCosts) -> float:
     """Over every choice of nodes with rows to share, and of where each one's group begins to read.
 
     A row is in the group of the deepest chosen node on its path, in the group above that ends where that begins, and
@@ -102,7 +102,7 @@ def best_saving(made: Rows, levels: int, cost: Costs) -> float:
     return best
 
 
-def saved_by(made: Rows, start: dict[int, int | None], levels: int, cost: Costs) -> float:
+def saved_by(made: Rows, start: dict[int, int | None], levels: int, cost: CascadeCosts) -> float:
     members = dict.fromkeys(start, 0)
     for held in made.nodes:
         links, at = 0, None
@@ -129,13 +129,13 @@ def path_of(node: Node) -> list[Node]:
 
 @settings(max_examples=60)
 @given(rows(most=6, deepest=5), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
-def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, cost: Costs) -> None:
+def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, cost: CascadeCosts) -> None:
     found = best_cascade(branch_points.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
     assert found.saved == best_saving(made, levels, cost)
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
-def test_groups_save_what_their_choice_promised(made: Rows, cost: Costs) -> None:
+def test_groups_save_what_their_choice_promised(made: Rows, cost: CascadeCosts) -> None:
     groups = made.groups(*cost)
     meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
@@ -145,7 +145,7 @@ def test_groups_save_what_their_choice_promised(made: Rows, cost: Costs) -> None
 
 
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]))
-def test_members_stand_side_by_side_and_share_all_pages_of_their_group(made: Rows, cost: Costs) -> None:
+def test_members_stand_side_by_side_and_share_all_pages_of_their_group(made: Rows, cost: CascadeCosts) -> None:
     assert_sound(made, made.slots, made.paths, made.groups(*cost))
 
 
@@ -233,7 +233,7 @@ def test_a_prefix_that_saves_less_than_merging_costs_makes_no_group() -> None:
 
 
 def test_rows_that_hold_nothing_of_the_tree_are_left_alone() -> None:
-    groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), Costs(0, 0, 0))
+    groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), CascadeCosts(0, 0, 0))
     assert groups.levels == []
     assert groups.rows == 0
 
@@ -253,7 +253,7 @@ def test_a_deep_chain_of_holders_is_grouped_well_though_not_each_node_is_asked()
     meeting = branch_points.find_branch_points(tree, counts)
     assert len(meeting.up) <= branch_points.MOST_HEIGHT + 1
     pages = 3000 * 3001 / 2
-    one, three = (best_cascade(meeting, levels, Costs(1, 0, 0)).saved for levels in (1, 3))
+    one, three = (best_cascade(meeting, levels, CascadeCosts(1, 0, 0)).saved for levels in (1, 3))
     assert one > 0.45 * pages  # a square below a line covers half of what is there
     assert three > 0.7 * pages
 
@@ -273,7 +273,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
     monkeypatch.setattr(branch_points, "MOST_HEIGHT", 1000)
     every = branch_points.find_branch_points(made.tree, counts)
     assert len(found.level) - 2 <= 16 < len(every.level) - 2
-    for cost in (Costs(1, 0, 0), COSTS):
+    for cost in (CascadeCosts(1, 0, 0), COSTS):
         assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
 
 
@@ -288,7 +288,7 @@ def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch
 
 def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
     made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
-    found, epochs = Grouping(made.tree, Costs(1, 0, 0)), np.zeros(8, np.int64)
+    found, epochs = Grouping(made.tree, CascadeCosts(1, 0, 0)), np.zeros(8, np.int64)
     first = found.find(made.slots, made.node_ids, epochs)
     # A row that is not decoding parts from a prompt inside of it: the node is split.
     made.tree.lock(made.tree.match(tokens((0, 1, 2))).node)
@@ -303,7 +303,9 @@ def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
 
 @settings(max_examples=60)
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]), st.data())
-def test_of_groups_that_are_kept_for_now_what_is_left_is_sound(made: Rows, cost: Costs, data: st.DataObject) -> None:
+def test_of_groups_that_are_kept_for_now_what_is_left_is_sound(
+    made: Rows, cost: CascadeCosts, data: st.DataObject
+) -> None:
     count = len(made.slots)
     found = Grouping(made.tree, cost)
     epochs = np.zeros(count, np.int64)

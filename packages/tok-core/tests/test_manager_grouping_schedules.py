@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.schedules import assert_all_given_back, drive, engine_info, expected, hurry, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.cascade import Costs
+from tok_core.manager.cascade import CascadeCosts
 from tok_core.manager.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.manager.grouping import Grouping
 from tok_core.manager.loop import Manager
@@ -21,7 +21,7 @@ SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]
 
 def nest(manager: Manager, member: float = 0.01, group: float = 0.02) -> None:
     """Lets levels cost nothing, so that prompts as short as these are nested."""
-    manager.scheduler.groupings = [Grouping(manager.paging.tree, Costs(member, group, 0))]
+    manager.scheduler.groupings = [Grouping(manager.paging.tree, CascadeCosts(member, group, 0))]
 
 
 @st.composite

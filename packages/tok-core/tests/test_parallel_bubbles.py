@@ -10,7 +10,16 @@ import numpy as np
 
 from tok_core import SamplingParams
 from tok_core.messages import EngineInfo, Int64, Submit
-from tok_core.simulate_pipeline import L40S, LLAMA_70B, NVLINK, PCIE4, Link, Outcome, PipelineSimulation, Timeline
+from tok_core.simulate_pipeline import (
+    L40S,
+    LLAMA_70B,
+    NVLINK,
+    PCIE4,
+    Link,
+    Outcome,
+    PipelineSimulation,
+    PipelineTimeline,
+)
 
 CARDS = 8
 PAGES = 34_000  # of 16 positions: what weights leave of eight times 48 GB
@@ -36,7 +45,7 @@ def for_ever(uniform: np.ndarray) -> Int64:
 def simulate(link: Link, *, pp: int, tp: int) -> Outcome:
     """At saturation: memory is full, and whoever ends makes room for another prompt."""
     rng = np.random.default_rng(0)
-    simulation = PipelineSimulation(INFO, for_ever, Timeline(LLAMA_70B, L40S, link, pp, tp))
+    simulation = PipelineSimulation(INFO, for_ever, PipelineTimeline(LLAMA_70B, L40S, link, pp, tp))
     for rid in range(4000):
         length, output = (int(rng.lognormal(np.log(mean), 0.8)) for mean in (160, 150))
         prompt = rng.integers(0, 1000, min(max(length, 4), 1000), np.int32)

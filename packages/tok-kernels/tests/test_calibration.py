@@ -15,21 +15,21 @@ from torch import Tensor
 from tok_kernels import AttentionBatch, LayerCache
 from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known, store
 from tok_kernels.calibration.launches import Search, searches
-from tok_kernels.measure import Timing, Work
-from tok_kernels.measure.steps import Step
+from tok_kernels.measure import TimedWork, Timing
+from tok_kernels.measure.steps import AttentionStep
 from tok_kernels.phases import PHASES, Phase, PhaseKernel
 from tok_kernels.reference import attention
 from tok_kernels.shape import AttentionShape
 from tok_kernels.triton import config
-from tok_kernels.triton.config import Kernel, Launch
+from tok_kernels.triton.config import AttentionLaunch, Kernel
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)
 STEPS = (
-    Step(chunks=((5, 0), (3, 4))),
-    Step(chunks=((9, 0),)),
-    Step(rows=3, own=6),
-    Step(rows=4, own=3, groups=2, prefix=9),
+    AttentionStep(chunks=((5, 0), (3, 4))),
+    AttentionStep(chunks=((9, 0),)),
+    AttentionStep(rows=3, own=6),
+    AttentionStep(rows=4, own=3, groups=2, prefix=9),
 )
 
 
@@ -56,7 +56,7 @@ class Clock:
     times: dict[str, tuple[float, float, float]]
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, work: Work) -> Timing:
+    def __call__(self, work: TimedWork) -> Timing:
         work.first()
         work.again()
         self.asked.append(work.name)
@@ -224,10 +224,10 @@ def test_choices_are_kept_in_the_users_cache_directory(monkeypatch: pytest.Monke
 
 
 KERNEL = Kernel("decode", 16, 4)
-LAUNCHES = (Launch(16, 32, 2, 2, 8), Launch(16, 16, 4, 3, 8), Launch(16, 64, 1, 1, 8))
+LAUNCHES = (AttentionLaunch(16, 32, 2, 2, 8), AttentionLaunch(16, 16, 4, 3, 8), AttentionLaunch(16, 64, 1, 1, 8))
 
 
-def by_launch(work: Work) -> Timing:
+def by_launch(work: TimedWork) -> Timing:
     if not work.name.startswith("launch of decode"):
         return Timing(1.0, 0.0, 0.0)
     warps = config.decode_launch(16, 2, torch.float32, torch.float32).warps

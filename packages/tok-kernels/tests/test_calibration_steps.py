@@ -15,8 +15,8 @@ from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
 from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
 from tok_kernels.measure.machine import Machine
 from tok_kernels.measure.products import forward_products, layer_products
-from tok_kernels.measure.steps import Problem, Step, new_problem
-from tok_kernels.measure.timing import Work
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
+from tok_kernels.measure.timing import TimedWork
 from tok_kernels.reference import attention
 from tok_kernels.shape import AttentionShape
 
@@ -24,14 +24,14 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)
 MODEL = ModelShape(SHAPE, 48, 80, 300)
 STEPS = {
-    "2 × 5": Step(chunks=((5, 0),) * 2),
-    "3 × 5 behind 6": Step(chunks=((5, 6),) * 3),
-    "6 × 3": Step(rows=6, own=3),
-    "6 × 3, 2 groups × 9": Step(rows=6, own=3, groups=2, prefix=9),
+    "2 × 5": AttentionStep(chunks=((5, 0),) * 2),
+    "3 × 5 behind 6": AttentionStep(chunks=((5, 6),) * 3),
+    "6 × 3": AttentionStep(rows=6, own=3),
+    "6 × 3, 2 groups × 9": AttentionStep(rows=6, own=3, groups=2, prefix=9),
 }
 
 
-def problem_of(step: Step) -> Problem:
+def problem_of(step: AttentionStep) -> AttentionProblem:
     return new_problem(step, SHAPE, CPU, 1 << 20)
 
 
@@ -73,14 +73,14 @@ def test_a_cascade_step_equals_the_same_step_read_flat() -> None:
 
 def test_a_pool_too_small_for_all_pages_gives_some_to_several_sequences() -> None:
     page = 2 * SHAPE.page_size * SHAPE.kv_heads * SHAPE.head_dim * 4
-    problem = new_problem(Step(rows=50, own=8), SHAPE, CPU, 10 * page)
+    problem = new_problem(AttentionStep(rows=50, own=8), SHAPE, CPU, 10 * page)
     assert problem.cache.k.shape[0] == 10
     assert int(problem.batch.page_table.max()) < 10
 
 
 def test_groups_of_unequal_size_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"rows is 7; allowed: multiples of groups \(2\)"):
-        problem_of(Step(rows=7, own=1, groups=2, prefix=4))
+        problem_of(AttentionStep(rows=7, own=1, groups=2, prefix=4))
 
 
 def test_the_floor_of_attention_counts_each_pair_and_reads_shared_keys_once() -> None:
@@ -180,6 +180,6 @@ def test_a_timer_tells_the_device_from_the_host() -> None:
         planned.append(torch.randn(1 << 22))  # a plan on the host
         x.mul_(1.0)
 
-    timing = cuda_timer(Work("", first, lambda: x.mul_(1.0)))
+    timing = cuda_timer(TimedWork("", first, lambda: x.mul_(1.0)))
     assert timing.host_ms < timing.device_ms < 5.0
     assert timing.plan_ms > timing.host_ms

@@ -16,7 +16,7 @@ from tok_kernels import AttentionBatch, choose
 from tok_kernels.batch import HostLengths, HostLevel
 from tok_kernels.calibration import Candidate, candidates
 from tok_kernels.flashinfer import Adapters
-from tok_kernels.measure.steps import Step, new_problem
+from tok_kernels.measure.steps import AttentionStep, new_problem
 from tok_kernels.reference import attention as reference
 from tok_kernels.shape import AttentionShape
 
@@ -77,9 +77,9 @@ def test_steps_planned_while_earlier_ones_are_queued_keep_their_plans(shape: Att
     for one in of_flashinfer(shape):
         groups = 0 if one.phase == "decode" else 4
         steps = [
-            Step(chunks=((33 + 7 * i, 16 * i),) * 3)
+            AttentionStep(chunks=((33 + 7 * i, 16 * i),) * 3)
             if one.phase == "prefill"
-            else Step(rows=48, own=30 + i, groups=groups, prefix=64 + 16 * i)
+            else AttentionStep(rows=48, own=30 + i, groups=groups, prefix=64 + 16 * i)
             for i in range(8)
         ]
         problems = [new_problem(step, shape, CUDA, 1 << 28) for step in steps]
@@ -93,7 +93,7 @@ def test_steps_planned_while_earlier_ones_are_queued_keep_their_plans(shape: Att
 
 
 def test_without_lengths_on_the_host_a_step_is_refused(shape: AttentionShape) -> None:
-    problem = new_problem(Step(chunks=((8, 0),)), shape, CUDA, 1 << 24)
+    problem = new_problem(AttentionStep(chunks=((8, 0),)), shape, CUDA, 1 << 24)
     with pytest.raises(ValueError, match="host is None; allowed where FlashInfer prefills: HostLengths"):
         Adapters(shape, CUDA).prefill("fa2")(
             problem.q, problem.cache, replace(problem.batch, host=None), problem.scale, problem.out

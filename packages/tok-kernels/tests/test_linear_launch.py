@@ -6,25 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_kernels.triton.linear_config import Launch, linear_launch, streams
+from tok_kernels.triton.linear_config import LinearLaunch, linear_launch, streams
 
 
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gated", "launch"),
     [
-        (6144, 4096, False, Launch(4, 1024, 4)),  # Llama-3.1-8B: qkv, down, gate and up
-        (4096, 14336, False, Launch(8, 2048, 8)),
-        (14336, 4096, True, Launch(2, 2048, 8)),
-        (2048, 8192, False, Launch(4, 2048, 8)),  # Llama-3.2-1B: down, gate and up, LM head
-        (8192, 2048, True, Launch(2, 1024, 4)),
-        (128256, 2048, False, Launch(4, 1024, 4)),
-        (8192, 3072, True, Launch(2, 1024, 4)),  # Llama-3.2-3B
-        (9728, 2560, True, Launch(2, 512, 2)),  # Qwen3-4B
-        (18944, 3584, True, Launch(2, 512, 2)),  # Qwen2-7B
-        (64, 80, False, Launch(4, 128, 4)),
+        (6144, 4096, False, LinearLaunch(4, 1024, 4)),  # Llama-3.1-8B: qkv, down, gate and up
+        (4096, 14336, False, LinearLaunch(8, 2048, 8)),
+        (14336, 4096, True, LinearLaunch(2, 2048, 8)),
+        (2048, 8192, False, LinearLaunch(4, 2048, 8)),  # Llama-3.2-1B: down, gate and up, LM head
+        (8192, 2048, True, LinearLaunch(2, 1024, 4)),
+        (128256, 2048, False, LinearLaunch(4, 1024, 4)),
+        (8192, 3072, True, LinearLaunch(2, 1024, 4)),  # Llama-3.2-3B
+        (9728, 2560, True, LinearLaunch(2, 512, 2)),  # Qwen3-4B
+        (18944, 3584, True, LinearLaunch(2, 512, 2)),  # Qwen2-7B
+        (64, 80, False, LinearLaunch(4, 128, 4)),
     ],
 )
-def test_sizes_of_models_get_the_launch_of_the_table(outputs: int, inputs: int, gated: bool, launch: Launch) -> None:
+def test_sizes_of_models_get_the_launch_of_the_table(
+    outputs: int, inputs: int, gated: bool, launch: LinearLaunch
+) -> None:
     assert linear_launch(outputs, inputs, gated=gated) == launch
 
 

@@ -41,7 +41,7 @@ from tok_server.job import Job
 from tok_server.logprobs import TokenTexts
 from tok_server.responses.endpoint import parse
 from tok_server.responses.form import ResponseForm
-from tok_server.responses.output import Output
+from tok_server.responses.output import ResponseOutput
 from tok_server.tools.formats import Formats
 from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought
 
@@ -449,7 +449,7 @@ def test_any_pieces_make_items_that_their_events_tell(pieces: list[Piece], compl
         for index, piece in enumerate(pieces)
         if not isinstance(piece, Arguments) or (index and isinstance(pieces[index - 1], CallBegin))
     ]
-    output = Output(count())
+    output = ResponseOutput(count())
     events: list[ResponseEvent] = []
     for piece in pieces:
         events += output.take([piece], [])

@@ -27,7 +27,7 @@ from support.batching import assert_each_once, completion_line
 from support.patience import PATIENCE
 from tok_core import AsyncEngine
 from tok_server.batch import run, service
-from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.answers import Answers, LineAnswer
 from tok_server.batch.database import is_full
 from tok_server.batch.quota import Quota, QuotaExceeded
 from tok_server.batch.store import Store
@@ -47,7 +47,7 @@ class Disk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.pages, self.refused, add = 4, 0, Answers.add
 
-        def limited(answers: Answers, some: Iterable[Answer]) -> list[Answer]:
+        def limited(answers: Answers, some: Iterable[LineAnswer]) -> list[LineAnswer]:
             answers._connection.execute(f"PRAGMA max_page_count = {self.pages}")
             try:
                 return add(answers, some)

@@ -17,12 +17,12 @@ from tok_client.types import BatchError
 from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch import validation
 from tok_server.batch.again import kept_of
-from tok_server.batch.answers import Answer, Answers, Totals
+from tok_server.batch.answers import Answers, LineAnswer, Totals
 from tok_server.batch.database import StoreError
 from tok_server.batch.lines import Stopped, read_lines
 from tok_server.batch.offline import BadInput, Offline
 from tok_server.batch.progress import duration
-from tok_server.batch.run import Source
+from tok_server.batch.run import LineSource
 from tok_server.batch.validation import MOST_ERRORS, validate
 from tok_server.cli import main
 from tok_server.endpoints import ENDPOINTS
@@ -136,7 +136,7 @@ async def test_an_output_that_was_written_before_the_process_died_is_kept_as_it_
         await work.answer(engine)
     before = (tmp_path / "out").read_bytes()
     with Answers(tmp_path / "out.partial", f"{digest} by {NAME}") as answers:
-        for group in kept_of(tmp_path / "out", Source(tmp_path / "in", len(MIXED))):
+        for group in kept_of(tmp_path / "out", LineSource(tmp_path / "in", len(MIXED))):
             answers.add(group)
     await answer(engine, tmp_path / "in", tmp_path / "out")
     after = (tmp_path / "out").read_bytes()
@@ -156,7 +156,7 @@ async def test_failed_lines_are_tried_again_though_the_process_died_when_all_was
         digest = work._digest
     texts = (tmp_path / "out").read_bytes().splitlines()
     with Answers(tmp_path / "out.partial", f"{digest} by {NAME}") as answers:
-        answers.add(Answer(line, line == 1, 0, 0, 0, 0, text) for line, text in enumerate(texts))
+        answers.add(LineAnswer(line, line == 1, 0, 0, 0, 0, text) for line, text in enumerate(texts))
     await answer(engine, tmp_path / "in", tmp_path / "out", retry_failed=True)
     again = (tmp_path / "out").read_bytes().splitlines()
     assert [one == other for one, other in zip(texts, again, strict=True)] == [True, False]

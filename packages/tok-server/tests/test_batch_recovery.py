@@ -40,7 +40,7 @@ from tok_server.batch.database import DamagedError, StoreError, check_database
 from tok_server.batch.place import Place
 from tok_server.batch.recovery import check_index, recover
 from tok_server.batch.service import GRACE_SECONDS
-from tok_server.batch.store import FROM_VERSION_1, Job, Missing, Store
+from tok_server.batch.store import FROM_VERSION_1, Missing, Store, StoredJob
 from tok_server.ids import new_id
 
 MONTH = 31 * 86_400
@@ -416,8 +416,8 @@ def test_an_owner_sees_its_own_records_and_nobodys(tmp_path: Path) -> None:
         with pytest.raises(Missing):
             store.files(files[hidden].id, 9, newest_first=True, purpose=None, owner=owner)
         with pytest.raises(Missing):
-            store.add_job(Job(batch=new_batch(files[hidden].id), owner=owner))
-        store.add_job(job := Job(batch=new_batch(files[owner].id), owner=owner))
+            store.add_job(StoredJob(batch=new_batch(files[hidden].id), owner=owner))
+        store.add_job(job := StoredJob(batch=new_batch(files[owner].id), owner=owner))
         assert [one.batch.id for one in store.jobs(None, 9, owner).records] == [job.batch.id]
         with pytest.raises(Missing):
             store.job(job.batch.id, hidden)

@@ -35,14 +35,14 @@ from tok_core import AsyncEngine, EngineClosed
 from tok_core.sampling import SamplingParams
 from tok_server.batch import service as service_module
 from tok_server.batch import states
-from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.answers import Answers, LineAnswer
 from tok_server.batch.blobs import Blobs
 from tok_server.batch.budget import Budget
 from tok_server.batch.gate import Gate
-from tok_server.batch.life import Life
-from tok_server.batch.run import AHEAD, Means, Run, Source, _Ready
-from tok_server.batch.service import GRACE_SECONDS, BatchService, Limits
-from tok_server.batch.store import ENDED, Job, Missing, Store
+from tok_server.batch.life import BatchRun
+from tok_server.batch.run import AHEAD, LineSource, Means, Run, _Ready
+from tok_server.batch.service import GRACE_SECONDS, BatchLimits, BatchService
+from tok_server.batch.store import ENDED, Missing, Store, StoredJob
 from tok_server.batch.validation import Validated
 from tok_server.endpoints import BEHIND, ENDPOINTS, Served, behind
 from tok_server.errors import ApiError
@@ -271,7 +271,7 @@ class Full(Answers):
     lines: int
     full = False
 
-    def add(self, answers: Iterable[Answer]) -> list[Answer]:
+    def add(self, answers: Iterable[LineAnswer]) -> list[LineAnswer]:
         wait_until(lambda: self.full or self.budget.used >= self.lines)
         self.full = True
         error = sqlite3.DatabaseError("database disk image is malformed")
@@ -289,7 +289,7 @@ async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
         answers.budget, answers.lines = budget, 700
         means = Means(Served(engine, NAME, Formats()), budget, gate, store, reader, reader)
         with pytest.raises(sqlite3.DatabaseError):
-            await Run(Source(tmp_path / "in", 700), answers, means).run()
+            await Run(LineSource(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
     assert budget.used == 0
 
@@ -310,7 +310,7 @@ async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: 
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
         gate = Gate(engine, until_closed=True)
         means = Means(Served(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
-        run = Run(Source(tmp_path / "in", 1), answers, means)
+        run = Run(LineSource(tmp_path / "in", 1), answers, means)
         found = await run._compute(_Ready(0, "one", Cancelling()), Cancelling())
         pool.submit(answers.close).result()
     assert isinstance(found, ApiError)
@@ -322,7 +322,7 @@ async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
 ) -> None:
     begun = asyncio.Event()
 
-    async def failing(life: Life) -> None:
+    async def failing(life: BatchRun) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -330,7 +330,7 @@ async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
             raise sqlite3.OperationalError("database or disk is full") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Life, "live", failing)
+        patch.setattr(BatchRun, "live", failing)
         patch.setattr(service_module, "RETRY_SECONDS", 10 * PATIENCE)  # a service that tries again does not close
         async with opened(tmp_path, engine) as service:
             await begin(service, LINES)
@@ -345,7 +345,7 @@ async def test_a_batch_begun_from_what_it_was_earlier_is_what_it_has_become(
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         other = await begin(service, LINES)
         id = new_id("batch").replace("-", "_")
-        job = states.validated(Job(batch=msgspec.structs.replace(other, id=id)), Validated(len(LINES), "", []), 1)
+        job = states.validated(StoredJob(batch=msgspec.structs.replace(other, id=id)), Validated(len(LINES), "", []), 1)
         await service.ask(lambda store: store.add_job(job))
         await service.ask(lambda store: store.change(id, service._cancelled))
         service._begin(job)
@@ -377,7 +377,7 @@ async def test_what_nobody_waits_for_is_counted_in_prompts_as_the_engine_counts(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     served, most = Served(engine, NAME, Formats()), 0
-    service = BatchService(tmp_path, served, Limits(file=1 << 20, line=1 << 12))
+    service = BatchService(tmp_path, served, BatchLimits(file=1 << 20, line=1 << 12))
     await service.open()
     lines = [completion_line(number, n=8, prompt=[[1], [2]], max_tokens=9, ignore_eos=True) for number in range(4)]
     batch = await begin(service, lines)

@@ -15,12 +15,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from tok_client.types import UNSET, Batch, BatchError, FileObject
 from tok_server.batch import states
-from tok_server.batch.answers import Answer, Answers, Totals
+from tok_server.batch.answers import Answers, LineAnswer, Totals
 from tok_server.batch.blobs import Blobs, durable
 from tok_server.batch.database import StoreError
 from tok_server.batch.lock import FileLock
 from tok_server.batch.place import Place
-from tok_server.batch.store import InUse, Job, Missing, Store
+from tok_server.batch.store import InUse, Missing, Store, StoredJob
 from tok_server.batch.validation import Validated
 
 GONE = "file-" + 24 * "0"
@@ -37,7 +37,7 @@ def made_file(id: str, purpose: str, expires: int | None) -> FileObject:
     )
 
 
-def made_job(id: str, input: str) -> Job:
+def made_job(id: str, input: str) -> StoredJob:
     batch = Batch(
         id=id,
         endpoint="/v1/completions",
@@ -46,7 +46,7 @@ def made_job(id: str, input: str) -> Job:
         status="validating",
         created_at=1,
     )
-    return Job(batch=batch)
+    return StoredJob(batch=batch)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -61,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.path = Path(self.directory.name) / "store.sqlite"
         self.store = Store(self.path)
         self.known_files: dict[str, FileObject] = {}
-        self.known_jobs: dict[str, Job] = {}
+        self.known_jobs: dict[str, StoredJob] = {}
         self.count = 0
 
     def teardown(self) -> None:
@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(id=jobs, step=st.sampled_from(["validated", "refused", "answered", "cancelled", "expired", "finished"]))
     def change(self, id: str, step: str) -> None:
-        def change(job: Job) -> Job:
+        def change(job: StoredJob) -> StoredJob:
             match step:
                 case "validated":
                     return states.validated(job, Validated(3, "", []), 2)
@@ -189,8 +189,8 @@ def test_a_batch_that_has_ended_never_changes_again(steps: list[str]) -> None:
         ended = None if job.open else job
 
 
-def made_answer(line: int, text: bytes = b"x", failed: bool = False) -> Answer:
-    return Answer(line, failed, 1, 2, 3, 4, text)
+def made_answer(line: int, text: bytes = b"x", failed: bool = False) -> LineAnswer:
+    return LineAnswer(line, failed, 1, 2, 3, 4, text)
 
 
 def test_a_line_keeps_its_first_answer(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_core.grammar import Grammar
 from tok_server.batch.suspects import Guilty, Suspects
 from tok_server.batch.to_its_end import to_its_end
-from tok_server.endpoints import BEHIND, GRAMMARS, Generation
+from tok_server.endpoints import BEHIND, GRAMMARS, GenerationTask
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = made_engine(tiny_model)
-    computed, guilty, deaths = Generation._outputs, [77, 77], list[int]()
+    computed, guilty, deaths = GenerationTask._outputs, [77, 77], list[int]()
 
-    async def killing(self: Generation, tenant: str) -> list[RequestOutput]:
+    async def killing(self: GenerationTask, tenant: str) -> list[RequestOutput]:
         if self._job.prompts[0] != guilty:
             return await computed(self, tenant)
         open_too = asyncio.create_task(computed(self, tenant))
@@ -74,7 +74,7 @@ async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_
         await asyncio.to_thread(end, engine)
         return await open_too
 
-    monkeypatch.setattr(Generation, "_outputs", killing)
+    monkeypatch.setattr(GenerationTask, "_outputs", killing)
     await engine.start()
     lines = [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(40)]
     lines[20] = completion_line(20, prompt=guilty, max_tokens=60, ignore_eos=True)
@@ -118,9 +118,9 @@ async def test_a_guilty_request_of_a_client_makes_no_innocent_line_guilty(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tok_server.batch.suspects.PAUSE", 0.0)
-    engine, computed, deaths = made_engine(tiny_model, max_restarts=10), Generation._outputs, list[int]()
+    engine, computed, deaths = made_engine(tiny_model, max_restarts=10), GenerationTask._outputs, list[int]()
 
-    async def beside_a_guilty_one(self: Generation, tenant: str) -> list[RequestOutput]:
+    async def beside_a_guilty_one(self: GenerationTask, tenant: str) -> list[RequestOutput]:
         """The client tries five times, each time as soon as the first line is open."""
         if self._job.prompts[0] != [77, 77] or len(deaths) == 5:
             return await computed(self, tenant)
@@ -134,7 +134,7 @@ async def test_a_guilty_request_of_a_client_makes_no_innocent_line_guilty(
             await guilty.output()
         return await open_too
 
-    monkeypatch.setattr(Generation, "_outputs", beside_a_guilty_one)
+    monkeypatch.setattr(GenerationTask, "_outputs", beside_a_guilty_one)
     await engine.start()
     lines = [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(8)]
     lines[3] = completion_line(3, prompt=[77, 77], max_tokens=900, ignore_eos=True)
@@ -235,9 +235,9 @@ async def test_grammars_of_a_batch_are_compiled_few_at_a_time(
 async def test_answers_are_written_down_on_another_thread_than_that_of_the_store(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed, threads = Generation.compute, set[str]()
+    computed, threads = GenerationTask.compute, set[str]()
 
-    async def telling(self: Generation, tenant: str = "") -> Callable[[], bytes]:
+    async def telling(self: GenerationTask, tenant: str = "") -> Callable[[], bytes]:
         write = await computed(self, tenant)
 
         def written() -> bytes:
@@ -246,7 +246,7 @@ async def test_answers_are_written_down_on_another_thread_than_that_of_the_store
 
         return written
 
-    monkeypatch.setattr(Generation, "compute", telling)
+    monkeypatch.setattr(GenerationTask, "compute", telling)
     async with opened(tmp_path, engine) as service:
         await ended(service, (await begin(service, LINES)).id)
     assert threads == {"tok-batch-reader"}

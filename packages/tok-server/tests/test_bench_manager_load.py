@@ -13,7 +13,7 @@ from tok_core.manager.profiler import PARTS, TIMED, ManagerProfiler
 from tok_core.manager.stops import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
 from tok_core.simulate import Lives, Simulation
-from tok_server.bench.manager_drive import Drive
+from tok_server.bench.manager_drive import ManagerDriver
 from tok_server.bench.manager_load import END, LOADS, VOCABULARY, Load, live_prompts, vocabulary
 
 INFO = EngineInfo(
@@ -151,9 +151,9 @@ def test_regroup_replaces_one_in_a_hundred_before_every_step() -> None:
     assert after.prompt_tokens - before.prompt_tokens == 20 * 3 * 704
 
 
-def driven(name: str, sequences: int) -> Drive:
+def driven(name: str, sequences: int) -> ManagerDriver:
     load: Load = LOADS[name](sequences, ())
-    return Drive(load, Simulation(load.info, load.lives, vocabulary()))
+    return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary()))
 
 
 def test_timing_changes_nothing_of_what_the_manager_does_and_leaves_nothing_behind() -> None:

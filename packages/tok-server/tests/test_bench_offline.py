@@ -31,7 +31,7 @@ from tok_server.bench.result import Result, Timeline, percentile, table
 from tok_server.bench.timeline import timeline
 from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import seldom
-from tok_server.bench.workload import Request, Workload
+from tok_server.bench.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 from tok_server.cli import make_parser
 from tok_server.commands.bench import _config
@@ -43,9 +43,9 @@ WORKLOAD = Workload(
     0.8,
     1.0,
     [
-        Request([*SHARED, 1], 4, 24, ignore_eos=True),
-        Request([*SHARED, 2], 4, 20, ignore_eos=True),
-        Request([60, 61, 62], 1, 1, ignore_eos=False),
+        WorkloadRequest([*SHARED, 1], 4, 24, ignore_eos=True),
+        WorkloadRequest([*SHARED, 2], 4, 20, ignore_eos=True),
+        WorkloadRequest([60, 61, 62], 1, 1, ignore_eos=False),
     ],
 )
 LINES = f'{{"ids": {list(range(40))}, "n": 2, "max_tokens": 6, "ignore_eos": true}}\n'
@@ -118,7 +118,7 @@ def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Resu
 
 def test_tokens_computed_are_those_of_prompts_not_found_and_of_outputs(engine: Engine) -> None:
     prompt = list(range(200, 250))
-    workload = Workload("one", 0.0, 1.0, [Request(prompt, 1, 8, ignore_eos=True)])
+    workload = Workload("one", 0.0, 1.0, [WorkloadRequest(prompt, 1, 8, ignore_eos=True)])
     new = measure(engine, "tiny", workload, 0)
     known = measure(engine, "tiny", workload, 1)
     assert new.discarded_tokens is not None

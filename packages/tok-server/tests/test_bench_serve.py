@@ -19,26 +19,26 @@ from tok_server.bench.histogram import histogram
 from tok_server.bench.plot import plot_results
 from tok_server.bench.result import Result
 from tok_server.bench.scrape import parse
-from tok_server.bench.serve import ServerError, Target, run_serve
-from tok_server.bench.workload import Request, Workload
+from tok_server.bench.serve import ServerError, ServerTarget, run_serve
+from tok_server.bench.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 
 WORKLOAD = Workload(
     "mixed",
     0.8,
     1.0,
-    [Request([10 + index, *range(20, 60)], 1 + index % 2, 4 + index, ignore_eos=True) for index in range(6)],
+    [WorkloadRequest([10 + index, *range(20, 60)], 1 + index % 2, 4 + index, ignore_eos=True) for index in range(6)],
 )
 OUTPUT = sum(one.n * one.max_tokens for one in WORKLOAD.requests)
 
 
-async def run(target: Target, workload: Workload = WORKLOAD, reps: int = 1) -> list[Result]:
+async def run(target: ServerTarget, workload: Workload = WORKLOAD, reps: int = 1) -> list[Result]:
     return [result async for result in run_serve(target, workload, reps)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_are_those_the_server_counted(server: Server, stream: bool) -> None:
-    target = Target(server.url, engine="mine", concurrency=3, stream=stream)
+    target = ServerTarget(server.url, engine="mine", concurrency=3, stream=stream)
     first, second = asyncio.run(run(target, reps=2))
     for rep, one in enumerate((first, second)):
         assert (one.engine, one.mode, one.workload, one.rep, one.model) == ("mine", "http", "mixed", rep, NAME)
@@ -51,7 +51,7 @@ def test_tokens_are_those_the_server_counted(server: Server, stream: bool) -> No
 
 
 def test_a_tok_server_tells_what_its_engine_counted(server: Server) -> None:
-    (found,) = asyncio.run(run(Target(server.url, concurrency=3)))
+    (found,) = asyncio.run(run(ServerTarget(server.url, concurrency=3)))
     assert found.steps is not None
     assert 8 <= found.steps <= OUTPUT  # two rounds of three requests, none of less than 4 tokens
     assert (found.preemptions, found.group_rows_share is not None) == (0, True)
@@ -62,7 +62,7 @@ def test_a_tok_server_tells_what_its_engine_counted(server: Server) -> None:
 
 
 def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
-    whole, streamed = (asyncio.run(run(Target(server.url, stream=stream)))[0] for stream in (False, True))
+    whole, streamed = (asyncio.run(run(ServerTarget(server.url, stream=stream)))[0] for stream in (False, True))
     assert (whole.ttft_p50_s, whole.per_token_p50_ms) == (None, None)
     assert streamed.ttft_p50_s is not None
     assert streamed.latency_p50_s is not None
@@ -72,7 +72,7 @@ def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
 
 
 def test_every_request_is_in_the_histograms_and_those_in_the_plot(server: Server, tmp_path: Path) -> None:
-    whole, streamed = (asyncio.run(run(Target(server.url, stream=stream)))[0] for stream in (False, True))
+    whole, streamed = (asyncio.run(run(ServerTarget(server.url, stream=stream)))[0] for stream in (False, True))
     assert whole.histograms is not None
     assert streamed.histograms is not None
     assert (whole.histograms.first_token, whole.histograms.per_token) == (None, None)
@@ -104,9 +104,9 @@ def test_a_histogram_leaves_nothing_out(seconds: list[float]) -> None:
 
 
 def test_samples_that_stop_by_themselves_are_counted(server: Server) -> None:
-    chatty = Workload("stops", 50.0, 1.0, [Request([1, 2, 3], 64, 80, ignore_eos=False)])
+    chatty = Workload("stops", 50.0, 1.0, [WorkloadRequest([1, 2, 3], 64, 80, ignore_eos=False)])
     for stream in (False, True):
-        (found,) = asyncio.run(run(Target(server.url, stream=stream), chatty))
+        (found,) = asyncio.run(run(ServerTarget(server.url, stream=stream), chatty))
         assert found.sequences == 64
         assert 0 < found.finished_by_stop <= 64  # 2 of 512 ids end a sample, and all are about as likely
         assert found.output_tokens < 64 * 80
@@ -127,11 +127,11 @@ def test_the_command_prints_lines_and_plots(server: Server, tmp_path: Path, caps
 
 def test_a_key_is_sent(tiny_model: Path) -> None:
     with serving(tiny_model, api_key="secret") as locked:
-        (found,) = asyncio.run(run(Target(locked.url, api_key="secret")))
+        (found,) = asyncio.run(run(ServerTarget(locked.url, api_key="secret")))
         assert found.errors == 0
         assert found.steps is not None
         with pytest.raises(ServerError, match="/v1/models: 401"):
-            asyncio.run(run(Target(locked.url, api_key="wrong")))
+            asyncio.run(run(ServerTarget(locked.url, api_key="wrong")))
 
 
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_page_of_metrics_is_read_as_prometheus_writes_it() -> None:
 
 async def test_a_server_without_details_of_its_cache_has_no_share_of_hits() -> None:
     async with another_server([WHOLE]) as (url, asked):
-        (found,) = await run(Target(url, model="m", reset_path="/reset_prefix_cache"))
+        (found,) = await run(ServerTarget(url, model="m", reset_path="/reset_prefix_cache"))
     assert (found.output_tokens, found.sequences, found.finished_by_stop) == (12, 6, 6)
     assert found.prefix_hit_share is None
     assert (found.steps, found.gpu_busy_share, found.device_ms, found.timeline.device_busy) == (None, None, None, None)
@@ -210,7 +210,7 @@ async def test_a_server_without_details_of_its_cache_has_no_share_of_hits() -> N
 async def test_requests_that_fail_are_counted_and_the_first_is_told(bad: web.Response | str, told: str) -> None:
     good = 1 + 6  # the request that finds the server ready, and the warm-up
     async with another_server([*[WHOLE] * (good + 5), bad]) as (url, _):
-        (found,) = await run(Target(url, model="m", concurrency=20))
+        (found,) = await run(ServerTarget(url, model="m", concurrency=20))
     assert (found.errors, found.prompts, found.output_tokens) == (1, 6, 10)
     assert told in (found.first_error or "")
 
@@ -218,9 +218,9 @@ async def test_requests_that_fail_are_counted_and_the_first_is_told(bad: web.Res
 async def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
     async with another_server([web.Response(status=503), WHOLE]) as (url, _):
         with pytest.raises(ServerError, match="completions does not answer: 503"):
-            await run(Target(url, model="m"))
+            await run(ServerTarget(url, model="m"))
     async with another_server([web.Response(status=503), WHOLE]) as (url, _):
-        (found,) = await run(Target(url, model="m", wait=30))
+        (found,) = await run(ServerTarget(url, model="m", wait=30))
     assert found.errors == 0
 
 
@@ -228,5 +228,5 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
     cut = 'data: {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
     whole = cut + "data: [DONE]\n\n"
     async with another_server([whole] * 12 + [cut]) as (url, _):
-        (found,) = await run(Target(url, model="m", stream=True))
+        (found,) = await run(ServerTarget(url, model="m", stream=True))
     assert (found.errors, found.first_error) == (1, "the stream ended without [DONE]")

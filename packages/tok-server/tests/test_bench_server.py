@@ -11,7 +11,7 @@ import pytest
 
 from tok_server.bench.flags import SERVER_SCENARIOS
 from tok_server.bench.server import SCENARIOS, ServerResult, table
-from tok_server.bench.server_client import Tally, drive
+from tok_server.bench.server_client import RequestTally, drive
 from tok_server.cli import main
 
 KEYS = [
@@ -76,7 +76,7 @@ def test_requests_are_sent_by_the_clock_however_soon_they_are_answered() -> None
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         writer.close()
 
-    async def ask() -> Tally:
+    async def ask() -> RequestTally:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             return await asyncio.to_thread(drive, server.sockets[0].getsockname()[1], 4, 0.1, 1.0, 50.0, b"{}")
 

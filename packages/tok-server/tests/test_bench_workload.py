@@ -10,7 +10,7 @@ import pytest
 from tok_core import InvalidField
 from tok_server.bench.random_ids import HIGH, LOW, random_ids
 from tok_server.bench.timeline import timeline, timeline_of_requests
-from tok_server.bench.workload import Request, WorkloadError, backwards, read_workload
+from tok_server.bench.workload import WorkloadError, WorkloadRequest, backwards, read_workload
 
 LINES = """{"meta": {"name": "mine", "temperature": 0.5, "top_p": 0.9}}
 {"i": 0, "ids": [1, 2, 3], "text": "abc", "n": 4, "max_tokens": 64}
@@ -48,15 +48,15 @@ def test_a_file_is_read_as_it_stands(tmp_path: Path) -> None:
     found = read_workload(str(written(tmp_path, LINES)))
     assert (found.name, found.temperature, found.top_p) == ("mine", 0.5, 0.9)
     assert found.requests == [
-        Request([1, 2, 3], 4, 64, ignore_eos=False),
-        Request(random_ids(7, 2), 1, 5, ignore_eos=True),
+        WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False),
+        WorkloadRequest(random_ids(7, 2), 1, 5, ignore_eos=True),
     ]
     assert (found.sequences, found.prompt_tokens, found.longest) == (5, 5, 67)
 
 
 def test_limit_n_and_max_tokens_change_every_request(tmp_path: Path) -> None:
     file = str(written(tmp_path, LINES))
-    assert read_workload(file, limit=1).requests == [Request([1, 2, 3], 4, 64, ignore_eos=False)]
+    assert read_workload(file, limit=1).requests == [WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False)]
     changed = read_workload(file, n=2, max_tokens=9).requests
     assert [(one.n, one.max_tokens) for one in changed] == [(2, 9), (2, 5)]
 
@@ -114,10 +114,10 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_warm_up_begins_no_prompt_as_the_run_does() -> None:
-    requests = [Request([1, 2, 3], 4, 64, ignore_eos=False), Request([4, 5], 4, 8, ignore_eos=True)] * 2
+    requests = [WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False), WorkloadRequest([4, 5], 4, 8, ignore_eos=True)] * 2
     assert backwards(requests, sequences=6, max_tokens=16) == [
-        Request([3, 2, 1], 4, 16, ignore_eos=False),
-        Request([5, 4], 2, 8, ignore_eos=True),
+        WorkloadRequest([3, 2, 1], 4, 16, ignore_eos=False),
+        WorkloadRequest([5, 4], 2, 8, ignore_eos=True),
     ]
 
 

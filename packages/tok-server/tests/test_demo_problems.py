@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.demo.problem import Draw, Problem
+from tok_server.demo.problem import ProblemSampler, WordProblem
 from tok_server.demo.problems import held_out, is_held_out, training_problem, write_held_out
 from tok_server.demo.templates import TEMPLATES
 
@@ -23,8 +23,10 @@ APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.
 
 
 @given(seed=st.integers(0, 2**63), which=st.sampled_from(TEMPLATES))
-def test_every_step_computes_right_and_the_last_one_is_the_answer(seed: int, which: Callable[[Draw], Problem]) -> None:
-    problem = which(Draw(Random(seed)))
+def test_every_step_computes_right_and_the_last_one_is_the_answer(
+    seed: int, which: Callable[[ProblemSampler], WordProblem]
+) -> None:
+    problem = which(ProblemSampler(Random(seed)))
     equations = [EQUATION.findall(step) for step in problem.steps]
     assert 2 <= len(problem.steps) <= 4
     for found in equations:
@@ -37,9 +39,9 @@ def test_every_step_computes_right_and_the_last_one_is_the_answer(seed: int, whi
 
 @given(seed=st.integers(0, 2**63), which=st.sampled_from(TEMPLATES))
 def test_numbers_are_positive_and_every_one_of_the_steps_is_given_or_computed_before(
-    seed: int, which: Callable[[Draw], Problem]
+    seed: int, which: Callable[[ProblemSampler], WordProblem]
 ) -> None:
-    problem = which(Draw(Random(seed)))
+    problem = which(ProblemSampler(Random(seed)))
     known = {int(number) for number in re.findall(r"-?\d+", problem.question)}
     assert min(known) > 0
     for step in problem.steps:
@@ -83,5 +85,5 @@ def test_the_file_of_held_out_problems_comes_from_the_generator(tmp_path: Path) 
 
 @pytest.mark.parametrize("low", [0, 5])
 def test_a_drawn_number_reaches_both_its_ends_and_nothing_else(low: int) -> None:
-    draw = Draw(Random(0))
+    draw = ProblemSampler(Random(0))
     assert {draw.number(low, low + 3) for _ in range(200)} == set(range(low, low + 4))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tok_server.demo import HELD_OUT_FILE
 from tok_server.demo.problems import held_out
-from tok_server.passatk.answers import AnswerPattern, Task, normalise, read_tasks
+from tok_server.passatk.answers import EvalTask, FinalAnswerPattern, normalise, read_tasks
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,18 @@ from tok_server.passatk.answers import AnswerPattern, Task, normalise, read_task
     ],
 )
 def test_the_last_match_is_the_answer_in_normal_form(text: str, found: str | None) -> None:
-    assert AnswerPattern().find(text) == found
+    assert FinalAnswerPattern().find(text) == found
 
 
 def test_a_pattern_without_a_group_takes_the_whole_match_and_an_optional_group_may_be_missing() -> None:
-    assert AnswerPattern(r"\b[A-D]\b").find("A, no, C") == "C"
-    assert AnswerPattern(r"answer(?: (\d+))?").find("answer") is None
+    assert FinalAnswerPattern(r"\b[A-D]\b").find("A, no, C") == "C"
+    assert FinalAnswerPattern(r"answer(?: (\d+))?").find("answer") is None
 
 
 @pytest.mark.parametrize("pattern", ["(", "(a)(b)"])
 def test_a_pattern_that_cannot_be_used_is_named(pattern: str) -> None:
     with pytest.raises(ValueError, match="answer pattern is"):
-        AnswerPattern(pattern)
+        FinalAnswerPattern(pattern)
 
 
 @given(number=st.integers(-(10**15), 10**15))
@@ -54,21 +54,21 @@ def test_what_is_no_number_stays_as_it_is(text: str) -> None:
 
 
 def test_different_numbers_are_different() -> None:
-    pattern = AnswerPattern()
+    pattern = FinalAnswerPattern()
     assert pattern.right("#### 72.0", "72")
     assert not pattern.right("#### 720", "72")
     assert not pattern.right("72", "72")
 
 
 def test_the_held_out_file_reads_as_the_generators_problems() -> None:
-    tasks = read_tasks(HELD_OUT_FILE, AnswerPattern())
-    assert tasks == [Task(one.question, str(one.answer)) for one in held_out(200)]
+    tasks = read_tasks(HELD_OUT_FILE, FinalAnswerPattern())
+    assert tasks == [EvalTask(one.question, str(one.answer)) for one in held_out(200)]
 
 
 def test_blank_lines_are_skipped_the_limit_holds_and_a_bare_answer_is_taken_whole(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"question": "a", "answer": "1,000"}\n\n{"question": "b", "answer": "x #### 2"}\nbroken\n')
-    assert read_tasks(file, AnswerPattern(), limit=2) == [Task("a", "1000"), Task("b", "2")]
+    assert read_tasks(file, FinalAnswerPattern(), limit=2) == [EvalTask("a", "1000"), EvalTask("b", "2")]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: str, message: 
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
-        read_tasks(file, AnswerPattern())
+        read_tasks(file, FinalAnswerPattern())
 
 
 def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no problems"):
-        read_tasks(tmp_path / "none.jsonl", AnswerPattern())
+        read_tasks(tmp_path / "none.jsonl", FinalAnswerPattern())

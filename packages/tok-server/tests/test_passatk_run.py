@@ -14,7 +14,7 @@ from support.engines import cpu_engine
 from tok_core import Engine, InvalidField
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 from tok_server.demo.dialogue import Message, render
-from tok_server.passatk.answers import AnswerPattern, read_tasks
+from tok_server.passatk.answers import FinalAnswerPattern, read_tasks
 from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
 from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
@@ -30,7 +30,7 @@ def engine() -> Iterator[Engine]:
 
 
 def run(engine: Engine, out: Path, seed: int = 0) -> Report:
-    pattern = AnswerPattern()
+    pattern = FinalAnswerPattern()
     tasks = read_tasks(HELD_OUT_FILE, pattern, PROBLEMS)
     prompter = make_prompter(engine, None)
     return pass_at_k(engine, tasks, SAMPLES, 0.8, 200, seed, out, pattern=pattern, prompter=prompter, progress=False)

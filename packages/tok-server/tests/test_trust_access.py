@@ -22,7 +22,7 @@ from support.serving import Server, serving
 from tok_core import InvalidField
 from tok_core.messages import Submit
 from tok_server import Settings
-from tok_server.auth import ANYONE, Keys
+from tok_server.auth import ANYONE, ApiKeys
 from tok_server.cli import main, make_parser
 from tok_server.errors import ApiError
 from tok_server.hosts import Hosts
@@ -76,13 +76,13 @@ def test_the_engine_knows_each_request_by_a_name_of_its_key(guarded: Server, mon
 
 
 def test_a_key_keeps_its_name_and_no_key_has_none() -> None:
-    keys, other = Keys(("a", "b")), Keys(("b",))
+    keys, other = ApiKeys(("a", "b")), ApiKeys(("b",))
     assert keys.tenant(1) == other.tenant(0) != keys.tenant(0)
     assert keys.tenant(ANYONE) == ""
 
 
 def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
-    keys = Keys(("a",), "b")
+    keys = ApiKeys(("a",), "b")
     assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == ANYONE
     assert keys.check("/v1/x", {"Authorization": "bearer a"}) == 0
     for path, sent, status in (("/admin/x", "a", 401), ("/admin/x", "", 401), ("/v1/x", "b", 401)):
@@ -90,7 +90,7 @@ def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
             keys.check(path, {"Authorization": f"Bearer {sent}"})
         assert refused.value.status == status
     with pytest.raises(ApiError, match="--admin-key") as closed:
-        Keys().check("/admin/x", {})
+        ApiKeys().check("/admin/x", {})
     assert closed.value.status == 403
 
 

@@ -22,7 +22,7 @@ from tok_core.dispatcher import Dispatcher
 from tok_core.embedding import EmbedRequest
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Grammar
-from tok_core.grammar.checker import Checker, LocalExaminer, Task, refuse
+from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
 from tok_core.grammar.examiner import process_checker
 from tok_core.hub import resolve
 from tok_core.messages import EngineInfo, Int32
@@ -105,7 +105,7 @@ class EngineCore:
         self._output_router.tokenizer, self.chat_template = load_text(path)
         self._replica_set.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
         self._replica_set.await_start()
-        task = Task(str(path), self.info.vocab_size, self.info.eos_token_ids)
+        task = GrammarTask(str(path), self.info.vocab_size, self.info.eos_token_ids)
         self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
 
     def close(self, drain: float = 0.0) -> None:

@@ -359,7 +359,7 @@ class Progress(msgspec.Struct, tag=True):
         return [*self.scores, *self.embedded]
 
 
-class Launch(msgspec.Struct):
+class ProcessLaunch(msgspec.Struct):
     """What a child process is told: its role, the level of its log, and the addresses it talks through.
 
     json_log    it logs as JSON objects, else as text

@@ -13,7 +13,7 @@ import zmq
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
 from tok_core.heartbeat import HEARTBEAT, TURN
-from tok_core.messages import EngineInfo, Int64, Launch, StepInput
+from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
 from tok_core.processes import child
 from tok_core.processes.replica import Death, ProcessReplica, Report
 from tok_core.processes.sockets import Receiver, Sender
@@ -59,7 +59,7 @@ def main(step_seconds: float) -> int:
 
 
 def _run_worker(
-    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: Launch, steps: Receiver[StepInput]
+    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[StepInput]
 ) -> None:
     """Never returns."""
     tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running

@@ -41,7 +41,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PipelineShape:
     """What steps of a model take: parameters of all layers and of the LM head, sizes in numbers of elements of two
     bytes. `kv`: elements of keys and values of one position in all layers."""
 
@@ -69,18 +69,18 @@ class Shape:
 L40S = Card(flops=250e12, bandwidth=750e9)  # 362e12 and 864e9 by its data sheet
 PCIE4 = Link(bandwidth=20e9, latency=20e-6)  # sixteen lanes: 31.5e9 by the standard
 NVLINK = Link(bandwidth=300e9, latency=5e-6)
-LLAMA_70B = Shape(layers=80, hidden=8192, parameters=68.4e9, head=1.05e9, kv=80 * 2 * 8 * 128)
+LLAMA_70B = PipelineShape(layers=80, hidden=8192, parameters=68.4e9, head=1.05e9, kv=80 * 2 * 8 * 128)
 
 
 @dataclass
-class Timeline:
+class PipelineTimeline:
     """When each stage is at which step. Times are seconds since the start.
 
     busy   of each stage
     ended  when the last stage has finished the last step
     """
 
-    shape: Shape
+    shape: PipelineShape
     card: Card
     link: Link
     stages: int
@@ -122,7 +122,7 @@ class Timeline:
 class TimedPorts:
     """Ports of a manager whose steps take simulated time. `now` is set by whoever drives the manager."""
 
-    def __init__(self, worker: SimulatedWorker, timeline: Timeline) -> None:
+    def __init__(self, worker: SimulatedWorker, timeline: PipelineTimeline) -> None:
         self.now = 0.0
         self.inbox: list[ToManager] = []
         self.tokens = self.steps = 0
@@ -173,7 +173,7 @@ class PipelineSimulation:
     turn_seconds  that pass with each turn of the manager
     """
 
-    def __init__(self, info: EngineInfo, lives: Lives, timeline: Timeline, turn_seconds: float = 1e-3) -> None:
+    def __init__(self, info: EngineInfo, lives: Lives, timeline: PipelineTimeline, turn_seconds: float = 1e-3) -> None:
         self.timeline = timeline
         self.ports = TimedPorts(SimulatedWorker(info, lives), timeline)
         config = EngineConfig(model="simulated", pp=timeline.stages)

@@ -15,7 +15,7 @@ from tok_kernels import reference
 from tok_kernels.reference.linear import gated_linear as plain_gated_linear
 from tok_kernels.reference.linear import linear as plain_linear
 from tok_kernels.triton.linear import gated_linear, launch_stream, linear
-from tok_kernels.triton.linear_config import MOST_TOKENS, Launch
+from tok_kernels.triton.linear_config import MOST_TOKENS, LinearLaunch
 
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
@@ -101,8 +101,8 @@ def test_gated_linear_is_a_product_and_its_activation(
     torch.testing.assert_close(result, plain, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("launch", [Launch(1, 64, 1), Launch(2, 128, 2), Launch(8, 256, 4)])
-def test_every_way_to_launch_gives_the_same_product(launch: Launch, device: torch.device) -> None:
+@pytest.mark.parametrize("launch", [LinearLaunch(1, 64, 1), LinearLaunch(2, 128, 2), LinearLaunch(8, 256, 4)])
+def test_every_way_to_launch_gives_the_same_product(launch: LinearLaunch, device: torch.device) -> None:
     x, weight = noise(3, 328, dtype=torch.float16, device=device), matrix(22, 328, torch.float16, device)
     norm = (noise(328, dtype=torch.float16, device=device), 1e-6)
     plain = launch_stream(launch, x, weight, None, norm, None, gated=False)

@@ -12,7 +12,7 @@ from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, Masks, SamplingBatch, reference
 from tok_kernels.reference.masks import forbid as forbid_by_reference
 from tok_kernels.triton import filters as triton_filters
-from tok_kernels.triton.draw import Keys
+from tok_kernels.triton.draw import RandomKeys
 from tok_kernels.triton.draw import draw as draw_whole
 from tok_kernels.triton.filters import verdicts_of
 from tok_kernels.triton.judge import judge
@@ -68,7 +68,7 @@ def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
     top_k, top_p, min_p = (torch.tensor(x, device=device)[every % len(WAYS)] for x in zip(*WAYS, strict=True))
     batch = batch_of(Filters(every, top_k.int(), top_p, min_p), 0.7)
     assert batch.filters is not None
-    keys = Keys.of(batch)
+    keys = RandomKeys.of(batch)
     verdict, _ = verdicts_of(logits, draw_whole(logits, keys), keys, batch.filters)
     assert set(verdict.tolist()) == {KEPT, ABOVE, LIKELY, OPEN}
     assert torch.equal(sample(logits, batch).token, reference.sample(logits, batch).token)

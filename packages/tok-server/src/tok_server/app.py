@@ -28,7 +28,7 @@ from tok_server.dashboard.events import add_dashboard
 from tok_server.metrics import EngineStats, Metrics
 from tok_server.middleware import common, dress
 from tok_server.responses import endpoint as responses
-from tok_server.schema_endpoint import DOCUMENT, Document
+from tok_server.schema_endpoint import DOCUMENT, OpenAPIDocument
 from tok_server.settings import Settings
 
 OPERATIONS = (
@@ -59,7 +59,7 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tok-server")
     context = Context(engine, settings, Metrics(lambda: _stats(context)), pool, ready=ready)
     app[CONTEXT] = context
-    app[DOCUMENT] = Document(OPERATIONS, authorised=bool(settings.api_keys))
+    app[DOCUMENT] = OpenAPIDocument(OPERATIONS, authorised=bool(settings.api_keys))
     app.add_routes([one.route() for one in OPERATIONS])
     app.on_response_prepare.append(dress)
     app.cleanup_ctx.append(_close_pool)

@@ -28,7 +28,7 @@ def salted(tenant: str, cache_salt: str | None, *, share_prefixes: bool) -> str 
     return None if not owner and cache_salt is None else f"{owner}\0{cache_salt or ''}"
 
 
-class Keys:
+class ApiKeys:
     """The keys that clients may send as bearer token."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:

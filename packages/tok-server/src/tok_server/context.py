@@ -14,7 +14,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server.auth import Keys
+from tok_server.auth import ApiKeys
 from tok_server.dashboard.latency import Latencies
 from tok_server.deadlines import Deadlines
 from tok_server.errors import limited, unavailable
@@ -62,7 +62,7 @@ class Context:
     open_prompts: Counter[str] = field(default_factory=Counter)
     held_bytes: int = 0
     warned: set[str] = field(default_factory=set)
-    keys: Keys = field(init=False)
+    keys: ApiKeys = field(init=False)
     origins: Origins = field(init=False)
     hosts: Hosts = field(init=False)
     rates: Rates = field(init=False)
@@ -75,7 +75,7 @@ class Context:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.keys = Keys(settings.api_keys, settings.admin_key)
+        self.keys = ApiKeys(settings.api_keys, settings.admin_key)
         self.origins = Origins(settings.allow_origins)
         self.hosts = Hosts(settings.host, settings.allowed_hosts)
         self.deadlines = Deadlines(settings.request_timeout)

@@ -87,7 +87,7 @@ class Asked(Protocol):
         """
 
 
-class Generation:
+class GenerationTask:
     """Text generated for a body, behind all requests that somebody waits for. Errors: ApiError."""
 
     def __init__(self, job: Job, form: Form, served: Served) -> None:
@@ -155,17 +155,17 @@ def behind(params: SamplingParams) -> SamplingParams:
 
 def _completion(body: bytes, served: Served) -> Asked:
     job = completions.parse(body, served.engine, served.model)
-    return Generation(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served)
+    return GenerationTask(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _chat(body: bytes, served: Served) -> Asked:
     job = chat.parse(body, served.engine, served.model, served.formats)
-    return Generation(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served)
+    return GenerationTask(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _response(body: bytes, served: Served) -> Asked:
     job, begun = responses.parse(body, served.engine, served.model, served.formats)
-    return Generation(job, ResponseForm(job, begun, TokenTexts(served.engine.tokenizer)), served)
+    return GenerationTask(job, ResponseForm(job, begun, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _embeddings(body: bytes, served: Served) -> Asked:

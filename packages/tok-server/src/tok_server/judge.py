@@ -36,7 +36,7 @@ class Rule:
         return self.pattern.answer(text)
 
 
-class Tally:
+class AnswerTally:
     """Votes by answer. `first` and `second`: what the most frequent answer and the next one have."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Tally:
             self.second = max(self.second, votes)
 
 
-def enough(wanted: StopWhen, tally: Tally, left: int) -> bool:
+def enough(wanted: StopWhen, tally: AnswerTally, left: int) -> bool:
     """Whether the condition is met while `left` samples may still vote."""
     match wanted:
         case Distinct(count=count):
@@ -74,7 +74,7 @@ class Judge:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._tally = Tally()
+        self._tally = AnswerTally()
         self._texts: dict[int, list[str]] = {}  # of samples that run
         self._finished = self._cancelled = 0
         self.met = False

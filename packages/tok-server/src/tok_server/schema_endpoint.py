@@ -12,7 +12,7 @@ from tok_server.openapi import JSON, Media, Operation, document
 from tok_server.wire import encode
 
 
-class Document:
+class OpenAPIDocument:
     """The document of one application, written when it is first asked for. `authorised`: clients must send a key."""
 
     def __init__(self, operations: Sequence[Operation], *, authorised: bool) -> None:
@@ -25,7 +25,7 @@ class Document:
         return encode(document(self._operations, version=version("tok-server"), authorised=self._authorised))
 
 
-DOCUMENT = web.AppKey("DOCUMENT", Document)
+DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)
 
 
 async def openapi(request: web.Request) -> web.Response:

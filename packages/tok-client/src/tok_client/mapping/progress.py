@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 
-class Progress:
+class MappingProgress:
     """Tells on `stream`: in place, ten times a second, on a terminal, else a line every ten seconds.
 
     `total`: prompts in all, if that is known. `clock`: seconds. One whose stream is None says nothing.

@@ -14,7 +14,7 @@ from tok_client.call import Call
 from tok_client.errors import TokError
 from tok_client.mapping.options import MapOptions
 from tok_client.mapping.output import Output, digest
-from tok_client.mapping.progress import Progress
+from tok_client.mapping.progress import MappingProgress
 from tok_client.mapping.result import MapResult
 from tok_client.mapping.source import Source
 from tok_client.transport import Transport, checked_timeout
@@ -50,7 +50,7 @@ class MapRun(Generic[P, T]):
         self._timeout = timeout if timeout is None else checked_timeout(timeout)
         self._open = asyncio.Semaphore(options.concurrency)
         self._held = asyncio.Semaphore(options.concurrency * _HELD)
-        self._progress = Progress(sys.stderr if options.progress else None, self._source.total)
+        self._progress = MappingProgress(sys.stderr if options.progress else None, self._source.total)
         self._output: Output | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

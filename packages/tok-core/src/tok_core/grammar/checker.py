@@ -22,7 +22,7 @@ CPU_SECONDS: Final = 5
 MEMORY: Final = 192 << 20
 
 
-class Task(msgspec.Struct, frozen=True):
+class GrammarTask(msgspec.Struct, frozen=True):
     """For whom grammars are examined and followed, and what one may take.
 
     model, vocab_size, end_ids  a model's directory, how many ids it makes, and which of them end a text
@@ -82,7 +82,7 @@ class LocalExaminer:
 
     stoppable = False
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: GrammarTask) -> None:
         self._task = task
         self._compiler: Compiler | None = None
 
@@ -262,7 +262,7 @@ def _closed() -> EngineError:
     return EngineError("grammars cannot be checked any more: the engine was closed")
 
 
-def verdict(compiler: Compiler, grammar: Grammar, task: Task) -> tuple[str, Compiled | None]:
+def verdict(compiler: Compiler, grammar: Grammar, task: GrammarTask) -> tuple[str, Compiled | None]:
     """Return what is allowed instead of the grammar, or "" and the grammar compiled."""
     try:
         compiled = compiler.compile(grammar)

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from tok_core.errors import EngineError
-from tok_core.grammar.checker import Checker, Task
+from tok_core.grammar.checker import Checker, GrammarTask
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import Verdict
 from tok_core.grammar.processes import WorkerLost, WorkerProcess, WorkerProcesses
@@ -25,7 +25,7 @@ class ProcessExaminer:
 
     stoppable = True
 
-    def __init__(self, task: Task, processes: WorkerProcesses | None = None) -> None:
+    def __init__(self, task: GrammarTask, processes: WorkerProcesses | None = None) -> None:
         self._task = task
         self.processes = processes or WorkerProcesses(task)
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class ProcessExaminer:
                 return message.allowed
 
 
-def process_checker(task: Task) -> Checker:
+def process_checker(task: GrammarTask) -> Checker:
     """A checker of strangers' grammars, several at a time."""
     processes = WorkerProcesses(msgspec.structs.replace(task, niceness=NICENESS))
     return Checker(*(ProcessExaminer(task, processes) for _ in range(EXAMINERS)))

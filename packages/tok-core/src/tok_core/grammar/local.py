@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tok_core.errors import InvalidField
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.lean import preload
-from tok_core.grammar.matchers import Answer, Matchers, Verdict, Work
+from tok_core.grammar.matchers import MatcherCall, MatcherReply, Matchers, Verdict
 from tok_core.grammar.worker import IDLE
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ class LocalWorker:
     def __init__(self, future: Future[Compiled]) -> None:
         self._future = future
         self._matchers: Matchers | None = None
-        self._answers: list[Verdict | Answer] = []
+        self._answers: list[Verdict | MatcherReply] = []
 
-    def send(self, work: Work) -> None:
+    def send(self, work: MatcherCall) -> None:
         """Does the work at once."""
         assert self._matchers is not None
         self._matchers.end(work.ended)
         if work.follow:
             self._answers.append(self._matchers.answer([self._matchers.follow(one) for one in work.follow]))
 
-    def receive(self) -> list[Verdict | Answer]:
+    def receive(self) -> list[Verdict | MatcherReply]:
         """Return its messages since the last call."""
         if self._matchers is None and self._future.done():
             self._answers.append(self._verdict())

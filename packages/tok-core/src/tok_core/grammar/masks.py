@@ -33,7 +33,7 @@ class Mask(NamedTuple):
     alike: bool
 
 
-class Masks:
+class MaskCache:
     """Of tokens whose texts begin with these bytes: int16 [V], −1 for those that are no text."""
 
     def __init__(self, begin: NDArray[np.int16]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from tok_core.grammar.masks import Mask, Masks
+from tok_core.grammar.masks import Mask, MaskCache
 
 if TYPE_CHECKING:
     import xgrammar
@@ -51,14 +51,14 @@ class Followed(msgspec.Struct, array_like=True):
     failed: str = ""
 
 
-class Work(msgspec.Struct, array_like=True):
+class MatcherCall(msgspec.Struct, array_like=True):
     """For a worker: sequences to follow, and others that have ended."""
 
     follow: list[Follow]
     ended: list[int]
 
 
-class Answer(msgspec.Struct, array_like=True):
+class MatcherReply(msgspec.Struct, array_like=True):
     """A worker's answer about followed sequences; `masks` are packed words, the first of them has number `first`."""
 
     followed: list[Followed]
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, array_like=True):
     first: bytes = b""
 
 
-class Meter(Protocol):
+class MatcherMeter(Protocol):
     """Bounds what one sequence may take of a worker."""
 
     def start(self, sequence: int) -> None:
@@ -105,10 +105,10 @@ class _Settled(NamedTuple):
 class Matchers:
     """Follows the sequences of one grammar, each as far as its next choice."""
 
-    def __init__(self, compiled: Compiled, meter: Meter | None = None) -> None:
+    def __init__(self, compiled: Compiled, meter: MatcherMeter | None = None) -> None:
         self._compiled = compiled
         self._meter = meter
-        self._masks = Masks(compiled.begin)
+        self._masks = MaskCache(compiled.begin)
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self._last: dict[int, Mask] = {}
         self._numbers: dict[bytes, int] = {}
@@ -124,10 +124,10 @@ class Matchers:
             if self._meter is not None:
                 self._meter.forget(sequence)
 
-    def answer(self, followed: list[Followed]) -> Answer:
+    def answer(self, followed: list[Followed]) -> MatcherReply:
         """Return the message about the sequences followed since the last call."""
         new, self._new = self._new, []
-        return Answer(followed, self._count - len(new), new)
+        return MatcherReply(followed, self._count - len(new), new)
 
     def follow(self, one: Follow) -> Followed:
         """Follows one sequence. Raises MemoryError: the process is not to go on then."""

@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 
 from tok_core.errors import EngineError
-from tok_core.grammar.checker import Task
+from tok_core.grammar.checker import GrammarTask
 from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.matchers import Answer, Verdict, Work
+from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker import COMPILING, LENGTH, MARK
 from tok_core.lifeline import keep_lifeline
 
@@ -51,11 +51,11 @@ class WorkerProcess:
         """Return the file descriptor of its socket."""
         return self._socket.fileno()
 
-    def send(self, work: Work) -> None:
+    def send(self, work: MatcherCall) -> None:
         """Queues work for it."""
         self._send(msgspec.msgpack.encode(work))
 
-    def receive(self) -> list[Verdict | Answer]:
+    def receive(self) -> list[Verdict | MatcherReply]:
         """Return its messages since the last call: a verdict, then answers. Raises WorkerLost after the last."""
         ended = False
         try:
@@ -90,9 +90,9 @@ class WorkerProcess:
         self._socket.close()
         self._mark.close()
 
-    def _decode(self, data: bytes) -> Verdict | Answer:
+    def _decode(self, data: bytes) -> Verdict | MatcherReply:
         if self._begun:
-            return msgspec.msgpack.decode(data, type=Answer)
+            return msgspec.msgpack.decode(data, type=MatcherReply)
         self._begun = True
         return msgspec.msgpack.decode(data, type=Verdict)
 
@@ -139,7 +139,7 @@ class WorkerProcesses:
 
     wakes = True
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: GrammarTask) -> None:
         self._task = task
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Final, Never
 
 import msgspec
 
-from tok_core.grammar.checker import Task, verdict
+from tok_core.grammar.checker import GrammarTask, verdict
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.lean import preload
-from tok_core.grammar.matchers import Followed, Matchers, Verdict, Work
+from tok_core.grammar.matchers import Followed, MatcherCall, Matchers, Verdict
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG: Final = 1
 class _Meter:
     """The limits of this process: a call that takes too much ends it, and `mark` tells whose it was."""
 
-    def __init__(self, task: Task, mark: mmap.mmap) -> None:
+    def __init__(self, task: GrammarTask, mark: mmap.mmap) -> None:
         self._task = task
         self._mark = mark
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -106,7 +106,7 @@ def main(number: int) -> int:
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     orders = socket.socket(fileno=number)
-    task = msgspec.msgpack.decode(orders.recv(1 << 20), type=Task)
+    task = msgspec.msgpack.decode(orders.recv(1 << 20), type=GrammarTask)
     os.nice(task.niceness)
     compiler, failed = None, ""
     try:
@@ -139,7 +139,7 @@ def main(number: int) -> int:
             os.close(descriptor)
 
 
-def _work(compiler: Compiler | None, failed: str, task: Task, connection: int, shared: int) -> Never:
+def _work(compiler: Compiler | None, failed: str, task: GrammarTask, connection: int, shared: int) -> Never:
     """In the fork, which ends with it, in one way or another."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -151,7 +151,7 @@ def _work(compiler: Compiler | None, failed: str, task: Task, connection: int, s
         os._exit(1)
 
 
-def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed: str, task: Task) -> None:
+def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed: str, task: GrammarTask) -> None:
     data = channel.receive()
     if not data:
         return
@@ -176,7 +176,7 @@ def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed:
 def _follow(channel: Channel, matchers: Matchers, meter: _Meter) -> None:
     """Follows what the channel says, until it ends."""
     while data := channel.receive():
-        work = msgspec.msgpack.decode(data, type=Work)
+        work = msgspec.msgpack.decode(data, type=MatcherCall)
         matchers.end(work.ended)
         followed: list[Followed] = []
         sent = time.monotonic()

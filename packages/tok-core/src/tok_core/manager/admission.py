@@ -58,7 +58,7 @@ class Samples(NamedTuple):
     shared: Int64
 
 
-class Costs(NamedTuple):
+class SampleCosts(NamedTuple):
     """Pages of the `first` of some samples, and of each of the `others`, that are not its own; tokens to compute."""
 
     first: int
@@ -279,7 +279,7 @@ class Admission:
         found.shared[np.cumsum(counts) - counts] = firsts
         return found, chosen
 
-    def _costs(self, pending: Pending, samples: int) -> Costs:
+    def _costs(self, pending: Pending, samples: int) -> SampleCosts:
         """Of the first so many samples. The first, where it has to prefill, shares what running sequences hold anyway;
         pages only cached count as its own. Others share the prompt's full pages with it, or, starting late, with what
         is kept of the prompt.
@@ -287,13 +287,13 @@ class Admission:
         size, tokens = self.paging.page_size, len(pending.tokens)
         full, others = (tokens - 1) // size, tokens // size
         if pending.fresh and self.retained_prompts.find(pending.request) is not None:
-            return Costs(full, full, samples)
+            return SampleCosts(full, full, samples)
         if pending.fresh and pending.request.leader is not None:
-            return Costs(others, others, 0)
+            return SampleCosts(others, others, 0)
         if pending.fresh and pending.request.needs_all:
-            return Costs(0, others, tokens)
+            return SampleCosts(0, others, tokens)
         locked, cached = self.paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
-        return Costs(locked, others, tokens - cached * size)
+        return SampleCosts(locked, others, tokens - cached * size)
 
 
 def _known(pending: Pending) -> tuple[int, int, int, int, int]:

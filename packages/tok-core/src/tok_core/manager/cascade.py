@@ -24,7 +24,7 @@ from tok_core.messages import Int64
 Float64 = NDArray[np.float64]
 
 
-class Costs(NamedTuple):
+class CascadeCosts(NamedTuple):
     """What reading together costs, in pages that one row reads by itself.
 
     member  each row of a group: its partial result is written, and both are read again
@@ -37,7 +37,7 @@ class Costs(NamedTuple):
     level: float
 
 
-COSTS = Costs(member=2, group=20, level=4096)
+COSTS = CascadeCosts(member=2, group=20, level=4096)
 """Measured on an H200: decode attention of a layer, pages of 16 tokens, 256 to 8192 rows that have 16 pages or more in
 common, in no group, in one level and in two. Least squares of the relative error give a member 1.7 pages, a group 19
 and a level 2800 with the Triton kernels, where a page takes 0.0068 µs; 3.6, 21 and 2900 with FlashInfer's. The
@@ -45,7 +45,7 @@ recorded graph that further levels lose is on top of these.
 """
 
 
-class Cascade(NamedTuple):
+class CascadePlan(NamedTuple):
     """The best choice of at most L levels.
 
     saved  pages read less than without groups, less what members and groups cost
@@ -56,7 +56,7 @@ class Cascade(NamedTuple):
     chain: Int64
 
 
-def best_cascade(branches: BranchPoints, levels: int, costs: Costs) -> Cascade:
+def best_cascade(branches: BranchPoints, levels: int, costs: CascadeCosts) -> CascadePlan:
     """The groups of at most `levels` levels that save most; what a further level costs is left out."""
     height = len(branches.level) - 2
     paths = _paths(branches)
@@ -72,7 +72,7 @@ def best_cascade(branches: BranchPoints, levels: int, costs: Costs) -> Cascade:
         above = branches.up[first:last] - branches.level[k - 1]
         eldest = np.append(True, above[1:] != above[:-1]).nonzero()[0]
         below[above[eldest]] = np.add.reduceat(saved, eldest)
-    return Cascade(float(below[0, 0]), _follow(branches, paths, decided[::-1], levels))
+    return CascadePlan(float(below[0, 0]), _follow(branches, paths, decided[::-1], levels))
 
 
 def choices(branches: BranchPoints, levels: int) -> int:
@@ -130,7 +130,7 @@ def _paths(branches: BranchPoints) -> list[Int64]:
 
 
 def _decide(
-    branches: BranchPoints, path: Int64, first: int, below: Float64, options: _Options, costs: Costs
+    branches: BranchPoints, path: Int64, first: int, below: Float64, options: _Options, costs: CascadeCosts
 ) -> tuple[Float64, Int64]:
     """What each branch of a height saves at best in each chain, float64 [V, C], and the option, −1: not chosen."""
     own = slice(first, first + len(path))

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from tok_core.errors import EngineError
 from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.masks import Masks
-from tok_core.grammar.matchers import MAX_KNOWN_MASKS, REPLAY, Answer, Follow, Followed, Verdict, Work
+from tok_core.grammar.masks import MaskCache
+from tok_core.grammar.matchers import MAX_KNOWN_MASKS, REPLAY, Follow, Followed, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.processes import WorkerLost
 from tok_core.grammar.worker import COMPILING, IDLE
 from tok_core.manager.grammar_state import GrammarState, GrammarWorker, GrammarWorkers, MatcherState
@@ -77,7 +77,7 @@ class GrammarManager:
         self._vocab_size = vocab_size
         self._workers = workers
         self._clock = clock
-        self._masks: Masks | None = None  # once there is a grammar
+        self._masks: MaskCache | None = None  # once there is a grammar
         self._guides: dict[Grammar, GrammarState] = {}  # those that were needed last come last
         self._count = 0
         self._advanced: list[tuple[MatcherState, list[int], bool]] = []
@@ -269,7 +269,7 @@ class GrammarManager:
         touched, self._touched = self._touched, {}
         for guide in touched.values():
             if guide.worker is not None and guide.ready:
-                work, guide.work = guide.work, Work([], [])
+                work, guide.work = guide.work, MatcherCall([], [])
                 try:
                     guide.worker.send(work)
                 except Exception as error:
@@ -314,11 +314,11 @@ class GrammarManager:
         begin = np.frombuffer(verdict.begin, np.int16)
         if len(begin) != self._vocab_size:
             raise ValueError(f"the worker tells of {len(begin)} tokens; the vocabulary has {self._vocab_size}")
-        masks = self._masks or Masks(begin)
+        masks = self._masks or MaskCache(begin)
         guide.first, guide.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
         self._masks = masks
         if guide.followers:  # of a worker that was lost
-            guide.work = Work([self._replay(one) for one in guide.followers.values() if one.tokens], [])
+            guide.work = MatcherCall([self._replay(one) for one in guide.followers.values() if one.tokens], [])
             self._touched[guide.grammar] = guide
         self._begin_some()
 
@@ -327,7 +327,7 @@ class GrammarManager:
         waits = follower.number in follower.guide.waiting
         return Follow(follower.number, follower.tokens, follower.room if waits else REPLAY)
 
-    def _take(self, guide: GrammarState, answer: Answer) -> None:
+    def _take(self, guide: GrammarState, answer: MatcherReply) -> None:
         """Sequences have been followed."""
         if self._masks is None or not guide.ready:
             raise ValueError("the worker answers before it has said whether the grammar can be followed")
@@ -380,7 +380,7 @@ class GrammarManager:
         self._close(guide)
         guide.ready = False
         guide.known.clear()
-        guide.work = Work([], [])
+        guide.work = MatcherCall([], [])
         guide.losses += 1
         blameless = sequence in (COMPILING, IDLE) or sequence not in guide.followers
         if not guide.requests:

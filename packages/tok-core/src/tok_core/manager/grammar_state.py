@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.masks import Mask
-from tok_core.grammar.matchers import Answer, Verdict, Work
+from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 
 if TYPE_CHECKING:
     from tok_core.manager.sequences import Request
@@ -18,9 +18,9 @@ class GrammarWorker(Protocol):
     @property
     def at(self) -> int: ...
 
-    def send(self, work: Work) -> None: ...
+    def send(self, work: MatcherCall) -> None: ...
 
-    def receive(self) -> list[Verdict | Answer]: ...
+    def receive(self) -> list[Verdict | MatcherReply]: ...
 
     def close(self) -> None: ...
 
@@ -61,7 +61,7 @@ class GrammarState:
         self.known: dict[int, Mask] = {}
         self.followers: dict[int, MatcherState] = {}
         self.requests: dict[int, Request] = {}
-        self.work = Work([], [])
+        self.work = MatcherCall([], [])
         self.waiting: set[int] = set()
         self.since = 0.0
         self.losses = 0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.manager.branch_points import BranchPoints, find_branch_points
-from tok_core.manager.cascade import COSTS, Costs, best_cascade, choices
+from tok_core.manager.cascade import COSTS, CascadeCosts, best_cascade, choices
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import MOST_LEVELS, GroupLevel, Int32, Int64
 
@@ -41,7 +41,7 @@ class Grouping:
     shares with the others as it did before: a sequence that decodes changes no page behind its last one.
     """
 
-    def __init__(self, tree: PrefixTree, costs: Costs = COSTS) -> None:
+    def __init__(self, tree: PrefixTree, costs: CascadeCosts = COSTS) -> None:
         self._tree = tree
         self._costs = costs
         self._known = NOBODY  # those for which `_groups` were found
@@ -94,7 +94,7 @@ class Grouping:
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
-def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: Costs = COSTS) -> Groups:
+def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: CascadeCosts = COSTS) -> Groups:
     """The groups that save most pages of reading, less what they and their members cost.
 
     Each level after the first must save `costs.level` more than the best without it. No other groups of as many levels
@@ -145,7 +145,7 @@ def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
     return GroupLevel(*(column.astype(np.int32) for column in columns))
 
 
-def _best_chains(branches: BranchPoints, costs: Costs) -> Int64:
+def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
     """The chain of each branch, in as many levels as pay."""
     all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
     best = best_cascade(branches, 1, costs)

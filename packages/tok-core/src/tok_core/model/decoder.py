@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.model.config import ModelConfig
-from tok_core.model.layers import MLP, Attention, Embedding, Linear, Placement, RMSNorm, Step
+from tok_core.model.layers import MLP, Attention, ForwardContext, Linear, Placement, RMSNorm, TokenEmbedding
 from tok_core.parallel.shard_plan import Slice
 from tok_core.parallel.tensor import VocabularyShards
 from tok_core.parallel.tp_layouts import TPLayout, choose_layout
@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module, ABC):
         """The model's MLP; without biases unless it says otherwise."""
         return MLP(config, place, bias=False)
 
-    def forward(self, x_TN: Tensor, cache: LayerCache, step: Step) -> Tensor:
+    def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
         """The residual stream behind this layer, which may change `x` in place."""
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
@@ -74,11 +74,11 @@ class Decoder(nn.Module):
         super().__init__()
         stage = place.share.place
         embeds = stage.first or (stage.last and config.tied)
-        self.embed_tokens = Embedding(config, place) if embeds else None
+        self.embed_tokens = TokenEmbedding(config, place) if embeds else None
         self.layers = nn.ModuleDict({str(number): layer(config, place, number) for number in place.share.layers})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
 
-    def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: Step) -> Tensor:
+    def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext) -> Tensor:
         """The residual stream behind this stage's layers; `norm` is left to what makes logits of it."""
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             x_TN = layer(x_TN, cache, step)
@@ -145,7 +145,7 @@ class CausalLM(nn.Module):
             config = self.config
             table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
             row_T = torch.arange(len(table), device=table.device)
-        x = self.model(x, caches, Step(row_T, kv_index_T, batch, table, shared))
+        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, shared))
         if not self.share.place.last:
             return x
         if shared is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tok_core.model.targets import Target, targets
+from tok_core.model.targets import WeightTarget, targets
 
 if TYPE_CHECKING:
     from tok_core.model.decoder import CausalLM, DecoderLayer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LIMIT = 60_000.0  # float16 ends at 65 504: what is rounded on the way adds far less than the difference
 
 
-def keep_coarse(model: CausalLM) -> dict[str, Target]:
+def keep_coarse(model: CausalLM) -> dict[str, WeightTarget]:
     """Gives layers that may leave float16's range parameters of the model's dtype; where those are to be filled from.
 
     To be called by all ranks of a stage once weights are loaded: they gather what is normed, in one dtype.
@@ -31,7 +31,7 @@ def keep_coarse(model: CausalLM) -> dict[str, Target]:
     most_L = torch.stack([_most(layer.input_layernorm.weight, layer.self_attn.qkv_proj) for layer in layers.values()])
     if model.tensor is not None:
         most_L = model.tensor.gather(most_L).amax(0)
-    again: dict[str, Target] = {}
+    again: dict[str, WeightTarget] = {}
     for number, most in zip(layers, most_L.tolist(), strict=True):
         if not most <= LIMIT:  # or no number at all
             linear = layers[number].self_attn.qkv_proj

@@ -40,7 +40,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardContext:
     """Inputs that layers of one pass share: rows of `cos_sin_LD` and of the cache, int64 `[T]`; what to attend to;
     how the ranks compute it together, None for one that is alone."""
 
@@ -113,7 +113,7 @@ def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.eps)
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """One row of `weight` a token: `[T] -> [T, N]`; `logits` compares normed hidden states with every row."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: Step) -> Tensor:
+    def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """The residual stream `x`, which may change in place, with the attention of `norm(x)` added."""
         form = step.form
         if form is None:

@@ -10,7 +10,7 @@ import torch
 from tok_core.errors import InvalidField
 from tok_core.heartbeat import HEARTBEAT
 from tok_core.model.decoder import CausalLM
-from tok_core.model.targets import Target, targets
+from tok_core.model.targets import WeightTarget, targets
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 BLOCK = 1 << 24  # entries drawn at once, which bounds the memory
@@ -33,7 +33,7 @@ def dummy(
         _favour_end_ids(model, eos_probability, eos_temperature)
 
 
-def _fill(target: Target, key: str, generator: torch.Generator) -> None:
+def _fill(target: WeightTarget, key: str, generator: torch.Generator) -> None:
     """Draws the checkpoint's tensor in blocks of rows, each with a seed of its own, where any of it is wanted."""
     rows, width = target.parts[0], math.prod(target.shape[1:])
     each = max(1, BLOCK // width)

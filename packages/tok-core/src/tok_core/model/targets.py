@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tok_core.model.layers import Embedding, Linear
+from tok_core.model.layers import Linear, TokenEmbedding
 from tok_core.parallel.shard_plan import Slice
 
 
@@ -23,7 +23,7 @@ class StoredTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WeightTarget:
     """`view`, a part of a parameter, is filled by what `parts`, one an axis, cut out of the checkpoint's tensor."""
 
     view: Tensor
@@ -50,9 +50,9 @@ class Target:
         return not narrower or bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
 
 
-def targets(model: nn.Module) -> dict[str, Target]:
+def targets(model: nn.Module) -> dict[str, WeightTarget]:
     """For each tensor name of a checkpoint its place in the model; together they cover all parameters once."""
-    found: dict[str, Target] = {}
+    found: dict[str, WeightTarget] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, Linear):
@@ -60,9 +60,9 @@ def targets(model: nn.Module) -> dict[str, Target]:
                 views = parameter.split([part.count for part in module.parts.values()])
                 for (part, rows), view in zip(module.parts.items(), views, strict=True):
                     cut = (rows, module.inputs)[: parameter.dim()]
-                    found[f"{parent}.{part}.{name}".removeprefix(".")] = Target(view, cut)
-            elif isinstance(module, Embedding):
-                found[f"{path}.{name}"] = Target(parameter, (module.part, Slice.whole(parameter.shape[1])))
+                    found[f"{parent}.{part}.{name}".removeprefix(".")] = WeightTarget(view, cut)
+            elif isinstance(module, TokenEmbedding):
+                found[f"{path}.{name}"] = WeightTarget(parameter, (module.part, Slice.whole(parameter.shape[1])))
             else:
-                found[f"{path}.{name}"] = Target(parameter, tuple(Slice.whole(size) for size in parameter.shape))
+                found[f"{path}.{name}"] = WeightTarget(parameter, tuple(Slice.whole(size) for size in parameter.shape))
     return found

@@ -19,7 +19,7 @@ from tok_core.heartbeat import HEARTBEAT
 from tok_core.model.config import ModelConfig
 from tok_core.model.decoder import CausalLM
 from tok_core.model.float16 import keep_coarse
-from tok_core.model.targets import StoredTensor, Target, targets
+from tok_core.model.targets import StoredTensor, WeightTarget, targets
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")
@@ -108,7 +108,9 @@ def _prefixed(name: str) -> str:
     return name if name.startswith(PREFIX) or name == HEAD else PREFIX + name
 
 
-def _canonical_names(model: CausalLM, files: list[Path], wanted: Mapping[str, Target]) -> dict[Path, dict[str, str]]:
+def _canonical_names(
+    model: CausalLM, files: list[Path], wanted: Mapping[str, WeightTarget]
+) -> dict[Path, dict[str, str]]:
     """For each file the tensors that are wanted of it: their names there, and the model's names.
 
     A tied model without a stored embedding takes its LM head for it. Raises ModelError for tensors that have no place
@@ -140,7 +142,7 @@ def _canonical_names(model: CausalLM, files: list[Path], wanted: Mapping[str, Ta
     return names
 
 
-def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, Target], dtype: torch.dtype) -> None:
+def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, WeightTarget], dtype: torch.dtype) -> None:
     """Copy the tensors of one file, `names` of which have those of `wanted`."""
     with _opened(file) as tensors:
         for name, own_name in names.items():
@@ -174,7 +176,7 @@ class _Elsewhere:
     """Names of tensors that a checkpoint may hold although the model at hand does not: those of other pipeline
     stages, and what some checkpoints hold although it follows from the rest."""
 
-    def __init__(self, model: CausalLM, wanted: Mapping[str, Target]) -> None:
+    def __init__(self, model: CausalLM, wanted: Mapping[str, WeightTarget]) -> None:
         self._layers = range(model.config.num_layers)
         self._tied = model.config.tied
         self._of_layer = {found[2] for name in wanted if (found := _LAYER.fullmatch(name))}
@@ -188,7 +190,7 @@ class _Elsewhere:
         return int(found[1]) in self._layers and found[2] in self._of_layer
 
 
-def _checked(file: Path, name: str, stored: StoredTensor, target: Target) -> Target:
+def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) -> WeightTarget:
     expected = target.shape
     if stored.get_shape() != expected:
         raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
@@ -198,7 +200,7 @@ def _checked(file: Path, name: str, stored: StoredTensor, target: Target) -> Tar
     return target
 
 
-def _listed(names: set[str], wanted: Mapping[str, Target]) -> str:
+def _listed(names: set[str], wanted: Mapping[str, WeightTarget]) -> str:
     shown = [f"{name} {wanted[name].shape}" for name in sorted(names)[:NAMED_AT_MOST]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

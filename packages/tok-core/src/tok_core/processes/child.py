@@ -20,7 +20,7 @@ import zmq
 from tok_core.errors import TokError, to_wire
 from tok_core.heartbeat import HEARTBEAT
 from tok_core.log_format import set_format
-from tok_core.messages import Beat, Failed, FromWorker, Launch, StepInput, ToManager, decoder, encode
+from tok_core.messages import Beat, Failed, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
 from tok_core.processes.sockets import Receiver, Sender
 
 log = logging.getLogger("tok_core")
@@ -31,21 +31,21 @@ BEATS = 20  # within a step timeout, at least
 FAULTY = 71  # exit status of a process that met an error which nobody foresaw
 ORPHANED = 70  # exit status of a child whose parent is gone
 
-Work = Callable[["zmq.Context[zmq.Socket[bytes]]", Launch, Receiver[StepInput]], None]
+Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[StepInput]], None]
 """What a worker does with the steps it is sent; never returns."""
 
 
-def write_launch(stream: IO[bytes], launch: Launch) -> None:
+def write_launch(stream: IO[bytes], launch: ProcessLaunch) -> None:
     """The parent's side: tells a child what to be. The stream stays open for as long as the child shall live."""
     data = encode(launch)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read_launch(stream: IO[bytes]) -> Launch:
+def read_launch(stream: IO[bytes]) -> ProcessLaunch:
     """The child's side."""
     (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-    launch: Launch = decoder(Launch).decode(stream.read(length))
+    launch: ProcessLaunch = decoder(ProcessLaunch).decode(stream.read(length))
     return launch
 
 
@@ -66,12 +66,12 @@ def main(work: Work | None = None) -> int:
     os._exit(1)  # not by way of destructors: other threads still use sockets and the device
 
 
-def start_beating(launch: Launch) -> None:
+def start_beating(launch: ProcessLaunch) -> None:
     """Tell the engine from now on, in a thread, how often this process's main loop has turned."""
     threading.Thread(target=_send_beats, args=(launch,), name="heartbeat", daemon=True).start()
 
 
-def _send_beats(launch: Launch) -> None:
+def _send_beats(launch: ProcessLaunch) -> None:
     reports = Sender(zmq.Context(), launch.reports)
     pause = min(BEAT_EVERY, launch.config.step_timeout / BEATS)
     while True:
@@ -79,7 +79,7 @@ def _send_beats(launch: Launch) -> None:
         time.sleep(pause)
 
 
-def report_failure(launch: Launch, error: BaseException) -> None:
+def report_failure(launch: ProcessLaunch, error: BaseException) -> None:
     """Tells the engine why this process ends; from any thread."""
     if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
         log.error("%s failed", launch.role, exc_info=error)
@@ -90,7 +90,7 @@ def report_failure(launch: Launch, error: BaseException) -> None:
     context.term()
 
 
-def _run(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, work: Work | None) -> None:
+def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: Work | None) -> None:
     """Imports late: the manager process never loads torch, and the lifeline is watched during slow imports."""
     if launch.place is not None:
         steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)

@@ -8,13 +8,13 @@ import zmq
 
 from tok_core.errors import ModelError
 from tok_core.garbage_collection import settle
-from tok_core.grammar.checker import Task
+from tok_core.grammar.checker import GrammarTask
 from tok_core.grammar.processes import WorkerProcesses
 from tok_core.manager.loop import Manager
 from tok_core.messages import (
     EngineInfo,
     FromWorker,
-    Launch,
+    ProcessLaunch,
     Progress,
     StepInput,
     StepOutput,
@@ -31,7 +31,7 @@ class SocketPorts:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        launch: Launch,
+        launch: ProcessLaunch,
         requests: Receiver[list[ToManager]],
         outputs: Receiver[FromWorker],
     ) -> None:
@@ -87,7 +87,7 @@ def load_tokenizer(model: str) -> Tokenizer | None:
 
 def run_manager(
     context: zmq.Context[zmq.Socket[bytes]],
-    launch: Launch,
+    launch: ProcessLaunch,
     requests: Receiver[list[ToManager]],
     outputs: Receiver[FromWorker],
 ) -> None:
@@ -96,7 +96,7 @@ def run_manager(
     tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
-    workers = WorkerProcesses(Task(launch.config.model, info.vocab_size, info.eos_token_ids))
+    workers = WorkerProcesses(GrammarTask(launch.config.model, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
     settle()

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
 from tok_core.log_format import is_json
-from tok_core.messages import Failed, Launch, encode
+from tok_core.messages import Failed, ProcessLaunch, encode
 from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_core.processes.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
 from tok_core.processes.ray_member import RayManager, RayWorker, Whereabouts
@@ -122,11 +122,11 @@ class RayActors:
             if waiting and time.monotonic() > deadline:
                 raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
 
-    def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> Launch:
+    def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
         """What to tell one of them once all have told where they are."""
         workers, manager = [self.whereabouts[worker] for worker in self.nodes], self.whereabouts["manager"]
         visible = self.visible(role)
-        return Launch(
+        return ProcessLaunch(
             role=role,
             log_level=log.getEffectiveLevel(),
             json_log=is_json(),

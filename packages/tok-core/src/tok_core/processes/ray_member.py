@@ -19,7 +19,7 @@ from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.heartbeat import HEARTBEAT
 from tok_core.hub import resolve
 from tok_core.log_format import set_format
-from tok_core.messages import FromWorker, Launch, StepInput, ToManager, decoder
+from tok_core.messages import FromWorker, ProcessLaunch, StepInput, ToManager, decoder
 from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.parallel.rendezvous import Rendezvous
 from tok_core.processes.child import start_beating
@@ -53,7 +53,7 @@ class _Member(ABC):
 
     def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
         """Returns only to tell what went wrong, as `to_wire` does. `data`: a Launch; `visible`: GPUs, for CUDA."""
-        launch: Launch = decoder(Launch).decode(data)
+        launch: ProcessLaunch = decoder(ProcessLaunch).decode(data)
         set_format(launch.role, launch.log_level, json=launch.json_log)
         take_usual_priority()
         if visible:  # before CUDA is asked for the first time
@@ -70,7 +70,7 @@ class _Member(ABC):
         raise AssertionError("what serves never returns")
 
     @abstractmethod
-    def serve(self, launch: Launch) -> None:
+    def serve(self, launch: ProcessLaunch) -> None:
         """Never returns."""
 
     def _at_home(self, config: EngineConfig) -> EngineConfig:
@@ -98,7 +98,7 @@ class RayWorker(_Member):
         meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
         return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
 
-    def serve(self, launch: Launch) -> None:
+    def serve(self, launch: ProcessLaunch) -> None:
         from tok_core.processes.worker import run_worker
 
         if self._listener is not None:
@@ -123,7 +123,7 @@ class RayManager(_Member):
         """What the others are to know."""
         return Whereabouts(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
-    def serve(self, launch: Launch) -> None:
+    def serve(self, launch: ProcessLaunch) -> None:
         from tok_core.processes.manager import run_manager
 
         run_manager(self.context, launch, self._requests, self._outputs)

@@ -18,7 +18,7 @@ from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
 from tok_core.lifeline import keep_lifeline
 from tok_core.log_format import is_json
-from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Launch, Silence, ToEngine, ToManager
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, ProcessLaunch, Silence, ToEngine, ToManager
 from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_core.processes.child import FAULTY, write_launch
 from tok_core.processes.liveness import Liveness
@@ -193,8 +193,8 @@ class ProcessReplica:
         keep_lifeline(child.stdin)
         write_launch(child.stdin, self._launch(role, place))
 
-    def _launch(self, role: str, place: RankCoordinates | None) -> Launch:
-        return Launch(
+    def _launch(self, role: str, place: RankCoordinates | None) -> ProcessLaunch:
+        return ProcessLaunch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),
             json_log=is_json(),

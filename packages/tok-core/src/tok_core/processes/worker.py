@@ -12,7 +12,7 @@ import zmq
 
 from tok_core.garbage_collection import settle
 from tok_core.heartbeat import HEARTBEAT, TURN
-from tok_core.messages import Launch, StepInput
+from tok_core.messages import ProcessLaunch, StepInput
 from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.processes.child import report_failure
 from tok_core.processes.sockets import Receiver, Sender
@@ -21,7 +21,7 @@ from tok_core.worker.setup import set_up
 
 
 def run_worker(
-    context: zmq.Context[zmq.Socket[bytes]], launch: Launch, place: RankCoordinates, steps: Receiver[StepInput]
+    context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, place: RankCoordinates, steps: Receiver[StepInput]
 ) -> None:
     """Never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -46,7 +46,7 @@ def leave_one_core(cores: int, workers: int = 1) -> int:
     return max(1, (cores - 1) // workers)
 
 
-def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: Launch) -> None:
+def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: ProcessLaunch) -> None:
     """Errors of the device surface here, where its results are waited for: they end the process."""
     try:
         while True:

@@ -18,7 +18,7 @@ MOST_ELEMENTS = 1 << 18  # within elements, of what is written out
 PIECE = 64  # a text cut off another
 
 
-class Meter:
+class RenderMeter:
     """What one rendering has cost so far."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Meter:
                 raise SecurityError(f"the template takes more than {MOST_SECONDS:g} seconds")
 
 
-_METER: ContextVar[Meter | None] = ContextVar("meter", default=None)
+_METER: ContextVar[RenderMeter | None] = ContextVar("meter", default=None)
 
 
 @contextmanager
 def metered() -> Iterator[None]:
     """What is charged within this counts together."""
-    token = _METER.set(Meter())
+    token = _METER.set(RenderMeter())
     try:
         yield
     finally:

@@ -17,20 +17,20 @@ from tok_kernels.calibration import store
 from tok_kernels.calibration.candidates import Candidate
 from tok_kernels.calibration.choice import Choice, Measurement
 from tok_kernels.calibration.launches import Search, searches
-from tok_kernels.measure.steps import Problem, Step, new_problem
-from tok_kernels.measure.timing import Timer, Work, cuda_timer
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
+from tok_kernels.measure.timing import TimedWork, Timer, cuda_timer
 from tok_kernels.phases import PHASES, Phase, PhaseKernel
 from tok_kernels.shape import AttentionShape
 from tok_kernels.triton import config
 
 STEPS = (
-    Step(chunks=((214, 0),) * 20),
-    Step(chunks=((512, 0),) * 16),
-    Step(chunks=((512, 4096),) * 4),
-    Step(rows=64, own=2048),
-    Step(rows=1024, own=640),
-    Step(rows=2048, own=112, groups=8, prefix=704),
-    Step(rows=2048, own=112, groups=64, prefix=704),
+    AttentionStep(chunks=((214, 0),) * 20),
+    AttentionStep(chunks=((512, 0),) * 16),
+    AttentionStep(chunks=((512, 4096),) * 4),
+    AttentionStep(rows=64, own=2048),
+    AttentionStep(rows=1024, own=640),
+    AttentionStep(rows=2048, own=112, groups=8, prefix=704),
+    AttentionStep(rows=2048, own=112, groups=64, prefix=704),
 )
 """What each phase is measured on; every step counts alike, whatever its size."""
 
@@ -61,7 +61,7 @@ def calibrate(
     directory: Path | None = None,
     anew: bool = False,
     timer: Timer = cuda_timer,
-    steps: Sequence[Step] = STEPS,
+    steps: Sequence[AttentionStep] = STEPS,
     launches: Sequence[Search] | None = None,
 ) -> Choice:
     """Of `among` the first in each phase, or the fastest if that is faster by 5 %; from disk where it is known there,
@@ -95,7 +95,7 @@ def _measure(
     device: torch.device,
     among: Sequence[Candidate],
     timer: Timer,
-    steps: Sequence[Step],
+    steps: Sequence[AttentionStep],
     launches: Sequence[Search],
 ) -> Choice:
     new = partial(new_problem, shape=shape, device=device, pool_bytes=POOL_BYTES)
@@ -116,7 +116,7 @@ def _measure(
 
 
 def _measure_phase(
-    rivals: Sequence[Candidate], problems: Sequence[Problem], layers: int, timer: Timer
+    rivals: Sequence[Candidate], problems: Sequence[AttentionProblem], layers: int, timer: Timer
 ) -> tuple[list[Measurement], dict[str, str]]:
     """The measurements of all rivals that work, and why the others do not."""
     measured: list[Measurement] = []
@@ -135,7 +135,7 @@ def _measure_phase(
     return measured, left_out
 
 
-def _output(kernel: PhaseKernel, problem: Problem) -> Tensor:
+def _output(kernel: PhaseKernel, problem: AttentionProblem) -> Tensor:
     out = torch.zeros_like(problem.out)
     kernel(problem.q, problem.cache, problem.batch, problem.scale, out)
     return out
@@ -148,19 +148,21 @@ def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
             raise ArithmeticError(f"its results differ by {difference:.3g} from those of the first candidate")
 
 
-def _measurement(rival: Candidate, kernel: PhaseKernel, problem: Problem, layers: int, timer: Timer) -> Measurement:
+def _measurement(
+    rival: Candidate, kernel: PhaseKernel, problem: AttentionProblem, layers: int, timer: Timer
+) -> Measurement:
     timing = timer(work_of(kernel, problem, f"{rival.name}, {rival.phase} {problem.step.name}"))
     cost = timing.per_layer(layers, rival.hidden, UNCAPTURED_MS)
     return Measurement(rival.phase, rival.name, problem.step.name, timing, cost)
 
 
-def work_of(kernel: PhaseKernel, problem: Problem, name: str) -> Work:
+def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedWork:
     """The kernel on the problem: first with a batch that it has never seen, as in a step's first layer."""
 
     def on(batch: AttentionBatch) -> None:
         kernel(problem.q, problem.cache, batch, problem.scale, problem.out)
 
-    return Work(name, lambda: on(replace(problem.batch)), lambda: on(problem.batch))
+    return TimedWork(name, lambda: on(replace(problem.batch)), lambda: on(problem.batch))
 
 
 def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:

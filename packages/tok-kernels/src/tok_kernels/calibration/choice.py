@@ -8,7 +8,7 @@ from typing import cast
 
 from tok_kernels.measure.timing import Timing
 from tok_kernels.phases import PHASES, Phase
-from tok_kernels.triton.config import Kernel, Launch
+from tok_kernels.triton.config import AttentionLaunch, Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Choice:
     fastest: Mapping[Phase, str]
     measured: tuple[Measurement, ...]
     left_out: Mapping[str, str]
-    launches: Mapping[Kernel, Launch]
+    launches: Mapping[Kernel, AttentionLaunch]
 
     def as_json(self) -> dict[str, object]:
         """The choice as plain values, for `from_json`."""
@@ -67,12 +67,12 @@ def _measurement(values: Mapping[str, object]) -> Measurement:
     )
 
 
-def _launch(values: list[object]) -> tuple[Kernel, Launch]:
+def _launch(values: list[object]) -> tuple[Kernel, AttentionLaunch]:
     name, head, size, launch = values
     if name not in ("decode", "tile"):
         raise ValueError(f"a kernel is {name!r}; allowed: decode, tile")
     numbers = {key: _count(value) for key, value in _mapping(launch).items() if value is not None}
-    return Kernel(name, _count(head), _count(size)), Launch(**numbers)
+    return Kernel(name, _count(head), _count(size)), AttentionLaunch(**numbers)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

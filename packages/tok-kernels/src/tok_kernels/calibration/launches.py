@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from tok_kernels.composed import triton_chunks, triton_rows
-from tok_kernels.measure.steps import Problem, Step
-from tok_kernels.measure.timing import Timer, Work
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep
+from tok_kernels.measure.timing import TimedWork, Timer
 from tok_kernels.phases import PhaseKernel
 from tok_kernels.shape import AttentionShape
 from tok_kernels.triton import config
-from tok_kernels.triton.config import Kernel, Launch
+from tok_kernels.triton.config import AttentionLaunch, Kernel
 
-_ROWS = (Step(rows=1024, own=640), Step(rows=64, own=2048))
-_TILES = (Step(chunks=((512, 0),) * 16), Step(rows=2048, own=16, groups=16, prefix=704))
+_ROWS = (AttentionStep(rows=1024, own=640), AttentionStep(rows=64, own=2048))
+_TILES = (AttentionStep(chunks=((512, 0),) * 16), AttentionStep(rows=2048, own=16, groups=16, prefix=704))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Search:
     """Which launches of `kernel` are tried, and on which steps."""
 
     kernel: Kernel
-    launches: Sequence[Launch]
-    steps: Sequence[Step]
+    launches: Sequence[AttentionLaunch]
+    steps: Sequence[AttentionStep]
 
-    def best(self, new_problem: Callable[[Step], Problem], timer: Timer) -> Launch:
+    def best(self, new_problem: Callable[[AttentionStep], AttentionProblem], timer: Timer) -> AttentionLaunch:
         """The launch of least geometric mean over the steps; those that the device cannot take are passed over."""
         problems = [new_problem(step) for step in self.steps]
         costs = {}
@@ -45,13 +45,13 @@ class Search:
             raise ValueError(f"no launch of Triton's {self.kernel.name} kernel works on this device")
         return min(costs, key=lambda launch: costs[launch])
 
-    def _ms(self, problem: Problem, timer: Timer) -> float:
+    def _ms(self, problem: AttentionProblem, timer: Timer) -> float:
         kernel: PhaseKernel = triton_chunks if problem.step.phase == "prefill" else triton_rows
 
         def run() -> None:
             kernel(problem.q, problem.cache, problem.batch, problem.scale, problem.out)
 
-        return timer(Work(f"launch of {self.kernel.name}, {problem.step.name}", run, run)).device_ms
+        return timer(TimedWork(f"launch of {self.kernel.name}, {problem.step.name}", run, run)).device_ms
 
 
 def searches(shape: AttentionShape, device: torch.device) -> list[Search]:

@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tok_kernels.flashinfer.cascade import Cascade
-from tok_kernels.flashinfer.decode import Decode
-from tok_kernels.flashinfer.prefill import Prefill, RowKernels
+from tok_kernels.flashinfer.cascade import FlashInferCascade
+from tok_kernels.flashinfer.decode import FlashInferDecode
+from tok_kernels.flashinfer.prefill import FlashInferPrefill, RowKernels
 from tok_kernels.flashinfer.wrappers import new_workspace
 from tok_kernels.phases import PhaseKernel
 from tok_kernels.shape import AttentionShape
@@ -27,10 +27,10 @@ class Adapters:
         return new_workspace(self._shape, self._device)
 
     def prefill(self, kernels: RowKernels) -> PhaseKernel:
-        return Prefill(self._shape, self._device, self._workspace, kernels)
+        return FlashInferPrefill(self._shape, self._device, self._workspace, kernels)
 
     def decode(self, *, tensor_cores: bool) -> PhaseKernel:
-        return Decode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
+        return FlashInferDecode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
 
     def cascade(self, kernels: RowKernels, *, tensor_cores: bool) -> PhaseKernel:
-        return Cascade(self._shape, self._device, self._workspace, kernels, tensor_cores=tensor_cores)
+        return FlashInferCascade(self._shape, self._device, self._workspace, kernels, tensor_cores=tensor_cores)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCache
-from tok_kernels.flashinfer.decode import Decode
+from tok_kernels.flashinfer.decode import FlashInferDecode
 from tok_kernels.flashinfer.groups import level_items
 from tok_kernels.flashinfer.pages import on_device, on_host, page_lists
 from tok_kernels.flashinfer.prefill import RowKernels, row_wrappers
@@ -32,7 +32,7 @@ class _Level:
     covered: Tensor | None
 
 
-class Cascade:
+class FlashInferCascade:
     """The phase "cascade" (`tok_kernels.phases.PhaseKernel`); needs `batch.host`. `kernels` read the prefixes."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Cascade:
         tensor_cores: bool,
     ) -> None:
         self._shape = shape
-        self._own = Decode(shape, device, workspace, tensor_cores=tensor_cores)
+        self._own = FlashInferDecode(shape, device, workspace, tensor_cores=tensor_cores)
         self._new_wrappers: Callable[[], InTurn] = partial(row_wrappers, workspace, kernels)
         self._wrappers = [self._new_wrappers()]
         self._planned_for: PlannedFor | None = None

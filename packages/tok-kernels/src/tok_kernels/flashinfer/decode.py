@@ -14,7 +14,7 @@ from tok_kernels.flashinfer.wrappers import InTurn, PlannedFor, is_of, one_page,
 from tok_kernels.shape import AttentionShape
 
 
-class Decode:
+class FlashInferDecode:
     """The phase "decode" (`tok_kernels.phases.PhaseKernel`); needs `batch.host`.
 
     `tensor_cores` pay where several query heads share a key/value head; a group of 1, 2, 3, 4 or 8 does without.

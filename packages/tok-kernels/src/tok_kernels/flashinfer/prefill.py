@@ -23,7 +23,7 @@ def row_wrappers(workspace: Tensor, kernels: RowKernels) -> InTurn:
     return InTurn(lambda: make(workspace, "NHD", backend=kernels))
 
 
-class Prefill:
+class FlashInferPrefill:
     """The phase "prefill" (`tok_kernels.phases.PhaseKernel`); needs `batch.host`.
 
     Raises whatever FlashInfer does where its kernels cannot be built.

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from tok_kernels.measure.kernels import KernelTime, measure_kernels
 from tok_kernels.measure.model import ModelShape
-from tok_kernels.measure.timing import Timer, Timing, Work, cuda_timer
+from tok_kernels.measure.timing import TimedWork, Timer, Timing, cuda_timer
 
-__all__ = ["KernelTime", "ModelShape", "Timer", "Timing", "Work", "cuda_timer", "measure_kernels"]
+__all__ = ["KernelTime", "ModelShape", "TimedWork", "Timer", "Timing", "cuda_timer", "measure_kernels"]

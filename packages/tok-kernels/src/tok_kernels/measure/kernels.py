@@ -14,7 +14,7 @@ from tok_kernels.measure.case import Case
 from tok_kernels.measure.machine import Machine, measure_machine
 from tok_kernels.measure.model import ModelShape
 from tok_kernels.measure.products import forward_products
-from tok_kernels.measure.steps import Problem, Step, new_problem
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import device_ms
 from tok_kernels.rope_table import rope_table
 from tok_kernels.shape import AttentionShape
@@ -23,9 +23,12 @@ POOL_BYTES = 4 << 30
 TOKENS = 8192
 
 ATTENTION = (
-    *(Step(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
-    *(Step(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),
-    *(Step(chunks=((new, cached),) * count) for count, new, cached in ((16, 512, 0), (1, 8192, 0), (4, 512, 4096))),
+    *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
+    *(AttentionStep(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),
+    *(
+        AttentionStep(chunks=((new, cached),) * count)
+        for count, new, cached in ((16, 512, 0), (1, 8192, 0), (4, 512, 4096))
+    ),
 )
 
 
@@ -70,7 +73,7 @@ def cases(
     model: ModelShape,
     device: torch.device,
     tokens: int = TOKENS,
-    attention: tuple[Step, ...] = ATTENTION,
+    attention: tuple[AttentionStep, ...] = ATTENTION,
 ) -> Iterator[Case]:
     """One case after the other, each of whose tensors may be freed once the next is asked for."""
     for step in attention:
@@ -90,7 +93,7 @@ def cases(
         yield forward_products(model, device, rows)
 
 
-def _attention(backend: Backend, shape: AttentionShape, step: Step, device: torch.device) -> Case:
+def _attention(backend: Backend, shape: AttentionShape, step: AttentionStep, device: torch.device) -> Case:
     problem = new_problem(step, shape, device, POOL_BYTES)
     moved, operations = attention_floor(problem, shape)
 
@@ -100,7 +103,7 @@ def _attention(backend: Backend, shape: AttentionShape, step: Step, device: torc
     return Case(f"attention: {step.phase}", step.name, run, moved, operations)
 
 
-def attention_floor(problem: Problem, shape: AttentionShape) -> tuple[int, int]:
+def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[int, int]:
     """Bytes: queries, outputs, and each key and value once, those of a group for all its rows. Operations: two
     products for each pair of query and key, causal."""
     step = problem.step

@@ -14,7 +14,7 @@ from tok_kernels.shape import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttentionStep:
     """Decode rows in equal groups that share `prefix` positions and read `own` alone, then prefill chunks of
     (new, cached) tokens."""
 
@@ -46,10 +46,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AttentionProblem:
     """A step with its tensors."""
 
-    step: Step
+    step: AttentionStep
     q: Tensor
     cache: LayerCache
     batch: AttentionBatch
@@ -57,7 +57,7 @@ class Problem:
     out: Tensor = field(repr=False)
 
 
-def new_problem(step: Step, shape: AttentionShape, device: torch.device, pool_bytes: int) -> Problem:
+def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device, pool_bytes: int) -> AttentionProblem:
     """The step on keys, values and queries that are random and always the same.
 
     Pages are drawn from a pool of at most `pool_bytes`, so that sequences may share some: far more than the device's
@@ -94,10 +94,10 @@ def new_problem(step: Step, shape: AttentionShape, device: torch.device, pool_by
         host=host,
     )
     q = torch.randn((tokens, shape.heads, shape.head_dim), generator=source, dtype=shape.dtype, device=device)
-    return Problem(step, q, cache, batch, shape.scale, torch.zeros_like(q))
+    return AttentionProblem(step, q, cache, batch, shape.scale, torch.zeros_like(q))
 
 
-def _host_lengths(step: Step, page_size: int) -> HostLengths:
+def _host_lengths(step: AttentionStep, page_size: int) -> HostLengths:
     # A group's prefix is whole pages; what is left over is each row's own.
     prefix = _shared_pages(step, page_size) * page_size
     rows, chunks = np.ones(step.rows, np.int32), np.array(step.chunks, np.int32).reshape(-1, 2)
@@ -111,11 +111,13 @@ def _host_lengths(step: Step, page_size: int) -> HostLengths:
     return HostLengths(q_len, kv_len, kv_start, (HostLevel(first, none + each, none, none + prefix),))
 
 
-def _shared_pages(step: Step, page_size: int) -> int:
+def _shared_pages(step: AttentionStep, page_size: int) -> int:
     return step.prefix // page_size if step.groups else 0
 
 
-def _pool(step: Step, shape: AttentionShape, pool_bytes: int, source: torch.Generator) -> tuple[LayerCache, Tensor]:
+def _pool(
+    step: AttentionStep, shape: AttentionShape, pool_bytes: int, source: torch.Generator
+) -> tuple[LayerCache, Tensor]:
     """A cache, and a page table in which the rows of a group begin with the same pages."""
     device = source.device
     sequences, shared = step.rows + len(step.chunks), _shared_pages(step, shape.page_size)

@@ -14,7 +14,7 @@ _LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TimedWork:
     """What is timed: `first` plans and launches, as in the first layer of a step; `again` launches, as in the next."""
 
     name: str
@@ -39,10 +39,10 @@ class Timing:
         return self.device_ms if hidden else max(self.device_ms, self.host_ms + self.plan_ms / layers + others_ms)
 
 
-Timer = Callable[[Work], Timing]
+Timer = Callable[[TimedWork], Timing]
 
 
-def cuda_timer(work: Work) -> Timing:
+def cuda_timer(work: TimedWork) -> Timing:
     """Medians, on the current CUDA device, of work that is warm and whose inputs mostly are not in its caches."""
     for run in (work.first, work.again, work.again):
         run()

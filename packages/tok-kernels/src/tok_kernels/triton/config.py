@@ -21,7 +21,7 @@ EIGHT_BIT_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class AttentionLaunch:
     """`rows` query rows (token × head of a group) and `keys` keys a block; Triton's warps and pipeline stages;
     `programs` a multiprocessor keep it busy; `registers` a thread are the compiler's limit."""
 
@@ -44,19 +44,19 @@ class Kernel(NamedTuple):
 MEASURED_ON = "H200"
 
 # (largest padded head size, launch), smallest first.
-_DECODE_16_BIT = ((128, Launch(16, 32, 1, 2, 16)), (256, Launch(16, 32, 2, 2, 4)))
-_DECODE_32_BIT = ((64, Launch(16, 32, 2, 2, 8)), (256, Launch(16, 16, 4, 2, 4)))
+_DECODE_16_BIT = ((128, AttentionLaunch(16, 32, 1, 2, 16)), (256, AttentionLaunch(16, 32, 2, 2, 4)))
+_DECODE_32_BIT = ((64, AttentionLaunch(16, 32, 2, 2, 8)), (256, AttentionLaunch(16, 16, 4, 2, 4)))
 _TILE_16_BIT = (
-    (64, Launch(64, 64, 4, 2, 4, registers=128)),
-    (128, Launch(64, 64, 4, 2, 3, registers=168)),
-    (256, Launch(128, 64, 8, 2, 1)),
+    (64, AttentionLaunch(64, 64, 4, 2, 4, registers=128)),
+    (128, AttentionLaunch(64, 64, 4, 2, 3, registers=168)),
+    (256, AttentionLaunch(128, 64, 8, 2, 1)),
 )
-_TILE_32_BIT = ((64, Launch(32, 32, 4, 2, 2)), (256, Launch(16, 32, 4, 1, 2)))
+_TILE_32_BIT = ((64, AttentionLaunch(32, 32, 4, 2, 2)), (256, AttentionLaunch(16, 32, 4, 1, 2)))
 
-_found: dict[Kernel, Launch] = {}
+_found: dict[Kernel, AttentionLaunch] = {}
 
 
-def use(launches: Mapping[Kernel, Launch]) -> None:
+def use(launches: Mapping[Kernel, AttentionLaunch]) -> None:
     """From now on these kernels are launched so, in this process, whatever the table says."""
     _found.update(launches)
 
@@ -66,7 +66,7 @@ def forget(kernel: Kernel) -> None:
     _found.pop(kernel, None)
 
 
-def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Launch:
+def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionLaunch:
     """For one program a sequence and key/value head; `rows` holds the whole group of query heads."""
     launch = _launch(Kernel("decode", padded_head, dtype.itemsize))
     if cache_dtype.itemsize == 1 and launch.warps == 1:
@@ -75,12 +75,12 @@ def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype:
     return replace(launch, rows=max(launch.rows, power_of_two(group)))
 
 
-def tile_launch(padded_head: int, dtype: torch.dtype) -> Launch:
+def tile_launch(padded_head: int, dtype: torch.dtype) -> AttentionLaunch:
     """For one program a tile of query rows and key/value head."""
     return _launch(Kernel("tile", padded_head, dtype.itemsize))
 
 
-def alternatives(kernel: Kernel) -> list[Launch]:
+def alternatives(kernel: Kernel) -> list[AttentionLaunch]:
     """The table's launch first, then others that may be faster on another device; few, as each is compiled."""
     first = _of_table(kernel)
     if kernel.name == "decode":
@@ -101,7 +101,7 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def splits(programs: int, launch: Launch, most_keys: int, least_keys: int, device: torch.device) -> int:
+def splits(programs: int, launch: AttentionLaunch, most_keys: int, least_keys: int, device: torch.device) -> int:
     """How many programs share one range of keys, at most `most_keys`, so that the GPU is busy where there are
     `programs` without a split; each gets at least `least_keys`."""
     wanted = launch.programs * multiprocessors(device)
@@ -129,11 +129,11 @@ def early(device: torch.device) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
 
 
-def _launch(kernel: Kernel) -> Launch:
+def _launch(kernel: Kernel) -> AttentionLaunch:
     return _found.get(kernel) or _of_table(kernel)
 
 
-def _of_table(kernel: Kernel) -> Launch:
+def _of_table(kernel: Kernel) -> AttentionLaunch:
     tables = {
         ("decode", False): _DECODE_16_BIT,
         ("decode", True): _DECODE_32_BIT,
@@ -143,5 +143,5 @@ def _of_table(kernel: Kernel) -> Launch:
     return _find(tables[kernel.name, kernel.itemsize > 2], kernel.padded_head)
 
 
-def _find(table: tuple[tuple[int, Launch], ...], padded_head: int) -> Launch:
+def _find(table: tuple[tuple[int, AttentionLaunch], ...], padded_head: int) -> AttentionLaunch:
     return next(launch for largest, launch in table if padded_head <= largest)

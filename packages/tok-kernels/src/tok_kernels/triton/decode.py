@@ -179,5 +179,5 @@ def _programs(operands: Operands) -> int:
     return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
 
 
-def _launch(operands: Operands) -> config.Launch:
+def _launch(operands: Operands) -> config.AttentionLaunch:
     return config.decode_launch(operands.padded_head, operands.group, operands.q.dtype, operands.cache.k.dtype)

@@ -45,7 +45,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class RandomKeys:
     """Temperature float32 and randomness int64 of each row, `[R]`, as in `tok_kernels.SamplingBatch`."""
 
     temperature: Tensor
@@ -54,14 +54,16 @@ class Keys:
     position: Tensor
 
     @staticmethod
-    def of(batch: SamplingBatch) -> Keys:
-        return Keys(*(x.contiguous() for x in (batch.temperature, batch.seed, batch.sample, batch.position)))
+    def of(batch: SamplingBatch) -> RandomKeys:
+        return RandomKeys(*(x.contiguous() for x in (batch.temperature, batch.seed, batch.sample, batch.position)))
 
-    def rows(self, index: Tensor) -> Keys:
-        return Keys(*(x.index_select(0, index) for x in (self.temperature, self.seed, self.sample, self.position)))
+    def rows(self, index: Tensor) -> RandomKeys:
+        return RandomKeys(
+            *(x.index_select(0, index) for x in (self.temperature, self.seed, self.sample, self.position))
+        )
 
 
-def draw(logits_RV: Tensor, keys: Keys, *, greedy: bool = False) -> Draw:
+def draw(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) -> Draw:
     """Inverts the cumulative distribution of each row at its uniform number, as the reference does.
 
     `logits_RV` float32, bfloat16 or float16 with a dense last axis. Rows of temperature 0, and all with
@@ -85,7 +87,7 @@ def draw(logits_RV: Tensor, keys: Keys, *, greedy: bool = False) -> Draw:
     return Draw(token, logprob, log_sum, sums)
 
 
-def sum_blocks(logits_RV: Tensor, keys: Keys, *, greedy: bool) -> Tensor:
+def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
     """What `_sum_blocks` finds of every block: float32 `[3, R, blocks]`, the last of them undefined if `greedy`."""
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tok_kernels.exchange import Lane
-from tok_kernels.triton.draw import BLOCK, Keys
+from tok_kernels.triton.draw import BLOCK, RandomKeys
 from tok_kernels.triton.shard_steps import entry_of, own_sums, owner_of
 from tok_kernels.triton.words import end_turn, place, put, sendable, take
 
@@ -19,7 +19,7 @@ _THREADS = 32  # one warp, one thread a rank
 
 
 def draw_exchange(
-    logits_RV: Tensor, sums: Tensor, keys: Keys, first: int, lane: Lane, *, greedy: bool
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: Lane, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """Each row's token, int64, and its log-probability, float32, `[R]`, R at most the lane's programs.
 

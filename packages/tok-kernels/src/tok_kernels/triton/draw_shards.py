@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tok_kernels.batch import Shards
-from tok_kernels.triton.draw import BLOCK, PICK_WARPS, Keys, sum_blocks
+from tok_kernels.triton.draw import BLOCK, PICK_WARPS, RandomKeys, sum_blocks
 from tok_kernels.triton.draw_exchange import draw_exchange
 from tok_kernels.triton.shard_steps import entry_of, own_sums, owner_of
 
@@ -20,7 +20,7 @@ from tok_kernels.triton.shard_steps import entry_of, own_sums, owner_of
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "told", "found"]
 
 
-def draw_shards(logits_RV: Tensor, keys: Keys, shards: Shards, *, greedy: bool = False) -> tuple[Tensor, Tensor]:
+def draw_shards(logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False) -> tuple[Tensor, Tensor]:
     """Each row's token, int64, and its log-probability, float32, `[R]`: the same on every rank.
 
     `logits_RV` is this rank's part, of a dtype and layout as for `draw`.
@@ -33,7 +33,7 @@ def draw_shards(logits_RV: Tensor, keys: Keys, shards: Shards, *, greedy: bool =
 
 
 def _draw_gathered(
-    logits_RV: Tensor, sums: Tensor, keys: Keys, shards: Shards, *, greedy: bool
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tok_kernels.batch import Filters, LogitBias, SamplingBatch
 from tok_kernels.reference.edits import apply_bias
-from tok_kernels.triton.draw import Keys, draw
+from tok_kernels.triton.draw import RandomKeys, draw
 from tok_kernels.triton.filters import redraw_filtered
 from tok_kernels.triton.penalties import penalise
 
 _ENTRIES = 1 << 27  # edited at a time, which bounds the memory
 
 
-def redraw(token_R: Tensor, logits_RV: Tensor, keys: Keys, batch: SamplingBatch) -> Tensor:
+def redraw(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch: SamplingBatch) -> Tensor:
     """The tokens, with those of the rows that ask for penalties or bias drawn anew from their edited logits.
 
     A row in which these leave no token possible takes its largest raw logit.

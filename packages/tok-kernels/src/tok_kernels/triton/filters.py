@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from tok_kernels.batch import Filters
-from tok_kernels.triton.draw import BLOCK, Draw, Keys
+from tok_kernels.triton.draw import BLOCK, Draw, RandomKeys
 from tok_kernels.triton.judge import judge
 from tok_kernels.triton.narrow import narrow
 from tok_kernels.triton.ordered import shift_of
@@ -19,7 +19,7 @@ NARROW_GROUP, NARROW_WARPS = 1, 4
 FEW = 2048  # entries of a row that are put aside rather than looked for in it again and again
 
 
-def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: Keys, filters: Filters) -> Tensor:
+def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: RandomKeys, filters: Filters) -> Tensor:
     """The tokens of `draw(logits_RV, keys)`, those that the filters of their rows remove drawn anew: int64 `[R]`.
 
     What is kept, and which token comes instead, is defined by `tok_kernels.reference.filters`.
@@ -44,7 +44,7 @@ def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: Keys, filters: Filters
     return token
 
 
-def verdicts_of(logits_RV: Tensor, drawn: Draw, keys: Keys, filters: Filters) -> tuple[Tensor, Tensor]:
+def verdicts_of(logits_RV: Tensor, drawn: Draw, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
     """What `judge` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
     count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
     verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tok_kernels.triton.activation import silu_and_mul
 from tok_kernels.triton.config import early
-from tok_kernels.triton.linear_config import Launch, linear_launch, streams
+from tok_kernels.triton.linear_config import LinearLaunch, linear_launch, streams
 from tok_kernels.triton.linear_stream import stream
 from tok_kernels.triton.norm import rms_norm
 
@@ -65,7 +65,7 @@ def gated_linear(
 
 
 def launch_stream(
-    launch: Launch,
+    launch: LinearLaunch,
     x_TK: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -13,7 +13,7 @@ _VECTOR, _LEAST = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LinearLaunch:
     """`rows` outputs a program, `block` inputs at a time; Triton's warps."""
 
     rows: int
@@ -24,14 +24,14 @@ class Launch:
 # (most outputs, most inputs, launch), the first that fits. A gated product reads two rows of weights an output.
 _ANY = 2**31
 _PLAIN = (
-    (_ANY, 4096, Launch(4, 1024, 4)),
-    (2560, _ANY, Launch(4, 2048, 8)),
-    (_ANY, _ANY, Launch(8, 2048, 8)),
+    (_ANY, 4096, LinearLaunch(4, 1024, 4)),
+    (2560, _ANY, LinearLaunch(4, 2048, 8)),
+    (_ANY, _ANY, LinearLaunch(8, 2048, 8)),
 )
-_GATED = ((_ANY, 2048, Launch(2, 1024, 4)), (_ANY, _ANY, Launch(2, 2048, 8)))
+_GATED = ((_ANY, 2048, LinearLaunch(2, 1024, 4)), (_ANY, _ANY, LinearLaunch(2, 2048, 8)))
 
 
-def linear_launch(outputs: int, inputs: int, *, gated: bool) -> Launch:
+def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
     """For a product of `inputs` by `outputs`; a block is no wider than the inputs need."""
     table = _GATED if gated else _PLAIN
     launch = next(launch for most, widest, launch in table if outputs <= most and inputs <= widest)

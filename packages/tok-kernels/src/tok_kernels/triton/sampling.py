@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
-from tok_kernels.triton.draw import Keys, draw
+from tok_kernels.triton.draw import RandomKeys, draw
 from tok_kernels.triton.draw_shards import draw_shards
 from tok_kernels.triton.edited import redraw
 from tok_kernels.triton.filters import redraw_filtered
@@ -23,11 +23,11 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     if batch.shards is not None:
-        drawn_shards = draw_shards(logits, Keys.of(batch), batch.shards, greedy=batch.all_greedy)
+        drawn_shards = draw_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
         return Sampled(*drawn_shards, *empty_top(rows, logits.device))
     if batch.masks is not None:
         forbid(logits, batch.masks)
-    keys = Keys.of(batch)
+    keys = RandomKeys.of(batch)
     drawn = draw(logits, keys, greedy=batch.all_greedy)
     token, logprob = drawn.token, drawn.logprob
     if batch.filters is not None and not batch.all_greedy:

@@ -343,5 +343,5 @@ def _cdiv(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def _launch(operands: Operands) -> config.Launch:
+def _launch(operands: Operands) -> config.AttentionLaunch:
     return config.tile_launch(operands.padded_head, operands.q.dtype)

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_server.batch.answers import Answer
+from tok_server.batch.answers import LineAnswer
 from tok_server.batch.database import StoreError
 from tok_server.batch.lines import parse_line, read_lines
-from tok_server.batch.run import GROUP, Source
+from tok_server.batch.run import GROUP, LineSource
 from tok_server.batch.written import answer_of
 
 
@@ -25,9 +25,9 @@ class _Line(msgspec.Struct):
     response: _Response | None = None
 
 
-def kept_of(output: Path, source: Source) -> Iterator[list[Answer]]:
+def kept_of(output: Path, source: LineSource) -> Iterator[list[LineAnswer]]:
     """The answers of lines that did not fail, some at a time. Errors: StoreError for the output of another input."""
-    group: list[Answer] = []
+    group: list[LineAnswer] = []
     lines = 0
     with output.open("rb") as answers:
         for line, text in zip(read_lines(source.path), answers, strict=False):

@@ -35,7 +35,7 @@ class OtherAnswers(DamagedError):
     """A file with answers to another input."""
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """A line's answer. `text` is its whole line of the output file, without the line's end."""
 
     line: int
@@ -57,7 +57,7 @@ class Totals(NamedTuple):
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def plus(self, answers: Iterable[Answer]) -> Totals:
+    def plus(self, answers: Iterable[LineAnswer]) -> Totals:
         """With these, too."""
         sums = list(self)
         for one in answers:
@@ -91,7 +91,7 @@ class Answers:
             elif found[0] != source:
                 raise OtherAnswers(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
 
-    def add(self, answers: Iterable[Answer]) -> list[Answer]:
+    def add(self, answers: Iterable[LineAnswer]) -> list[LineAnswer]:
         """Keeps them, in one transaction. Returns the new ones: a line that has an answer keeps the one it has."""
         answers = list(answers)
         size = sum(len(one.text) for one in answers)
@@ -114,11 +114,11 @@ class Answers:
             marks[line] = 1
         return marks
 
-    def in_order(self) -> Iterator[Answer]:
+    def in_order(self) -> Iterator[LineAnswer]:
         """All of them in the order of lines, a few in memory at a time."""
         rows = self._connection.execute("SELECT * FROM answers ORDER BY line")
         for row in rows:
-            yield Answer(row[0], bool(row[1]), *row[2:])
+            yield LineAnswer(row[0], bool(row[1]), *row[2:])
 
     def close(self) -> None:
         """Closes the file."""

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tok_core import AsyncEngine
 from tok_server.batch.metrics import BatchCollector
-from tok_server.batch.service import BatchService, Limits
+from tok_server.batch.service import BatchLimits, BatchService
 from tok_server.context import CONTEXT, Context
 from tok_server.endpoints import Served
 from tok_server.errors import not_served
@@ -38,7 +38,7 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     service = app[BATCHES] = BatchService(
         Path(settings.data_dir).expanduser(),
         served,
-        Limits(file=settings.max_file, line=settings.max_body, quota=settings.data_quota),
+        BatchLimits(file=settings.max_file, line=settings.max_body, quota=settings.data_quota),
         ready=lambda: context.ready,
         paused=lambda: context.draining,
     )

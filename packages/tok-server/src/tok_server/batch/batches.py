@@ -14,7 +14,7 @@ from tok_server.batch.app import batches_of
 from tok_server.batch.query import read_query
 from tok_server.batch.service import BatchService, TooMany
 from tok_server.batch.states import BEFORE_THE_END
-from tok_server.batch.store import ENDED, Job, Missing
+from tok_server.batch.store import ENDED, Missing, StoredJob
 from tok_server.batch.upload import disk_full, seconds_of
 from tok_server.body import members, read_body
 from tok_server.counts import COUNTS
@@ -106,7 +106,7 @@ def _read(body: bytes) -> BatchRequest:
         raise invalid(error.path, str(error)) from error
 
 
-def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> Job:
+def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> StoredJob:
     """A new batch. Errors: ApiError 400."""
     if asked.endpoint not in ENDPOINTS:
         allowed = ", ".join(map(repr, ENDPOINTS))
@@ -127,7 +127,7 @@ def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> 
         usage=UNSET,
         metadata=metadata,
     )
-    return Job(
+    return StoredJob(
         batch=batch,
         keep_seconds=None if keep is None else seconds_of(keep, "output_expires_after"),
         deadline=service.clock.now() + window,

@@ -11,14 +11,14 @@ from tok_server.batch import states
 from tok_server.batch.answers import Answers, Totals
 from tok_server.batch.outcome import each_line
 from tok_server.batch.place import Place
-from tok_server.batch.run import Source
-from tok_server.batch.store import Job
+from tok_server.batch.run import LineSource
+from tok_server.batch.store import StoredJob
 from tok_server.ids import new_id
 
 OUTPUT = "batch_output"
 
 
-class Finished(NamedTuple):
+class FinishedBatch(NamedTuple):
     """The files, None where one would be empty, and what they hold."""
 
     output: FileObject | None
@@ -31,24 +31,26 @@ class Finished(NamedTuple):
         return [file for file in (self.output, self.errors) if file is not None]
 
 
-def finish(job: Job, place: Place, source: Source, now: int, stopped: Callable[[], bool]) -> Finished:
+def finish(job: StoredJob, place: Place, source: LineSource, now: int, stopped: Callable[[], bool]) -> FinishedBatch:
     """Write both files; they are to be published. Whoever does it again gets others.
 
     Errors: Stopped, InputChanged, OSError, sqlite3.Error, StoreError.
     """
     if not job.lines:
-        return Finished(None, None, Totals())
+        return FinishedBatch(None, None, Totals())
     output, errors = new_id("file"), new_id("file")
     try:
         totals = _write(job, place, source, output, errors, stopped)
-        return Finished(_kept(job, place, output, "output", now), _kept(job, place, errors, "error", now), totals)
+        return FinishedBatch(_kept(job, place, output, "output", now), _kept(job, place, errors, "error", now), totals)
     except BaseException:
         place.blobs.discard(output)
         place.blobs.discard(errors)
         raise
 
 
-def _write(job: Job, place: Place, source: Source, output: str, errors: str, stopped: Callable[[], bool]) -> Totals:
+def _write(
+    job: StoredJob, place: Place, source: LineSource, output: str, errors: str, stopped: Callable[[], bool]
+) -> Totals:
     with ExitStack() as opened:
         answers = opened.enter_context(Answers(place.answers(job.batch.id), job.batch.id))
         streams: list[IO[bytes]] = [opened.enter_context(place.blobs.writing(one)) for one in (output, errors)]
@@ -61,7 +63,7 @@ def _write(job: Job, place: Place, source: Source, output: str, errors: str, sto
     return totals._replace(failed=totals.failed + left)
 
 
-def _kept(job: Job, place: Place, id: str, what: str, now: int) -> FileObject | None:
+def _kept(job: StoredJob, place: Place, id: str, what: str, now: int) -> FileObject | None:
     size = place.blobs.unpublished(id).stat().st_size
     if not size:
         place.blobs.discard(id)

@@ -15,18 +15,18 @@ from tok_server.batch import states
 from tok_server.batch.answers import Answers
 from tok_server.batch.clock import Clock
 from tok_server.batch.database import check_database, is_damage, remove_database
-from tok_server.batch.finish import Finished, finish
+from tok_server.batch.finish import FinishedBatch, finish
 from tok_server.batch.lines import InputChanged, Stopped
 from tok_server.batch.place import Place
 from tok_server.batch.quota import Quota
-from tok_server.batch.run import Means, Run, Source
-from tok_server.batch.store import Job, Store
+from tok_server.batch.run import LineSource, Means, Run
+from tok_server.batch.store import Store, StoredJob
 from tok_server.batch.validation import check_digest, validate
 
 T = TypeVar("T")
 
 
-class Life:
+class BatchRun:
     """One batch that has not ended.
 
     turns  how many batches compute at once
@@ -35,7 +35,7 @@ class Life:
 
     def __init__(
         self,
-        job: Job,
+        job: StoredJob,
         store: Store,
         place: Place,
         means: Means,
@@ -205,13 +205,13 @@ class Life:
         write = partial(finish, self._job, self._place, self._source, self._wall(), self._stopped.is_set)
         await self._end(await self._in(self._means.clerk, write))
 
-    async def _end(self, found: Finished) -> None:
+    async def _end(self, found: FinishedBatch) -> None:
         ids = [None if file is None else file.id for file in (found.output, found.errors)]
         change = partial(states.finished, totals=found.totals, output=ids[0], errors=ids[1], now=self._wall())
         keep, id = self._job.keep_seconds, self._job.batch.id
         deadline = None if keep is None else self._clock.now() + keep
 
-        def end() -> Job:
+        def end() -> StoredJob:
             try:
                 job = self._store.change(id, change, found.files, deadline)
             except BaseException:
@@ -226,14 +226,14 @@ class Life:
         self._job = await self._in(self._means.store, end)
 
     @property
-    def _source(self) -> Source:
-        return Source(self._place.blobs.path(self._job.batch.input_file_id), self._job.lines)
+    def _source(self) -> LineSource:
+        return LineSource(self._place.blobs.path(self._job.batch.input_file_id), self._job.lines)
 
     def _open_answers(self) -> Answers:
         id = self._job.batch.id
         return Answers(self._place.answers(id), id, partial(self._quota.add, id))
 
-    async def _change(self, change: Callable[[Job], Job]) -> None:
+    async def _change(self, change: Callable[[StoredJob], StoredJob]) -> None:
         id = self._job.batch.id
         self._job = await self._in(self._means.store, lambda: self._store.change(id, change))
 

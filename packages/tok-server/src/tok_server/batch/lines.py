@@ -23,7 +23,7 @@ class InputChanged(StoreError):
     """A file is not what it was when it was validated; the message says how."""
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     """One line that is not blank.
 
     row     counts the lines that are not blank, from 0
@@ -36,7 +36,7 @@ class Line(NamedTuple):
     data: bytes | None
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class LineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a line says; the body is left as it is."""
 
     custom_id: str
@@ -45,7 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: msgspec.Raw
 
 
-def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[Line]:
+def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[InputLine]:
     """The lines that are not blank.
 
     most  bytes of a line; None: any number, for a file whose lines have been looked at before
@@ -63,20 +63,20 @@ def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] 
             while too_long and not data.endswith(b"\n") and (data := stream.readline(SLICE)):
                 pass
             if text:
-                yield Line(row, number, None if too_long else text)
+                yield InputLine(row, number, None if too_long else text)
                 row += 1
 
 
-def parse_line(data: bytes) -> Request:
+def parse_line(data: bytes) -> LineRequest:
     """The request of a line. Errors: BadJson."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
         raise BadJson(None, f"is not valid UTF-8: {error.reason} at byte {error.start}") from error
-    return decode(data, Request)
+    return decode(data, LineRequest)
 
 
-def parse_known_line(path: Path, line: Line) -> Request:
+def parse_known_line(path: Path, line: InputLine) -> LineRequest:
     """Return the request of a line that was validated before. Errors: InputChanged."""
     try:
         return parse_line(line.data or b"")

@@ -25,7 +25,7 @@ from tok_server.batch.database import StoreError, remove_database
 from tok_server.batch.gate import Gate
 from tok_server.batch.lock import FileLock
 from tok_server.batch.outcome import each_line
-from tok_server.batch.run import Means, Run, Source, samples_ahead
+from tok_server.batch.run import LineSource, Means, Run, samples_ahead
 from tok_server.batch.validation import MOST_ERRORS, validate
 from tok_server.endpoints import ENDPOINTS, Served
 from tok_server.limits import Limits
@@ -115,7 +115,7 @@ class Offline:
 
     async def answer(self, engine: AsyncEngine, formats: Formats = AUTO) -> Totals:
         """Answers what has no answer, writes the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
-        source = Source(self._file, self.lines)
+        source = LineSource(self._file, self.lines)
         answers = await self._in(self._store, self._begun)
         gate = Gate(engine, until_closed=False)
         try:
@@ -160,10 +160,10 @@ class Offline:
 
     def _take_over(self, answers: Answers) -> None:
         """Keeps the answers of the output that are none of failed lines."""
-        for group in kept_of(self._output, Source(self._file, self.lines)):
+        for group in kept_of(self._output, LineSource(self._file, self.lines)):
             answers.add(group)
 
-    def _write(self, source: Source, answers: Answers) -> None:
+    def _write(self, source: LineSource, answers: Answers) -> None:
         with durable(self._output) as stream:
 
             def take(text: bytes, _: bool) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tok_server.batch.answers import Answer, Answers
+from tok_server.batch.answers import Answers, LineAnswer
 from tok_server.batch.lines import LOOK_EVERY, InputChanged, Stopped, parse_known_line, read_lines
-from tok_server.batch.run import Source
+from tok_server.batch.run import LineSource
 from tok_server.batch.written import Unanswered, unanswered
 
 Take = Callable[[bytes, bool], None]
@@ -14,7 +14,11 @@ Take = Callable[[bytes, bool], None]
 
 
 def each_line(
-    source: Source, answers: Answers, why: Unanswered | None, take: Take, stopped: Callable[[], bool] = lambda: False
+    source: LineSource,
+    answers: Answers,
+    why: Unanswered | None,
+    take: Take,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> int:
     """Gives `take` every line; those without an answer with the reason `why`. Returns how many have none.
 
@@ -30,7 +34,7 @@ def each_line(
     return _merge(source, answers.in_order(), why, take, stopped)
 
 
-def _check_complete(source: Source, answers: Answers) -> None:
+def _check_complete(source: LineSource, answers: Answers) -> None:
     totals = answers.totals()
     if totals.completed + totals.failed != source.lines:
         found = totals.completed + totals.failed
@@ -39,7 +43,9 @@ def _check_complete(source: Source, answers: Answers) -> None:
         )
 
 
-def _merge(source: Source, answers: Iterator[Answer], why: Unanswered, take: Take, stopped: Callable[[], bool]) -> int:
+def _merge(
+    source: LineSource, answers: Iterator[LineAnswer], why: Unanswered, take: Take, stopped: Callable[[], bool]
+) -> int:
     lines, missing, answer = 0, 0, next(answers, None)
     for line in read_lines(source.path, stopped=stopped):
         lines += 1
@@ -54,7 +60,7 @@ def _merge(source: Source, answers: Iterator[Answer], why: Unanswered, take: Tak
     return missing
 
 
-def _looking(answers: Iterator[Answer], stopped: Callable[[], bool]) -> Iterator[Answer]:
+def _looking(answers: Iterator[LineAnswer], stopped: Callable[[], bool]) -> Iterator[LineAnswer]:
     for count, answer in enumerate(answers):
         if count % LOOK_EVERY == 0 and stopped():
             raise Stopped

@@ -23,7 +23,7 @@ from tok_server.batch.database import (
     remove_database,
 )
 from tok_server.batch.place import Place
-from tok_server.batch.store import KNOWN_VERSIONS, Job, Store
+from tok_server.batch.store import KNOWN_VERSIONS, Store, StoredJob
 
 log = logging.getLogger("tok.server")
 
@@ -80,7 +80,7 @@ def _check_records(connection: sqlite3.Connection, path: Path) -> int:
     """Decode every record, and return how many there are. Errors: DamagedError."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     count = 0
-    for table, kind in (("files", FileObject), ("batches", Job)):
+    for table, kind in (("files", FileObject), ("batches", StoredJob)):
         if table not in tables:
             continue
         for number, record in connection.execute(f"SELECT number, record FROM {table}"):

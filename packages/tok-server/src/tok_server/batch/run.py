@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from tok_core import EngineClosed, EngineDead, EngineError, RequestFailed
-from tok_server.batch.answers import Answer, Answers, Totals
+from tok_server.batch.answers import Answers, LineAnswer, Totals
 from tok_server.batch.budget import Budget
 from tok_server.batch.database import is_damage
 from tok_server.batch.gate import Gate
-from tok_server.batch.lines import InputChanged, Line, parse_known_line, read_lines
+from tok_server.batch.lines import InputChanged, InputLine, parse_known_line, read_lines
 from tok_server.batch.suspects import Guilty, Suspects
 from tok_server.batch.to_its_end import to_its_end
-from tok_server.batch.written import Done, write
+from tok_server.batch.written import FinishedLines, write
 from tok_server.endpoints import ENDPOINTS, Asked, Served
 from tok_server.errors import SERVER, ApiError, internal, of_exception, unavailable
 from tok_server.ids import new_id
@@ -46,7 +46,7 @@ KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds between tries to write answers
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LineSource:
     """A file that has been validated: so many lines. How long one may be was looked at then."""
 
     path: Path
@@ -87,12 +87,12 @@ class _Ready:
 class Run:
     """One batch, computed on behalf of `tenant`. `totals` are of what has been kept so far."""
 
-    def __init__(self, source: Source, answers: Answers, means: Means, tenant: str = "") -> None:
+    def __init__(self, source: LineSource, answers: Answers, means: Means, tenant: str = "") -> None:
         self._source = source
         self._answers = answers
         self._means = means
         self._tenant = tenant
-        self._done: list[tuple[Done, int]] = []  # each with what it took of the budget
+        self._done: list[tuple[FinishedLines, int]] = []  # each with what it took of the budget
         self._news = asyncio.Event()
         self._open = 0  # lines begun and not yet kept
         self._taken = 0  # of the budget
@@ -160,7 +160,7 @@ class Run:
         if chunk:
             yield chunk
 
-    def _understood(self, line: Line) -> _Ready:
+    def _understood(self, line: InputLine) -> _Ready:
         request = parse_known_line(self._source.path, line)
         prepare = ENDPOINTS.get(request.url)
         if prepare is None:
@@ -182,12 +182,12 @@ class Run:
         self._taken += taken
         self._open += 1
         if isinstance(asked, ApiError):
-            self._end(Done(ready.line, ready.custom_id, asked), taken)
+            self._end(FinishedLines(ready.line, ready.custom_id, asked), taken)
         else:
             tasks.create_task(self._answer(ready, asked, taken))
 
     async def _answer(self, ready: _Ready, asked: Asked, taken: int) -> None:
-        self._end(Done(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
+        self._end(FinishedLines(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
 
     async def _compute(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
         """What writes the answer, or why there is none. Errors: EngineClosed."""
@@ -223,7 +223,7 @@ class Run:
                 return _unexpected(error, ready.custom_id)
         return unavailable(f"this was begun {ATTEMPTS} times and never ended", "engine_unavailable")
 
-    def _end(self, done: Done, taken: int) -> None:
+    def _end(self, done: FinishedLines, taken: int) -> None:
         self._done.append((done, taken))
         self._news.set()
 
@@ -252,11 +252,11 @@ class Run:
             self._open -= len(group)
             self._give(sum(taken for _, taken in group))
 
-    async def _keep_first(self, group: Sequence[tuple[Done, int]]) -> Sequence[Answer]:
+    async def _keep_first(self, group: Sequence[tuple[FinishedLines, int]]) -> Sequence[LineAnswer]:
         written = await self._in(self._means.reader, lambda: [write(done) for done, _ in group])
         return await self._commit(written)
 
-    async def _commit(self, written: Sequence[Answer]) -> Sequence[Answer]:
+    async def _commit(self, written: Sequence[LineAnswer]) -> Sequence[LineAnswer]:
         """Commit the answers. Returns them if that may work later. Errors: OSError, sqlite3.Error."""
         try:
             new = await self._in_store(lambda: self._answers.add(written))

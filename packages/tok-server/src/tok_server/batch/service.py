@@ -19,14 +19,14 @@ from tok_server.batch.budget import Budget
 from tok_server.batch.clock import Clock
 from tok_server.batch.database import StoreError, is_full
 from tok_server.batch.gate import Gate
-from tok_server.batch.life import Life
+from tok_server.batch.life import BatchRun
 from tok_server.batch.lock import FileLock
 from tok_server.batch.metrics import BatchFigures
 from tok_server.batch.place import Place
 from tok_server.batch.quota import Quota
 from tok_server.batch.recovery import check_index, recover
 from tok_server.batch.run import Means, samples_ahead
-from tok_server.batch.store import ENDED, NOBODY, Job, Store
+from tok_server.batch.store import ENDED, NOBODY, Store, StoredJob
 from tok_server.batch.suspects import Suspects
 from tok_server.endpoints import Served
 
@@ -52,7 +52,7 @@ class TooMany(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """Most bytes of a file, of a line (the body of one request), and of all files and answers together."""
 
     file: int
@@ -71,7 +71,7 @@ class BatchService:
         self,
         directory: Path,
         served: Served,
-        limits: Limits,
+        limits: BatchLimits,
         *,
         ready: Callable[[], bool] = lambda: True,
         paused: Callable[[], bool] = lambda: False,
@@ -84,7 +84,7 @@ class BatchService:
         self._served = served
         self._ready = ready
         self._paused = paused
-        self._lives: dict[str, Life] = {}
+        self._lives: dict[str, BatchRun] = {}
         self._ended: Counter[str] = Counter()  # lives, by status
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(TURNS)
@@ -231,7 +231,7 @@ class BatchService:
             blobs.discard(id)
             self.quota.remove(id)
 
-    async def create(self, job: Job) -> Batch:
+    async def create(self, job: StoredJob) -> Batch:
         """A new batch. Errors: Missing (its input), TooMany."""
         if len(self._lives) >= MOST_OPEN:
             raise TooMany(f"{MOST_OPEN} batches have not ended, and no more may be open")
@@ -243,7 +243,7 @@ class BatchService:
         """One batch as it is now. Errors: Missing."""
         return self.current(await self.ask(lambda store: store.job(id, owner)))
 
-    def current(self, job: Job) -> Batch:
+    def current(self, job: StoredJob) -> Batch:
         """A batch with the progress that has not been written down."""
         life = self._lives.get(job.batch.id)
         return life.batch if life is not None and job.open else job.batch
@@ -258,7 +258,7 @@ class BatchService:
             self._begin(await self.ask(lambda store: store.change(id, self._cancelled)))
         return await self.batch(id, owner)
 
-    def _cancelled(self, job: Job) -> Job:
+    def _cancelled(self, job: StoredJob) -> StoredJob:
         return states.end_early(job, "cancelled", self.now())
 
     async def _work(self) -> None:
@@ -304,12 +304,12 @@ class BatchService:
             self._delete(store, ids)
             log.info("files deleted because their time was over: %d", len(ids))
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: StoredJob) -> None:
         """Brings a batch to life, unless it is, or there is no engine yet: then that will."""
         id = job.batch.id
         if self._means is None or id in self._lives or not job.open:
             return
-        life = self._lives[id] = Life(
+        life = self._lives[id] = BatchRun(
             job,
             self._store,
             self.place,
@@ -323,7 +323,7 @@ class BatchService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _live(self, id: str, life: Life) -> None:
+    async def _live(self, id: str, life: BatchRun) -> None:
         """One batch to its end, or to that of the engine."""
         tries, failures, before = 0, 0, life.progress
         try:
@@ -351,7 +351,7 @@ class BatchService:
         finally:
             del self._lives[id]
 
-    async def _give_up(self, id: str, life: Life, error: Exception) -> None:
+    async def _give_up(self, id: str, life: BatchRun, error: Exception) -> None:
         """End a batch that fails each time as failed. The next turn of its life clears up."""
         message = f"The batch could not go on, {MAX_FAILURES} times in a row; the last time: {error}"
         try:

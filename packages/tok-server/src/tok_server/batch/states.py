@@ -25,7 +25,7 @@ from tok_client.types import (
     OutputTokensDetails,
 )
 from tok_server.batch.answers import Totals
-from tok_server.batch.store import Job
+from tok_server.batch.store import StoredJob
 from tok_server.batch.validation import Validated
 from tok_server.batch.written import Unanswered
 
@@ -33,7 +33,7 @@ Early = Literal["cancelled", "expired"]
 BEFORE_THE_END = ("validating", "in_progress")
 
 
-def validated(job: Job, found: Validated, now: int) -> Job:
+def validated(job: StoredJob, found: Validated, now: int) -> StoredJob:
     """It may begin, or is refused with what is wrong."""
     if job.batch.status != "validating":
         return job
@@ -44,14 +44,14 @@ def validated(job: Job, found: Validated, now: int) -> Job:
     return with_totals(msgspec.structs.replace(started, lines=found.lines, digest=found.digest), Totals())
 
 
-def failed(job: Job, error: BatchError, now: int) -> Job:
+def failed(job: StoredJob, error: BatchError, now: int) -> StoredJob:
     """It cannot go on, at whatever moment that is found."""
     if not job.open:
         return job
     return _with(job, status="failed", failed_at=now, errors=BatchErrors(data=[error]))
 
 
-def end_early(job: Job, how: Early, now: int) -> Job:
+def end_early(job: StoredJob, how: Early, now: int) -> StoredJob:
     """It is to end with the lines that are answered."""
     if job.batch.status not in BEFORE_THE_END:
         return job
@@ -60,19 +60,19 @@ def end_early(job: Job, how: Early, now: int) -> Job:
     return msgspec.structs.replace(_with(job, status="finalizing", finalizing_at=now), expired=True)
 
 
-def answered(job: Job, now: int) -> Job:
+def answered(job: StoredJob, now: int) -> StoredJob:
     """All lines are answered."""
     return _with(job, status="finalizing", finalizing_at=now) if job.batch.status == "in_progress" else job
 
 
-def missing(job: Job) -> Unanswered | None:
+def missing(job: StoredJob) -> Unanswered | None:
     """Why lines may be left without an answer; None: none is."""
     if job.batch.status == "cancelling":
         return "batch_cancelled"
     return "batch_expired" if job.expired else None
 
 
-def finished(job: Job, totals: Totals, output: str | None, errors: str | None, now: int) -> Job:
+def finished(job: StoredJob, totals: Totals, output: str | None, errors: str | None, now: int) -> StoredJob:
     """Its files are written."""
     match job.batch.status, job.expired:
         case "cancelling", _:
@@ -86,7 +86,7 @@ def finished(job: Job, totals: Totals, output: str | None, errors: str | None, n
     return with_totals(_with(ended, output_file_id=output, error_file_id=errors), totals)
 
 
-def with_totals(job: Job, totals: Totals) -> Job:
+def with_totals(job: StoredJob, totals: Totals) -> StoredJob:
     """With what has been counted."""
     counts = BatchRequestCounts(total=job.lines, completed=totals.completed, failed=totals.failed)
     used = BatchUsage(
@@ -99,6 +99,6 @@ def with_totals(job: Job, totals: Totals) -> Job:
     return _with(job, request_counts=counts, usage=used)
 
 
-def _with(job: Job, **fields: object) -> Job:
+def _with(job: StoredJob, **fields: object) -> StoredJob:
     batch: Batch = msgspec.structs.replace(job.batch, **fields)
     return msgspec.structs.replace(job, batch=batch)

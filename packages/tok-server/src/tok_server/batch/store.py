@@ -56,7 +56,7 @@ ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 T = TypeVar("T")
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """A batch, and what clients are not told of it.
 
     lines         of its input, once that has been validated
@@ -105,7 +105,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._file = decoder(FileObject)
-        self._job = decoder(Job)
+        self._job = decoder(StoredJob)
         _migrate(path)
         self._connection = open_database(path, SCHEMA, VERSION, "FULL")
 
@@ -200,7 +200,7 @@ class Store:
 
     # Batches
 
-    def add_job(self, job: Job) -> None:
+    def add_job(self, job: StoredJob) -> None:
         """A new batch, whose input is a file with purpose "batch" that its owner sees. Errors: Missing."""
         with transaction(self._connection):
             if self.file(job.batch.input_file_id, job.owner).purpose != "batch":
@@ -208,21 +208,21 @@ class Store:
             row = (job.batch.id, job.batch.input_file_id, job.open, job.owner, msgspec.json.encode(job))
             self._connection.execute("INSERT INTO batches (id, input, open, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
-    def job(self, id: str, owner: str = NOBODY) -> Job:
+    def job(self, id: str, owner: str = NOBODY) -> StoredJob:
         """One batch. Errors: Missing."""
         query = f"SELECT record FROM batches WHERE id = ? AND {VISIBLE}"
         return self._found(id, self._connection.execute(query, (id, owner)).fetchone())
 
-    def any_job(self, id: str) -> Job:
+    def any_job(self, id: str) -> StoredJob:
         """One batch, whoever owns it. Errors: Missing."""
         return self._found(id, self._connection.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone())
 
-    def _found(self, id: str, row: tuple[bytes] | None) -> Job:
+    def _found(self, id: str, row: tuple[bytes] | None) -> StoredJob:
         if row is None:
             raise Missing("batch", id)
         return self._job.decode(row[0])
 
-    def jobs(self, after: str | None, limit: int, owner: str = NOBODY) -> Page[Job]:
+    def jobs(self, after: str | None, limit: int, owner: str = NOBODY) -> Page[StoredJob]:
         """Batches, the newest first, from the one behind `after`. Errors: Missing."""
         rows, more = self._page("batch", "batches", after, limit, True, "", (), owner)
         return Page([self._job.decode(row) for row in rows], more)
@@ -233,7 +233,7 @@ class Store:
         jobs = (self._job.decode(record) for (record,) in records)
         return {job.batch.id: job.batch.status for job in jobs}
 
-    def open_jobs(self) -> list[Job]:
+    def open_jobs(self) -> list[StoredJob]:
         """Batches that have not ended, the oldest first."""
         rows = self._connection.execute("SELECT record FROM batches WHERE open ORDER BY number")
         return [self._job.decode(record) for (record,) in rows]
@@ -241,10 +241,10 @@ class Store:
     def change(
         self,
         id: str,
-        change: Callable[[Job], Job],
+        change: Callable[[StoredJob], StoredJob],
         outputs: Sequence[FileObject] = (),
         output_deadline: float | None = None,
-    ) -> Job:
+    ) -> StoredJob:
         """Makes of a batch what `change` makes of it, and adds its output files, both or neither. Errors: Missing."""
         with transaction(self._connection):
             job = change(self.any_job(id))
@@ -253,7 +253,7 @@ class Store:
                 self._add_file(file, job.owner, output_deadline)
         return job
 
-    def _update(self, job: Job) -> None:
+    def _update(self, job: StoredJob) -> None:
         row = (job.open, msgspec.json.encode(job), job.batch.id)
         self._connection.execute("UPDATE batches SET open = ?, record = ? WHERE id = ?", row)
 

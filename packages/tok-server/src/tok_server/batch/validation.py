@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_client.types import BatchError
-from tok_server.batch.lines import InputChanged, Line, Request, parse_line, read_lines
+from tok_server.batch.lines import InputChanged, InputLine, LineRequest, parse_line, read_lines
 from tok_server.wire import BadJson
 
 MOST_ERRORS = 100
@@ -67,7 +67,7 @@ def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: 
         raise InputChanged(f"the lines of {path.name} are not those that were validated")
 
 
-def _check(line: Line, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:
+def _check(line: InputLine, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:
     """What is wrong with the line, and the custom_id to compare."""
     if line.data is None:
         return _error(line, "line_too_long", f"The line has more than {most} bytes.", None), None
@@ -79,7 +79,7 @@ def _check(line: Line, urls: Collection[str], most: int) -> tuple[BatchError | N
     return _check_request(line, request, urls), request.custom_id
 
 
-def _check_request(line: Line, request: Request, urls: Collection[str]) -> BatchError | None:
+def _check_request(line: InputLine, request: LineRequest, urls: Collection[str]) -> BatchError | None:
     if not 1 <= len(request.custom_id) <= MOST_ID:
         message = f"custom_id has {len(request.custom_id)} characters; allowed: 1 to {MOST_ID}."
         return _error(line, "invalid_custom_id", message, "custom_id")
@@ -93,7 +93,7 @@ def _check_request(line: Line, request: Request, urls: Collection[str]) -> Batch
     return None
 
 
-def _error(line: Line, code: str, message: str, param: str | None) -> BatchError:
+def _error(line: InputLine, code: str, message: str, param: str | None) -> BatchError:
     return BatchError(code=code, message=message, line=line.number, param=param)
 
 

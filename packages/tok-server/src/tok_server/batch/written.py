@@ -11,7 +11,7 @@ import msgspec
 
 from tok_client.decoders import decoder
 from tok_client.types import BatchLineError
-from tok_server.batch.answers import Answer
+from tok_server.batch.answers import LineAnswer
 from tok_server.errors import ApiError, internal
 from tok_server.ids import new_id
 from tok_server.wire import encode
@@ -27,7 +27,7 @@ WHY = {
 }
 
 
-class Done(NamedTuple):
+class FinishedLines(NamedTuple):
     """A line that has been computed: what writes its answer, or why it failed."""
 
     line: int
@@ -73,7 +73,7 @@ class _Used(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def write(done: Done) -> Answer:
+def write(done: FinishedLines) -> LineAnswer:
     """The answer as it is kept. Takes long for many choices."""
     body, status = _body(done)
     response = _Response(status, new_id("req"), msgspec.Raw(body))
@@ -81,12 +81,12 @@ def write(done: Done) -> Answer:
     return answer_of(done.line, status, body, text)
 
 
-def answer_of(line: int, status: int, body: bytes, text: bytes) -> Answer:
+def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
     """The answer whose line of the output is `text`, which has `body` in it."""
     used = _used(body)
     cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
     reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
-    return Answer(
+    return LineAnswer(
         line,
         status != 200,
         used.prompt_tokens or used.input_tokens,
@@ -106,7 +106,7 @@ def _used(body: bytes) -> _Usage:
     return decoder(_Used).decode(body).usage or _Usage()
 
 
-def _body(done: Done) -> tuple[bytes, int]:
+def _body(done: FinishedLines) -> tuple[bytes, int]:
     if isinstance(done.result, ApiError):
         return done.result.body(), done.result.status
     try:

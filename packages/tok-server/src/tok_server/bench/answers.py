@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from tok_server.bench.workload import Request, Workload
+from tok_server.bench.workload import Workload, WorkloadRequest
 
 SHOWN = 200  # bytes of an answer that an error shows
 
 
 @dataclass(slots=True)
-class Answer:
+class BenchAnswer:
     """What came of one request. Times on the monotonic clock; `first` is None where it was not streamed."""
 
     began: float
@@ -54,7 +54,7 @@ class _Body(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def body(request: Request, workload: Workload, model: str, *, stream: bool) -> bytes:
+def body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bool) -> bytes:
     """The JSON of `POST /completions`."""
     fields: dict[str, object] = {
         "model": model,
@@ -71,9 +71,9 @@ def body(request: Request, workload: Workload, model: str, *, stream: bool) -> b
     return msgspec.json.encode(fields)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: bool) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: bool) -> BenchAnswer:
     """Sends one request and reads its answer; what goes wrong stands in `error`."""
-    answer = Answer(time.monotonic())
+    answer = BenchAnswer(time.monotonic())
     try:
         async with session.post(url, data=data) as response:
             if response.status != 200:
@@ -90,7 +90,7 @@ async def ask(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: 
     return answer
 
 
-async def _read_events(response: aiohttp.ClientResponse, answer: Answer) -> None:
+async def _read_events(response: aiohttp.ClientResponse, answer: BenchAnswer) -> None:
     ended = False
     async for line in response.content:
         if line.startswith(b"data:"):
@@ -105,7 +105,7 @@ async def _read_events(response: aiohttp.ClientResponse, answer: Answer) -> None
         answer.error = "the stream ended without [DONE]"
 
 
-def _take(answer: Answer, data: bytes) -> None:
+def _take(answer: BenchAnswer, data: bytes) -> None:
     found = _DECODER.decode(data)
     if found.error is not None:
         answer.error = msgspec.json.encode(found.error)[:SHOWN].decode(errors="replace")

@@ -17,7 +17,7 @@ PEER = "Memcpy PtoP"  # begins those of copies between devices
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BusyWork:
     """All that ran under one name. `seconds`: of all calls together."""
 
     name: str
@@ -50,7 +50,7 @@ class Busy:
     seconds: float
     idle: float
     exchanging: float
-    works: list[Work]
+    works: list[BusyWork]
     gaps: list[Gap]
 
     @property
@@ -106,10 +106,10 @@ def _last_to_end(end_K: np.ndarray) -> np.ndarray:
     return found
 
 
-def _works(seconds_K: np.ndarray, names: list[str]) -> list[Work]:
+def _works(seconds_K: np.ndarray, names: list[str]) -> list[BusyWork]:
     kinds, which, calls = np.unique(np.array(names), return_inverse=True, return_counts=True)
     total = np.bincount(which, weights=seconds_K)
-    works = [Work(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
+    works = [BusyWork(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
     return sorted(works, key=lambda work: -work.seconds)
 
 
@@ -171,7 +171,7 @@ def describe(found: Busy) -> str:
     return "\n".join([head, titles, *works, *map(_gap_line, found.gaps[:TOP_GAPS])])
 
 
-def _line(work: Work, seconds: float) -> str:
+def _line(work: BusyWork, seconds: float) -> str:
     share = work.seconds / seconds if seconds else 0.0
     return f"  {_short(work.name, WIDTH):<{WIDTH}}{work.seconds * 1e3:>10,.2f}{share:>8.1%}{work.calls:>9,}"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
 from tok_core.simulate import Simulation
-from tok_server.bench.manager_drive import Block, Drive
+from tok_server.bench.manager_drive import Block, ManagerDriver
 from tok_server.bench.manager_load import LOADS, vocabulary
 from tok_server.bench.manager_result import ManagerResult
 from tok_server.bench.watch import Show, progress_bar, seldom
@@ -29,9 +29,9 @@ class Measured(NamedTuple):
 def run_manager(name: str, sequences: int, stop: str | None = None, step_seconds: float = 0.0) -> ManagerResult:
     """Measures the manager under the workload `name`. Errors: InvalidField for a stop string that is none."""
 
-    def make() -> Drive:
+    def make() -> ManagerDriver:
         load = LOADS[name](sequences, () if stop is None else (stop,))
-        return Drive(load, Simulation(load.info, load.lives, vocabulary(), step_seconds))
+        return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary(), step_seconds))
 
     plain, timed, discarded = _admit(make) if name == ADMISSION else _run_steps(make())
     started = plain[0].seconds if name == ADMISSION else None
@@ -68,7 +68,7 @@ def _typical(values: Iterable[float], scale: float = 1.0) -> float:
     return round(median(values) * scale, 4)
 
 
-def _run_steps(drive: Drive) -> Measured:
+def _run_steps(drive: ManagerDriver) -> Measured:
     """Blocks in turns, so that what slows the machine down for a while slows both kinds down."""
     load, ports, plain, timed = drive.load, drive.simulation.ports, [], []
     with progress_bar("steps", load.fill_steps + load.warm_up + 2 * PAIRS * STEPS) as show:
@@ -84,12 +84,12 @@ def _run_steps(drive: Drive) -> Measured:
     return Measured(plain, timed, discarded / max(discarded + kept, 1))
 
 
-def _admit(make: Callable[[], Drive]) -> Measured:
+def _admit(make: Callable[[], ManagerDriver]) -> Measured:
     """Twice the same: as a whole, and part by part."""
     return Measured([_start_all(make(), None)], [_start_all(make(), ManagerProfiler())])
 
 
-def _start_all(drive: Drive, clockwork: ManagerProfiler | None) -> Block:
+def _start_all(drive: ManagerDriver, clockwork: ManagerProfiler | None) -> Block:
     with progress_bar("started", drive.load.sequences) as show:
         look = _looking(show, lambda: (drive.running, drive.simulation.ports.tokens, drive.running))
         return drive.start_all(look, clockwork)

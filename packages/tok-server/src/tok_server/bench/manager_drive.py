@@ -38,7 +38,7 @@ class Block:
     parts: dict[Part, float]
 
 
-class Drive:
+class ManagerDriver:
     """A workload's requests, the manager they go to, and half as many again as have slots waiting."""
 
     def __init__(self, load: Load, simulation: Simulation) -> None:

@@ -21,7 +21,7 @@ from tok_server.bench.result import Result, percentile, ratio
 from tok_server.bench.timeline import timeline
 from tok_server.bench.tracing import run_traced, tracing
 from tok_server.bench.watch import Show, progress_bar, seldom, watching
-from tok_server.bench.workload import Request, Workload, backwards
+from tok_server.bench.workload import Workload, WorkloadRequest, backwards
 
 LOOK_EVERY = 0.02
 TELL_EVERY = 0.25
@@ -135,7 +135,7 @@ def settled(engine: Engine) -> Counters:
     return engine.stats()
 
 
-def _requests(requests: list[Request], workload: Workload) -> tuple[list[Prompt], list[SamplingParams]]:
+def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list[Prompt], list[SamplingParams]]:
     """Prompts, and how each is sampled."""
     params = [
         SamplingParams(

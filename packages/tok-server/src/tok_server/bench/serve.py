@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tok_core import TokError
-from tok_server.bench.answers import Answer, ask, body
+from tok_server.bench.answers import BenchAnswer, ask, body
 from tok_server.bench.counted import with_counted
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.histogram import Histograms, histogram
@@ -21,7 +21,7 @@ from tok_server.bench.result import Result, percentile, ratio
 from tok_server.bench.scrape import counters_of
 from tok_server.bench.timeline import timeline_of_requests
 from tok_server.bench.watch import Show, progress_bar, watching
-from tok_server.bench.workload import Request, Workload, backwards
+from tok_server.bench.workload import Workload, WorkloadRequest, backwards
 
 LOOK_EVERY = 0.25
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -32,7 +32,7 @@ class ServerError(TokError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """The server, and how it is asked.
 
     url          base URL, with or without "/v1"
@@ -73,7 +73,7 @@ class Target:
         return urlsplit(self.url).hostname in LOCAL
 
 
-async def run_serve(target: Target, workload: Workload, reps: int) -> AsyncIterator[Result]:
+async def run_serve(target: ServerTarget, workload: Workload, reps: int) -> AsyncIterator[Result]:
     """One result a repetition, after a warm-up. Errors: ServerError; those of single requests are counted."""
     _allow_many_files()
     headers = {"Content-Type": "application/json"}
@@ -91,7 +91,7 @@ async def run_serve(target: Target, workload: Workload, reps: int) -> AsyncItera
             yield await _measure(session, target, workload, model, rep)
 
 
-async def _find_model(session: aiohttp.ClientSession, target: Target) -> str:
+async def _find_model(session: aiohttp.ClientSession, target: ServerTarget) -> str:
     """The model to ask for."""
     if target.model is not None:
         return target.model
@@ -105,7 +105,7 @@ async def _find_model(session: aiohttp.ClientSession, target: Target) -> str:
         raise ServerError(f"{target.base}/models lists no model: {error!r}") from error
 
 
-async def _await_model(session: aiohttp.ClientSession, target: Target, workload: Workload) -> str:
+async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload) -> str:
     """Waits until the server answers a request of one token: some list their model before it is loaded."""
     deadline = time.monotonic() + target.wait
     probe = backwards(workload.requests, sequences=1, max_tokens=1)
@@ -122,7 +122,7 @@ async def _await_model(session: aiohttp.ClientSession, target: Target, workload:
         await asyncio.sleep(0.5)
 
 
-async def _warm_up(session: aiohttp.ClientSession, target: Target, workload: Workload, model: str) -> None:
+async def _warm_up(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str) -> None:
     requests = backwards(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
     answers = await _fire(session, target, _bodies(requests, workload, model, target), [])
     errors = [one.error for one in answers if one.error is not None]
@@ -130,7 +130,7 @@ async def _warm_up(session: aiohttp.ClientSession, target: Target, workload: Wor
         raise ServerError(f"{len(errors)} of {len(answers)} requests failed in the warm-up: {errors[0]}")
 
 
-async def _reset(session: aiohttp.ClientSession, target: Target) -> None:
+async def _reset(session: aiohttp.ClientSession, target: ServerTarget) -> None:
     if target.reset_path is None:
         return
     url = f"{target.host}/{target.reset_path.lstrip('/')}"
@@ -142,10 +142,12 @@ async def _reset(session: aiohttp.ClientSession, target: Target) -> None:
         raise ServerError(f"POST {url}: {error}") from error
 
 
-async def _measure(session: aiohttp.ClientSession, target: Target, workload: Workload, model: str, rep: int) -> Result:
+async def _measure(
+    session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str, rep: int
+) -> Result:
     bodies = _bodies(workload.requests, workload, model, target)
     gpu = first_gpu() if target.local else None
-    answers: list[Answer] = []
+    answers: list[BenchAnswer] = []
     before = await counters_of(session, f"{target.host}/metrics")
     with progress_bar(f"{workload.name} {rep}", len(bodies)) as show:
 
@@ -166,15 +168,15 @@ async def _measure(session: aiohttp.ClientSession, target: Target, workload: Wor
     return with_counted(result, before, after)
 
 
-def _bodies(requests: list[Request], workload: Workload, model: str, target: Target) -> list[bytes]:
+def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, target: ServerTarget) -> list[bytes]:
     return [body(one, workload, model, stream=target.stream) for one in requests]
 
 
 async def _fire(
-    session: aiohttp.ClientSession, target: Target, bodies: list[bytes], done: list[Answer]
-) -> list[Answer]:
+    session: aiohttp.ClientSession, target: ServerTarget, bodies: list[bytes], done: list[BenchAnswer]
+) -> list[BenchAnswer]:
     """The answers in the order of `bodies`; `done` receives them in the order of completion."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, BenchAnswer] = {}
     waiting: Iterator[tuple[int, bytes]] = iter(enumerate(bodies))
     url = f"{target.base}/completions"
 
@@ -187,7 +189,7 @@ async def _fire(
     return [answers[index] for index in range(len(bodies))]
 
 
-def _show(show: Show, answers: list[Answer], total: int, concurrency: int) -> None:
+def _show(show: Show, answers: list[BenchAnswer], total: int, concurrency: int) -> None:
     done = len(answers)
     show(done, sum(one.output_tokens for one in answers[:done]), min(concurrency, total - done))
 
@@ -199,11 +201,11 @@ def _allow_many_files() -> None:
 
 
 def _result(
-    target: Target,
+    target: ServerTarget,
     workload: Workload,
     model: str,
     rep: int,
-    answers: list[Answer],
+    answers: list[BenchAnswer],
     began: float,
     seconds: float,
     gpu: tuple[str, float] | None,
@@ -256,7 +258,7 @@ def _result(
     )
 
 
-def _per_token(answers: list[Answer]) -> list[float]:
+def _per_token(answers: list[BenchAnswer]) -> list[float]:
     """Of streamed answers with one sample: `usage` does not tell how long each of several is."""
     return [
         (one.ended - one.first) / (one.output_tokens - 1)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tok_core.simulate_engine import SimulatedEngine
 from tok_server.app import make_app
-from tok_server.bench.server_client import Tally
+from tok_server.bench.server_client import RequestTally
 from tok_server.connections import listening
 from tok_server.context import CONTEXT
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME
@@ -121,7 +121,7 @@ async def _measure(
     await asyncio.gather(*(_line(one) for one in asking))
     watch = _Watch(engine)
     looking = asyncio.create_task(watch.look())
-    tallies = [msgspec.json.decode(line, type=Tally) for line in await asyncio.gather(*map(_line, asking))]
+    tallies = [msgspec.json.decode(line, type=RequestTally) for line in await asyncio.gather(*map(_line, asking))]
     server_cpu, engine_cpu = watch.cores()
     looking.cancel()
     await asyncio.gather(*(one.wait() for one in asking))

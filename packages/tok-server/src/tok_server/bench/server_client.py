@@ -23,7 +23,7 @@ BREAK = b"\r\n\r\n"
 LENGTH = b"content-length: "
 
 
-class Tally(msgspec.Struct):
+class RequestTally(msgspec.Struct):
     """What has happened since the warm-up; failures: since the beginning."""
 
     requests: int = 0
@@ -73,13 +73,13 @@ class Talk:
             self._left = int(rest.partition(b"\r\n")[0])
 
 
-class Drive:
+class LoadDriver:
     """Connections that ask, for `seconds` after a warm-up. `rate`: requests a second; 0: as many as are answered."""
 
     def __init__(self, port: int, connections: int, rate: float, body: bytes) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
         request = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        self.tally = Tally()
+        self.tally = RequestTally()
         self._rate = rate
         self._selector = selectors.DefaultSelector()
         self._idle = deque(Talk(port, request) for _ in range(connections))
@@ -124,9 +124,9 @@ class Drive:
             self._idle.append(talk)
 
 
-def drive(port: int, connections: int, warm_up: float, seconds: float, rate: float, body: bytes) -> Tally:
+def drive(port: int, connections: int, warm_up: float, seconds: float, rate: float, body: bytes) -> RequestTally:
     """Asks for so long, says so in between, and returns what came of it."""
-    all_of_them = Drive(port, connections, rate, body)
+    all_of_them = LoadDriver(port, connections, rate, body)
     tally = all_of_them.tally
     try:
         all_of_them.run(warm_up)

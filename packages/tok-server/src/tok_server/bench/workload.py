@@ -27,7 +27,7 @@ class WorkloadError(TokError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkloadRequest:
     """A prompt in token ids, how many samples of it, their length, and whether they stop before it at an end id."""
 
     ids: list[int]
@@ -43,7 +43,7 @@ class Workload:
     name: str
     temperature: float
     top_p: float
-    requests: list[Request]
+    requests: list[WorkloadRequest]
 
     @property
     def sequences(self) -> int:
@@ -104,7 +104,7 @@ def read_workload(
     """
     file = find(source, directory)
     meta = _Meta()
-    requests: list[Request] = []
+    requests: list[WorkloadRequest] = []
     for where, line in _lines(file):
         if line.meta is not None:
             meta = line.meta
@@ -127,7 +127,7 @@ def find(source: str, directory: Path | None) -> Path:
     return Path(source)
 
 
-def backwards(requests: Sequence[Request], sequences: int, max_tokens: int) -> list[Request]:
+def backwards(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
     """Requests to warm up with: the first ones that have `sequences` samples together, cut to `max_tokens`.
 
     Their prompts are reversed, so that afterwards no beginning of a prompt is in the prefix cache.
@@ -137,7 +137,7 @@ def backwards(requests: Sequence[Request], sequences: int, max_tokens: int) -> l
         if samples >= sequences:
             break
         n = min(one.n, sequences - samples)
-        chosen.append(Request(one.ids[::-1], n, min(one.max_tokens, max_tokens), one.ignore_eos))
+        chosen.append(WorkloadRequest(one.ids[::-1], n, min(one.max_tokens, max_tokens), one.ignore_eos))
         samples += n
     return chosen
 
@@ -177,11 +177,11 @@ def _told(where: str, field: str, value: object) -> str:
     return f"{where}: {InvalidField(field, value, _ALLOWED[field])}"
 
 
-def _request(where: str, line: _Line, n: int | None, max_tokens: int | None) -> Request:
+def _request(where: str, line: _Line, n: int | None, max_tokens: int | None) -> WorkloadRequest:
     if line.max_tokens is None:
         raise WorkloadError(_told(where, "max_tokens", None))
     if line.ids is None and line.rand is None:
         raise WorkloadError(_told(where, "ids", None) + f"; or rand: {_ALLOWED['rand']}")
     ids = line.ids if line.ids is not None else random_ids(*line.rand)  # type: ignore[misc]
     length = line.max_tokens if max_tokens is None else min(line.max_tokens, max_tokens)
-    return Request(ids, n or line.n, length, line.ignore_eos)
+    return WorkloadRequest(ids, n or line.n, length, line.ignore_eos)

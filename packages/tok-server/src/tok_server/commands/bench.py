@@ -108,9 +108,9 @@ def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
 
 
 async def _serve(options: argparse.Namespace, workload: Workload) -> list[Result]:
-    from tok_server.bench.serve import Target, run_serve
+    from tok_server.bench.serve import ServerTarget, run_serve
 
-    target = Target(
+    target = ServerTarget(
         url=options.url,
         model=options.model,
         api_key=options.api_key,

@@ -22,7 +22,7 @@ EVERY = 1.0  # second
 Row = list[float | None]
 
 
-class Replica(msgspec.Struct):
+class ReplicaSample(msgspec.Struct):
     """How one replica does, in a word and in a sentence."""
 
     state: str
@@ -44,7 +44,7 @@ class Sample(msgspec.Struct, omit_defaults=True):
     detail: str
     device: str
     uptime: float
-    replicas: list[Replica]
+    replicas: list[ReplicaSample]
     row: Row
     latency: Row
     ended: int
@@ -153,10 +153,10 @@ def _device(context: Context) -> str:
     return f"{info.device} · {info.dtype} · {info.backend}"
 
 
-def _replicas(health: Health, stats: EngineStats) -> list[Replica]:
+def _replicas(health: Health, stats: EngineStats) -> list[ReplicaSample]:
     restarts = [int(one.get("restarts", 0)) for one in stats.replicas] or [0] * len(health.replicas)
     # A closed engine has no replicas any more, but still what they counted.
-    return [Replica(one.state, one.detail, count) for one, count in zip(health.replicas, restarts, strict=False)]
+    return [ReplicaSample(one.state, one.detail, count) for one, count in zip(health.replicas, restarts, strict=False)]
 
 
 def _row(cells: list[float]) -> Row:

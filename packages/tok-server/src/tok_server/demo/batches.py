@@ -25,7 +25,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """Packed rows. Positions count within a document, documents within a row; number 0 is padding."""
 
     tokens_BS: Int32
@@ -34,7 +34,7 @@ class Batch:
     documents_BS: Int32
 
 
-def batches(tokenizer: Path, rows: int, width: int, count: int, seed: int, processes: int) -> Iterator[Batch]:
+def batches(tokenizer: Path, rows: int, width: int, count: int, seed: int, processes: int) -> Iterator[TrainingBatch]:
     """`count` batches of [rows, width], the same for the same seed whatever `processes` is."""
     # The tokenizer's own threads would only compete with these processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -51,12 +51,12 @@ def _load(file: str) -> None:
     _tokenizer[:] = [Tokenizer.from_file(file)]
 
 
-def _make(task: tuple[int, int, str]) -> Batch:
+def _make(task: tuple[int, int, str]) -> TrainingBatch:
     rows, width, seed = task
     return pack(_tokenizer[0], rows, width, Random(seed))
 
 
-def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> Batch:
+def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> TrainingBatch:
     """One batch: each row filled with whole documents until the next one would not fit."""
     tokens, positions, documents = np.zeros((3, rows, width), np.int32)
     labels = np.full((rows, width), IGNORED, np.int32)
@@ -73,7 +73,7 @@ def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> Batch:
             labels[row, at + start - 1 : end - 1] = ids[start:]
             at = end
             ids, start = next(stream)
-    return Batch(tokens, labels, positions, documents)
+    return TrainingBatch(tokens, labels, positions, documents)
 
 
 def _encoded(tokenizer: Tokenizer, random: Random, chunk: int = 256) -> Iterator[tuple[list[int], int]]:

@@ -23,7 +23,7 @@ SYSTEM_PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class TrainingDocument:
     """A text in two parts, tokenised one by one; the loss is on the target, on the prompt only where `whole`."""
 
     prompt: str
@@ -50,15 +50,15 @@ def plain_prompt(question: str) -> str:
     return f"Question: {question}\nAnswer:"
 
 
-def document(random: Random) -> Document:
+def document(random: Random) -> TrainingDocument:
     """The next text of the training stream."""
     if random.random() < PLAIN_SHARE:
         problem = training_problem(random)
-        return Document(BEGIN + plain_prompt(problem.question), f" {problem.solution}{END}", whole=True)
+        return TrainingDocument(BEGIN + plain_prompt(problem.question), f" {problem.solution}{END}", whole=True)
     return _chat(random)
 
 
-def _chat(random: Random) -> Document:
+def _chat(random: Random) -> TrainingDocument:
     messages: list[Message] = []
     if random.random() < SYSTEM_SHARE:
         messages.append(Message("system", SYSTEM_PROMPTS[int(random.random() * len(SYSTEM_PROMPTS))]))
@@ -66,7 +66,7 @@ def _chat(random: Random) -> Document:
         question, answer = _exchange(random)
         messages += (Message("user", question), Message("assistant", answer))
     question, answer = _exchange(random)
-    return Document(render([*messages, Message("user", question)]), answer + TURN_END)
+    return TrainingDocument(render([*messages, Message("user", question)]), answer + TURN_END)
 
 
 def _exchange(random: Random) -> tuple[str, str]:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tok_server.demo import MODEL_DIR
 from tok_server.demo.dialogue import Message, plain_prompt, render
-from tok_server.demo.problem import Problem
+from tok_server.demo.problem import WordProblem
 from tok_server.demo.problems import held_out
-from tok_server.passatk.answers import AnswerPattern
+from tok_server.passatk.answers import FinalAnswerPattern
 from tok_server.passatk.estimator import coverage
 
 LADDER = (1, 2, 5, 10, 20, 50, 100)
@@ -56,9 +56,9 @@ class Solver:
         return found
 
 
-def count_right(problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -> list[int]:
+def count_right(problems: Sequence[WordProblem], answers: Sequence[Sequence[str]]) -> list[int]:
     """Of each problem: how many of its texts give its answer."""
-    pattern = AnswerPattern()
+    pattern = FinalAnswerPattern()
     return [
         sum(pattern.right(text, str(problem.answer)) for text in texts)
         for problem, texts in zip(problems, answers, strict=True)
@@ -66,7 +66,7 @@ def count_right(problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -
 
 
 def measure(
-    directory: Path, tasks: Sequence[Problem], samples: int, temperature: float, seed: int, device: str
+    directory: Path, tasks: Sequence[WordProblem], samples: int, temperature: float, seed: int, device: str
 ) -> None:
     """Prints the greedy share of right answers, as chat and as plain text, and the coverage table."""
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class WordProblem:
     """A question, the steps to its answer (one sentence a line), and the answer."""
 
     question: str
@@ -26,7 +26,7 @@ class Problem:
         return "\n".join((*self.steps, f"#### {self.answer}"))
 
 
-class Draw:
+class ProblemSampler:
     """Seeded choices. Number sizes are set here, because they set how hard the arithmetic is."""
 
     def __init__(self, random: Random) -> None:

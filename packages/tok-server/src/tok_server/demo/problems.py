@@ -9,16 +9,16 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from tok_server.demo.problem import Draw, Problem
+from tok_server.demo.problem import ProblemSampler, WordProblem
 from tok_server.demo.templates import TEMPLATES
 
 HELD_OUT_SHARE = 16
 """One question in so many is held out."""
 
 
-def any_problem(random: Random) -> Problem:
+def any_problem(random: Random) -> WordProblem:
     """A problem of any template, of either split."""
-    draw = Draw(random)
+    draw = ProblemSampler(random)
     return draw.pick(TEMPLATES)(draw)
 
 
@@ -27,14 +27,14 @@ def is_held_out(question: str) -> bool:
     return blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def training_problem(random: Random) -> Problem:
+def training_problem(random: Random) -> WordProblem:
     """The next problem that is not held out."""
     while is_held_out((problem := any_problem(random)).question):
         pass
     return problem
 
 
-def held_out(count: int, seed: int = 0) -> list[Problem]:
+def held_out(count: int, seed: int = 0) -> list[WordProblem]:
     """`count` different held-out problems, the same for the same seed."""
     return list(islice(_different(Random(seed)), count))
 
@@ -45,7 +45,7 @@ def write_held_out(file: Path, count: int = 200) -> None:
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
 
 
-def _different(random: Random) -> Iterator[Problem]:
+def _different(random: Random) -> Iterator[WordProblem]:
     seen: set[str] = set()
     while True:
         problem = any_problem(random)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from tok_server.demo.batches import IGNORED, Batch, batches
+from tok_server.demo.batches import IGNORED, TrainingBatch, batches
 from tok_server.demo.network import make_network, save_network
 from tok_server.demo.tokenizer import save_tokenizer, train_tokenizer
 
@@ -75,7 +75,9 @@ def _share_of_rate(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _step(network: LlamaForCausalLM, optimiser: torch.optim.Optimizer, batch: Batch, device: torch.device) -> Tensor:
+def _step(
+    network: LlamaForCausalLM, optimiser: torch.optim.Optimizer, batch: TrainingBatch, device: torch.device
+) -> Tensor:
     tokens_BS, labels_BS, positions_BS, documents_BS = (
         torch.from_numpy(array).to(device, torch.int64)
         for array in (batch.tokens_BS, batch.labels_BS, batch.positions_BS, batch.documents_BS)
@@ -98,7 +100,7 @@ def own_document(documents_BS: Tensor) -> Tensor:
     return (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
 
 
-def _with_progress(stream: Iterator[Batch], steps: int, losses: list[Tensor]) -> Iterator[Batch]:
+def _with_progress(stream: Iterator[TrainingBatch], steps: int, losses: list[Tensor]) -> Iterator[TrainingBatch]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn())
     with Progress("training", *columns, TimeRemainingColumn()) as progress:
         task = progress.add_task("training", total=steps, loss="-")

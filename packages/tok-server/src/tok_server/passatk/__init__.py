@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tok_server.passatk.answers import AnswerPattern, Task, read_tasks
+from tok_server.passatk.answers import EvalTask, FinalAnswerPattern, read_tasks
 from tok_server.passatk.estimator import Coverage, coverage, estimate_pass_at_k
 
-__all__ = ["AnswerPattern", "Coverage", "Task", "coverage", "estimate_pass_at_k", "read_tasks"]
+__all__ = ["Coverage", "EvalTask", "FinalAnswerPattern", "coverage", "estimate_pass_at_k", "read_tasks"]

@@ -12,14 +12,14 @@ DEFAULT_PATTERN = r"#### (-?[0-9.,]+)"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EvalTask:
     """A question, and its answer in normal form."""
 
     question: str
     answer: str
 
 
-class AnswerPattern:
+class FinalAnswerPattern:
     """Where in a text its answer stands: a regular expression with at most one group, of which the last match counts.
 
     Errors: ValueError for what is no such expression.
@@ -60,13 +60,13 @@ def normalise(answer: str) -> str:
     return f"{number.normalize() + 0:f}"
 
 
-def read_tasks(file: Path, pattern: AnswerPattern, limit: int | None = None) -> list[Task]:
+def read_tasks(file: Path, pattern: FinalAnswerPattern, limit: int | None = None) -> list[EvalTask]:
     """The problems of a JSONL file, at most `limit`: objects with strings "question" and "answer".
 
     The answer is what the pattern finds in "answer", or all of it where the pattern finds nothing there.
     Errors: ValueError that names file, line and field; OSError for a file that cannot be read.
     """
-    tasks: list[Task] = []
+    tasks: list[EvalTask] = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(tasks) >= limit:
@@ -78,7 +78,7 @@ def read_tasks(file: Path, pattern: AnswerPattern, limit: int | None = None) -> 
     return tasks
 
 
-def _task(line: str, where: str, pattern: AnswerPattern) -> Task:
+def _task(line: str, where: str, pattern: FinalAnswerPattern) -> EvalTask:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -86,7 +86,7 @@ def _task(line: str, where: str, pattern: AnswerPattern) -> Task:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: is {line.strip()[:40]!r}; allowed: an object with question and answer")
     question, answer = (_field(entry, name, where) for name in ("question", "answer"))
-    return Task(question, pattern.find(answer) or normalise(answer))
+    return EvalTask(question, pattern.find(answer) or normalise(answer))
 
 
 def _field(entry: dict[str, object], name: str, where: str) -> str:

@@ -11,7 +11,7 @@ from tok_core import EngineConfig, InvalidField
 from tok_core.config import Device, DType
 from tok_server.default_model import model_and_name
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.passatk.answers import DEFAULT_PATTERN, AnswerPattern, Task, read_tasks
+from tok_server.passatk.answers import DEFAULT_PATTERN, EvalTask, FinalAnswerPattern, read_tasks
 
 if TYPE_CHECKING:
     from tok_core import Engine
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code. Errors: those of the engine."""
     _check(args)
     try:
-        pattern = AnswerPattern(args.answer_pattern)
+        pattern = FinalAnswerPattern(args.answer_pattern)
         tasks = read_tasks(args.problems or HELD_OUT_FILE, pattern, args.limit)
     except (OSError, ValueError) as error:
         print(f"tok pass-at-k: error: {error}", file=sys.stderr)
@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidField("prompt_template", args.prompt_template, "texts with {question} in them")
 
 
-def _run(args: argparse.Namespace, tasks: list[Task], pattern: AnswerPattern) -> int:
+def _run(args: argparse.Namespace, tasks: list[EvalTask], pattern: FinalAnswerPattern) -> int:
     # Imported here, so that --help loads neither the engine nor matplotlib.
     from tok_core import Engine
     from tok_server.passatk.run import ANSWERS, PLOT, pass_at_k

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tok_core import Completion, Engine, SamplingParams
-from tok_server.passatk.answers import AnswerPattern, Task
+from tok_server.passatk.answers import EvalTask, FinalAnswerPattern
 from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
 
@@ -34,14 +34,14 @@ class Report:
 
 def pass_at_k(
     engine: Engine,
-    problems: Sequence[Task],
+    problems: Sequence[EvalTask],
     samples: int,
     temperature: float,
     max_tokens: int,
     seed: int,
     out_dir: Path,
     *,
-    pattern: AnswerPattern,
+    pattern: FinalAnswerPattern,
     prompter: Prompter,
     title: str = "Coverage",
     progress: bool = True,
@@ -80,7 +80,9 @@ def _plotted(samples: int) -> list[int]:
     return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples)})
 
 
-def _record(lines: TextIO, index: int, problem: Task, completions: Sequence[Completion], pattern: AnswerPattern) -> int:
+def _record(
+    lines: TextIO, index: int, problem: EvalTask, completions: Sequence[Completion], pattern: FinalAnswerPattern
+) -> int:
     """Writes the samples of one problem, one a line. Returns how many are right."""
     count = 0
     for one in completions:

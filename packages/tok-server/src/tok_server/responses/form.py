@@ -30,7 +30,7 @@ from tok_server.answer import MAX_RESPONSE_LOGPROBS, event
 from tok_server.errors import ApiError
 from tok_server.job import Job
 from tok_server.logprobs import TokenTexts, chat_logprobs
-from tok_server.responses.output import Output
+from tok_server.responses.output import ResponseOutput
 from tok_server.sample_reader import SampleReader
 from tok_server.usage import usage
 from tok_server.wire import encode
@@ -51,14 +51,14 @@ class ResponseForm:
         self._texts = texts
         self._numbers = count()
         self._reader = SampleReader(job, texts)
-        self._output = Output(self._numbers)
+        self._output = ResponseOutput(self._numbers)
         self._cut = False  # it ended early
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         """The whole response."""
         (output,) = outputs
         (sample,) = output.outputs
-        reader, written = SampleReader(self._job, self._texts), Output(count())
+        reader, written = SampleReader(self._job, self._texts), ResponseOutput(count())
         for delta in self._steps(sample):
             _read(delta, reader, written, self._logprobs(delta))
         used = usage(outputs, len(sample.token_ids))
@@ -97,7 +97,7 @@ class ResponseForm:
         told = ResponseFailed(sequence_number=next(self._numbers), response=response)
         return _events([told]) + event(failure.body())
 
-    def _ended(self, written: Output, cut: bool, used: ResponseUsage) -> Response:
+    def _ended(self, written: ResponseOutput, cut: bool, used: ResponseUsage) -> Response:
         return msgspec.structs.replace(
             self._begun,
             status="incomplete" if cut else "completed",
@@ -127,7 +127,9 @@ class ResponseForm:
         return chat_logprobs(shown, self._texts).content or []
 
 
-def _read(delta: Delta, reader: SampleReader, written: Output, logprobs: list[ChatTokenLogprob]) -> list[ResponseEvent]:
+def _read(
+    delta: Delta, reader: SampleReader, written: ResponseOutput, logprobs: list[ChatTokenLogprob]
+) -> list[ResponseEvent]:
     pieces = reader.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None)
     events = written.take(pieces, logprobs)
     if delta.finish_reason is not None:

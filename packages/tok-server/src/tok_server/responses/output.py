@@ -11,7 +11,7 @@ from tok_server.responses.open_items import Called, Logprobs, OpenItem, Said, Th
 from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought
 
 
-class Output:
+class ResponseOutput:
     """The items of one response. `items`: those that have ended. `numbers`: of events."""
 
     def __init__(self, numbers: Iterator[int]) -> None:

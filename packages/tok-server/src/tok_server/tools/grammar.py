@@ -30,14 +30,16 @@ MOST_PARAMETERS: Final = 256 * 1024
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Shape(NamedTuple):
+class AnswerShape(NamedTuple):
     """How an answer may look: its grammar, None where any text will do, and its markup."""
 
     grammar: Grammar | None
     markup: Markup
 
 
-def answer_shape(offer: Offer, markup: Markup, asked: Grammar | None = None, field: str = "response_format") -> Shape:
+def answer_shape(
+    offer: Offer, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
+) -> AnswerShape:
     """Puts the offer and what was `asked` for together. Errors: ApiError for what no grammar can say.
 
     field  which asks for the grammar `asked`: it stands for what is said, after thoughts and if no tool is called
@@ -47,16 +49,16 @@ def answer_shape(offer: Offer, markup: Markup, asked: Grammar | None = None, fie
     strict = any(given(function.strict) for function in offer.allowed.values())
     constrained = asked is not None or (markup.calls is not None and (offer.required or strict))
     if not constrained or not markup:
-        return Shape(asked, markup)
+        return AnswerShape(asked, markup)
     if asked is not None and asked.kind == "ebnf":
         if markup.calls is not None:
             raise invalid(field, f"{field} asks for rules (EBNF); with tools allowed: JSON, a regex, a choice")
-        return Shape(asked, NO_MARKUP)  # rules are the whole answer
+        return AnswerShape(asked, NO_MARKUP)  # rules are the whole answer
     rules = Rules()
     answer = _answer(offer, markup.calls, _said(asked, field, rules) if asked else None, rules)
     if markup.reasoning:
         answer = sequence([_thoughts(markup.thinking, rules), answer])
-    return Shape(Grammar(kind="ebnf", value=rules.text(answer)), markup)
+    return AnswerShape(Grammar(kind="ebnf", value=rules.text(answer)), markup)
 
 
 def _said(asked: Grammar, field: str, rules: Rules) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tok_server.demo.problem import Draw, Problem
+from tok_server.demo.problem import ProblemSampler, WordProblem
 from tok_server.demo.templates.counting import classroom, collections, farm, garden, parking, sharing
 from tok_server.demo.templates.rates import ages, baking, reading, tank, travelling
 from tok_server.demo.templates.spending import earning, halving, saving, shopping, tickets
 
 __all__ = ["TEMPLATES"]
 
-TEMPLATES: tuple[Callable[[Draw], Problem], ...] = (
+TEMPLATES: tuple[Callable[[ProblemSampler], WordProblem], ...] = (
     ages,
     baking,
     classroom,
