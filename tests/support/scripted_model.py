@@ -19,7 +19,7 @@ from support.tiny_models import make_model
 from support.tiny_tokenizer import SPECIAL_TOKENS
 
 VOCABULARY = 512
-CERTAIN = 60.0  # the logit of the next token of a script, where all others have about 0
+CERTAIN = 60.0  # the logit of the next token of a script; all others' are drawn from a standard normal distribution
 
 # In the manner of Qwen3's: tools and calls in tags, think blocks, and a switch for them. `script` begins the answer.
 CHAT_TEMPLATE = """{{ bos_token }}
@@ -80,7 +80,8 @@ def _set_weights(file: Path, follows: Mapping[int, int]) -> None:
     before = embeddings[list(follows)]
     states = before / before.pow(2).mean(-1, keepdim=True).sqrt()  # as they come from the last norm
     head = weights["lm_head.weight"]
-    wanted = torch.zeros(len(states), len(head))
+    # Equal logits would leave it to rounding which token is the second most likely.
+    wanted = torch.randn((len(states), len(head)), generator=torch.Generator().manual_seed(0))
     wanted[torch.arange(len(states)), list(follows.values())] = CERTAIN
     head += (torch.linalg.pinv(states) @ (wanted - states @ head.T)).T
     missed = (states @ head.T - wanted).abs().max()
