@@ -135,7 +135,7 @@ def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     runner, asked = runner_of(directory, 3, 64, 16, 64), []
-    monkeypatch.setattr("tok_core.worker.warmup.load_products", lambda model, *most: asked.append(most))
+    monkeypatch.setattr("tok_core.worker.warmup.warm_up_gemms", lambda model, *most: asked.append(most))
     for tokens in (100, 700):
         warm_up(runner, StepMemory(step_bytes=1, graph_rows=0, graph_bytes=0), tokens)
     assert asked == [(100, 3), (3 * 64, 3)]
