@@ -15,7 +15,7 @@ from tok_core import AsyncEngine, EngineConfig
 from tok_server.batch.clock import Clock
 from tok_server.batch.service import BatchLimits, BatchService
 from tok_server.batch.store import ENDED, StoredJob
-from tok_server.endpoints import Served
+from tok_server.endpoints import ServedModel
 from tok_server.ids import new_id
 from tok_server.tools.formats import Formats
 
@@ -60,7 +60,7 @@ async def opened(
     line: int = 1 << 12,
     quota: int | None = None,
 ) -> AsyncIterator[BatchService]:
-    served = Served(engine, NAME, Formats())
+    served = ServedModel(engine, NAME, Formats())
     service = BatchService(
         directory, served, BatchLimits(file=1 << 20, line=line, quota=quota), clock=clock, paused=paused
     )

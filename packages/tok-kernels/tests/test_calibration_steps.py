@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tok_kernels import choose
 from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
+from tok_kernels.measure.gemms import forward_gemms, layer_gemms
 from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
 from tok_kernels.measure.machine import Machine
-from tok_kernels.measure.products import forward_products, layer_products
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork
 from tok_kernels.reference import attention
@@ -120,18 +120,18 @@ def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
 
 
 def test_the_products_of_a_layer_are_as_large_as_the_model_says() -> None:
-    assert layer_products(MODEL) == ((48, (4 + 2 * 2) * 16), (4 * 16, 48), (48, 2 * 80), (80, 48))
+    assert layer_gemms(MODEL) == ((48, (4 + 2 * 2) * 16), (4 * 16, 48), (48, 2 * 80), (80, 48))
 
 
 @pytest.mark.parametrize("distinct", [1, 1 << 30], ids=["one layer's weights for all", "each layer's own"])
 def test_the_products_of_a_forward_are_those_of_all_layers_and_of_the_head(
     distinct: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_kernels.measure.products.DISTINCT_BYTES", distinct)
-    case = forward_products(MODEL, CPU, rows=6)
+    monkeypatch.setattr("tok_kernels.measure.gemms.DISTINCT_BYTES", distinct)
+    case = forward_gemms(MODEL, CPU, rows=6)
     with FlopCounterMode(display=False) as counter:
         case.run()
-    parameters = 10 * sum(inputs * outputs for inputs, outputs in layer_products(MODEL)) + 48 * 300
+    parameters = 10 * sum(inputs * outputs for inputs, outputs in layer_gemms(MODEL)) + 48 * 300
     assert case.operations == 2 * 6 * parameters == counter.get_total_flops()
     assert case.moved == parameters * 4
 

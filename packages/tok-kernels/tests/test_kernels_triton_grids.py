@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tok_kernels import LayerCache
-from tok_kernels.triton import config, tiles
-from tok_kernels.triton.chunks import one_chunk_each, plan_chunks
+from tok_kernels.triton import config, varlen_attention
 from tok_kernels.triton.operands import Operands
+from tok_kernels.triton.split_kv import no_split_kv, plan_split_kv
 
 
 def operands(rows: int) -> Operands:
@@ -16,8 +16,8 @@ def operands(rows: int) -> Operands:
     return Operands(torch.zeros((rows, 32, 64), dtype=torch.bfloat16), cache, torch.zeros((1, 1)), 1.0)
 
 
-def groups(rows: int, number: int, max_rows: int, max_kv: int) -> tiles.Items:
-    return tiles.Items(*(torch.zeros(0),) * 5, 0, number, rows, max_rows, max_kv, torch.zeros(0))
+def groups(rows: int, number: int, max_rows: int, max_kv: int) -> varlen_attention.VarlenItems:
+    return varlen_attention.VarlenItems(*(torch.zeros(0),) * 5, 0, number, rows, max_rows, max_kv, torch.zeros(0))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 8192])
@@ -25,25 +25,25 @@ def groups(rows: int, number: int, max_rows: int, max_kv: int) -> tiles.Items:
 def test_groups_that_may_hold_all_rows_are_launched_as_tiles_of_rows_and_not_of_rows_times_groups(
     rows: int, number: int
 ) -> None:
-    launched, _ = tiles._tile_counts(operands(rows), groups(rows, number, rows, 1000))
+    launched, _ = varlen_attention._tile_counts(operands(rows), groups(rows, number, rows, 1000))
     tile_rows = config.tile_launch(64, torch.bfloat16).rows
     needed = -(-rows * 4 // tile_rows)
     assert needed <= launched <= 2 * (needed + min(number, rows))
 
 
 def test_groups_of_known_size_are_given_their_tiles_without_a_search() -> None:
-    assert tiles._tile_counts(operands(8192), groups(8192, 8, 1024, 704)) == (512, 64)
+    assert varlen_attention._tile_counts(operands(8192), groups(8192, 8, 1024, 704)) == (512, 64)
 
 
 def test_a_full_batch_with_shared_pages_is_chained_and_neither_cut_nor_joined() -> None:
-    assert not tiles.splits_pay(operands(8192), groups(8192, 256, 8192, 128 * 1024))
-    assert plan_chunks(8192, wanted=264, max_kv=128 * 1024) is None
+    assert not varlen_attention.splits_pay(operands(8192), groups(8192, 256, 8192, 128 * 1024))
+    assert plan_split_kv(8192, wanted=264, max_kv=128 * 1024) is None
 
 
 @pytest.mark.parametrize("rows", [1, 16, 132, 512])
 @pytest.mark.parametrize("max_kv", [128, 1024, 8192, 131072])
 def test_chunks_of_few_rows_are_as_many_as_keep_a_gpu_busy_and_one_more_a_row(rows: int, max_kv: int) -> None:
-    chunks = plan_chunks(rows, wanted=264, max_kv=max_kv)
+    chunks = plan_split_kv(rows, wanted=264, max_kv=max_kv)
     if chunks is None:
         assert rows > 132
         assert max_kv < 4096
@@ -54,5 +54,5 @@ def test_chunks_of_few_rows_are_as_many_as_keep_a_gpu_busy_and_one_more_a_row(ro
 
 
 def test_rows_too_short_to_cut_are_not_cut() -> None:
-    assert plan_chunks(1, wanted=264, max_kv=config.DECODE_SPLIT_KEYS) is None
-    assert one_chunk_each(7).number == 7
+    assert plan_split_kv(1, wanted=264, max_kv=config.DECODE_SPLIT_KEYS) is None
+    assert no_split_kv(7).number == 7

@@ -16,7 +16,7 @@ import torch
 from support.near import near
 from support.serving import NAME, Answer, Server
 from support.tiny_models import reference_model
-from tok_server.endpoints import ENDPOINTS, Served
+from tok_server.endpoints import ENDPOINTS, ServedModel
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog and runs away"]
 
@@ -126,7 +126,7 @@ def test_openai_python_reads_the_vectors(server: Server, tiny_model: Path, encod
 
 def test_a_line_of_a_batch_has_the_answer_of_its_request(server: Server) -> None:
     body = json.dumps({"model": NAME, "input": TEXTS, "pooling": "mean"}).encode()
-    asked = ENDPOINTS["/v1/embeddings"](body, Served(server.engine, NAME, server.context.settings.formats))
+    asked = ENDPOINTS["/v1/embeddings"](body, ServedModel(server.engine, NAME, server.context.settings.formats))
     assert asked.samples == len(TEXTS)
     write = asyncio.run(asked.compute())
     assert near(json.loads(write()), embed(server, input=TEXTS, pooling="mean").json(), 1e-5)

@@ -6,7 +6,7 @@ import pytest
 
 from support.serving import Server
 from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
-from tok_server.reading import HARMLESS
+from tok_server.request_fields import HARMLESS
 from tok_server.unsupported import CHAT, COMPLETION, Refused
 
 

@@ -16,12 +16,12 @@ from support.tiny_models import make_model
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch import validation
-from tok_server.batch.again import kept_of
 from tok_server.batch.answers import Answers, LineAnswer, Totals
 from tok_server.batch.database import StoreError
 from tok_server.batch.lines import Stopped, read_lines
 from tok_server.batch.offline import BadInput, Offline
 from tok_server.batch.progress import duration
+from tok_server.batch.resume import kept_of
 from tok_server.batch.run import LineSource
 from tok_server.batch.validation import MOST_ERRORS, validate
 from tok_server.cli import main

@@ -36,15 +36,15 @@ from tok_core.sampling import SamplingParams
 from tok_server.batch import service as service_module
 from tok_server.batch import states
 from tok_server.batch.answers import Answers, LineAnswer
+from tok_server.batch.batch_run import BatchRun
 from tok_server.batch.blobs import Blobs
 from tok_server.batch.budget import Budget
 from tok_server.batch.gate import Gate
-from tok_server.batch.life import BatchRun
 from tok_server.batch.run import AHEAD, LineSource, Means, Run, _Ready
 from tok_server.batch.service import GRACE_SECONDS, BatchLimits, BatchService
 from tok_server.batch.store import ENDED, Missing, Store, StoredJob
 from tok_server.batch.validation import Validated
-from tok_server.endpoints import BEHIND, ENDPOINTS, Served, behind
+from tok_server.endpoints import BEHIND, ENDPOINTS, ServedModel, behind
 from tok_server.errors import ApiError
 from tok_server.ids import new_id
 from tok_server.tools.formats import Formats
@@ -160,7 +160,7 @@ def test_a_line_of_any_priority_is_behind_whoever_waits(own: int, wanted: int) -
 async def test_a_line_cannot_ask_for_a_class_that_is_closed_to_clients(
     engine: AsyncEngine, least: int | None, refused: bool
 ) -> None:
-    served = Served(engine, NAME, Formats(), least=least)
+    served = ServedModel(engine, NAME, Formats(), least=least)
     with pytest.raises(ApiError, match="priority") if refused else nullcontext():
         ENDPOINTS["/v1/completions"](b'{"prompt": [1, 2], "priority": -5}', served)
 
@@ -287,7 +287,7 @@ async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
     with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
         answers = store.submit(Full, tmp_path / "answers", "batch").result()
         answers.budget, answers.lines = budget, 700
-        means = Means(Served(engine, NAME, Formats()), budget, gate, store, reader, reader)
+        means = Means(ServedModel(engine, NAME, Formats()), budget, gate, store, reader, reader)
         with pytest.raises(sqlite3.DatabaseError):
             await Run(LineSource(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
@@ -309,7 +309,7 @@ async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: 
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
         gate = Gate(engine, until_closed=True)
-        means = Means(Served(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
+        means = Means(ServedModel(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
         run = Run(LineSource(tmp_path / "in", 1), answers, means)
         found = await run._compute(_Ready(0, "one", Cancelling()), Cancelling())
         pool.submit(answers.close).result()
@@ -376,7 +376,7 @@ async def test_a_batch_whose_input_is_gone_when_it_is_cancelled_fails(engine: As
 async def test_what_nobody_waits_for_is_counted_in_prompts_as_the_engine_counts(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    served, most = Served(engine, NAME, Formats()), 0
+    served, most = ServedModel(engine, NAME, Formats()), 0
     service = BatchService(tmp_path, served, BatchLimits(file=1 << 20, line=1 << 12))
     await service.open()
     lines = [completion_line(number, n=8, prompt=[[1], [2]], max_tokens=9, ignore_eos=True) for number in range(4)]

@@ -21,11 +21,11 @@ from support.patience import PATIENCE, wait_until
 from support.scripted_model import make_scripted_model
 from support.serving import Server, serving
 from tok_core import AsyncEngine
-from tok_server import talkers
+from tok_server import chat_backends
+from tok_server.chat_backends import LocalChatBackend
 from tok_server.cli import main, make_parser
 from tok_server.commands.chat import Terminal, converse
 from tok_server.dialogue import Dialogue
-from tok_server.talkers import LocalTalker
 
 WORDS = [f"w{number}. " for number in range(1, 61)]
 
@@ -175,9 +175,9 @@ def test_ctrl_c_stops_the_answer_of_a_model_loaded_here_though_nothing_wakes_its
     reciting_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes to another thread, as one does that comes just before a wait: it does not end the wait."""
-    monkeypatch.setattr(talkers, "AsyncEngine", partial(AsyncEngine, in_process=True))
+    monkeypatch.setattr(chat_backends, "AsyncEngine", partial(AsyncEngine, in_process=True))
     options = make_parser(["chat"]).parse_args(["chat", str(reciting_model), "--device", "cpu"])
-    talker, terminal, dialogue = LocalTalker(options), ScriptedTerminal(["recite", "recite"]), Dialogue()
+    talker, terminal, dialogue = LocalChatBackend(options), ScriptedTerminal(["recite", "recite"]), Dialogue()
     interrupted, in_time = threading.Event(), list[bool]()
 
     def interrupt(gate: Gate) -> None:

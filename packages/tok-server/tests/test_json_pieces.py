@@ -16,7 +16,7 @@ from tok_core import Completion, RequestOutput, TokenLogprob
 from tok_core.outputs import Timings
 from tok_core.text import Tokenizer
 from tok_server import answer, chat, completions, json_pieces
-from tok_server.batch.written import answer_of
+from tok_server.batch.output_lines import answer_of
 from tok_server.chat_form import ChatForm
 from tok_server.completion_form import CompletionForm
 from tok_server.json_pieces import elements, filled, next_piece, separated, slices, taken

@@ -21,10 +21,10 @@ from support.serving import NAME, Server, serving
 from tok_client.types import Distinct, FirstMatch, Majority, StopWhen
 from tok_core import Delta
 from tok_server.answer_pattern import MOST_SECONDS, WINDOW, AnswerPattern
-from tok_server.endpoints import ENDPOINTS, Served
+from tok_server.endpoints import ENDPOINTS, ServedModel
 from tok_server.errors import ApiError
-from tok_server.judge import Judge, Rule
 from tok_server.markup import NO_MARKUP
+from tok_server.stop_when_rule import StopWhenJudge, StopWhenRule
 
 LETTER = "([a-e])"
 N = 48
@@ -139,7 +139,7 @@ def test_a_batch_line_may_have_a_condition(server: Server) -> None:
     condition = CONDITIONS[0]
     fields = {**DRAWN, "model": NAME, "logit_bias": ending_soon(server), "stop_when": condition}
     asked = ENDPOINTS["/v1/completions"](
-        json.dumps(fields).encode(), Served(server.engine, NAME, server.context.settings.formats)
+        json.dumps(fields).encode(), ServedModel(server.engine, NAME, server.context.settings.formats)
     )
     body = json.loads(asyncio.run(asked.compute())())
     check(condition, body["choices"], body["stop_when"])
@@ -216,7 +216,7 @@ def test_decision_and_counts_are_those_of_a_plain_count_in_the_order_of_ends(
     wanted: StopWhen, texts: list[str], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(texts))))
-    judge = Judge(Rule(wanted, AnswerPattern(wanted.pattern), len(texts), NO_MARKUP))
+    judge = StopWhenJudge(StopWhenRule(wanted, AnswerPattern(wanted.pattern), len(texts), NO_MARKUP))
     votes: Counter[str] = Counter()
     met = False
     for place, index in enumerate(order, 1):

@@ -22,12 +22,12 @@ from support.serving import Server, serving
 from tok_core import InvalidField
 from tok_core.messages import Submit
 from tok_server import Settings
+from tok_server.allowed_hosts import AllowedHosts
 from tok_server.auth import ANYONE, ApiKeys
 from tok_server.cli import main, make_parser
 from tok_server.errors import ApiError
-from tok_server.hosts import Hosts
 from tok_server.origins import Origins
-from tok_server.rates import Bucket, Rates
+from tok_server.rate_limits import RateLimits, TokenBucket
 from tok_server.server_flags import settings_of
 from tok_server.tls import server_context
 
@@ -145,7 +145,7 @@ def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Se
 
 def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
     now = [0.0]
-    bucket = Bucket(60, lambda: now[0])
+    bucket = TokenBucket(60, lambda: now[0])
     assert bucket.wait(PATIENCE) == 0
     bucket.spend(90)
     assert (bucket.left, bucket.wait(1)) == (-30, 31)
@@ -159,7 +159,7 @@ def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
 
 def test_rates_refuse_by_name_and_let_in_after_the_time_that_they_tell() -> None:
     now = [0.0]
-    rates = Rates(2, 100, lambda: now[0])
+    rates = RateLimits(2, 100, lambda: now[0])
     rates.admit(0)
     rates.admit(0)
     with pytest.raises(ApiError) as refused:
@@ -168,7 +168,7 @@ def test_rates_refuse_by_name_and_let_in_after_the_time_that_they_tell() -> None
     rates.admit(1)
     now[0] = 30
     rates.admit(0)
-    assert Rates(None, None).headers(0) == {}
+    assert RateLimits(None, None).headers(0) == {}
 
 
 def test_a_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> None:
@@ -296,7 +296,7 @@ def host_of(headers: dict[str, str], own: str) -> web.Request:
     ],
 )
 def test_names_that_are_answered(listens: str, allowed: tuple[str, ...], own: str, asked: str, refused: bool) -> None:
-    hosts = Hosts(listens, allowed)
+    hosts = AllowedHosts(listens, allowed)
     for _ in range(2):  # what is remembered changes nothing
         if refused:
             with pytest.raises(ApiError, match="Host is "):

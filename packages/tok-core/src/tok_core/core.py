@@ -310,7 +310,7 @@ class EngineCore:
         return self._replica_set.health()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges, of all replicas together; see `Fleet.stats`."""
+        """Counters since the start, and gauges, of all replicas together; see `ReplicaSet.stats`."""
         self._require_own_process()
         return self._replica_set.stats()
 

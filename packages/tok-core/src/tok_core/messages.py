@@ -121,7 +121,10 @@ class RequestedPromptOutputs(msgspec.Struct):
 
 
 class PromptValues(msgspec.Struct):
-    """What a step found of its `PromptAsks`: float32 `[Q]`, int32 and float32 `[Q, top_logprobs]`, float32 `[E, N]`."""
+    """Values of a step's `RequestedPromptOutputs`.
+
+    Log-probabilities float32 `[Q]`; top tokens int32, theirs float32 `[Q, top_logprobs]`; hidden sums float32 `[E, N]`.
+    """
 
     logprob: np.ndarray
     top_token: np.ndarray

@@ -32,7 +32,7 @@ LONGEST_PAUSE = 30.0
 
 
 class ReplicaRecord:
-    """One replica through its deaths. Changed by `Fleet` only, under its lock.
+    """One replica through its deaths. Changed by `ReplicaSet` only, under its lock.
 
     replica   what runs; None while nothing does
     failure   what the replica itself said of why it ends

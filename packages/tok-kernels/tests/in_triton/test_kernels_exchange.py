@@ -20,7 +20,7 @@ from torch import Tensor
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
 from tok_kernels import Exchange, SamplingBatch
 from tok_kernels.exchange import SETS, SUM_BYTES, Lane
-from tok_kernels.triton import draw_exchange, exchange
+from tok_kernels.triton import exchange, sampling_exchange
 from tok_kernels.triton.sampling import sample
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-Na
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    for module in (exchange, draw_exchange) if INTERPRETING else ():
+    for module in (exchange, sampling_exchange) if INTERPRETING else ():
         for name, function in (("put", _put), ("get", _get), ("take", _take), ("end_turn", _end_turn)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)

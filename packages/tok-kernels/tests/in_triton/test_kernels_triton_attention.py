@@ -16,11 +16,10 @@ from support.attention_cases import Case, Runs, Shape, build, flat, oracle, spoi
 from support.attention_checks import TOLERANCE, attend, check
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
-from tok_kernels.triton import attention, config, tiles
-from tok_kernels.triton import chunks as chunked
+from tok_kernels.triton import attention, config, split_kv, varlen_attention
 from tok_kernels.triton.decode import decode_by_chunks
 from tok_kernels.triton.operands import Operands
-from tok_kernels.triton.parts import new_parts
+from tok_kernels.triton.split_kv_partials import new_partials
 
 # The interpreter multiplies no bfloat16.
 DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
@@ -160,7 +159,7 @@ def test_host_bounds_may_be_loose(device: torch.device) -> None:
 def test_more_groups_and_chunks_than_are_counted_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "_ITEMS", 4)
+    monkeypatch.setattr(varlen_attention, "_ITEMS", 4)
     runs = tuple((i % 3, ((0, (1 + i,) * (1 + i % 2)),)) for i in range(9))
     prefill = tuple((1 + 3 * i, i) for i in range(6))
     check(build(replace(MIXED, runs=runs, prefill=prefill, head_dim=16), device))
@@ -330,8 +329,8 @@ def test_long_rows_get_more_of_a_launch_than_short_ones(device: torch.device) ->
     case.batch.kv_len[1] = 0
     case = padded(flat(case), 5, groups=1, max_kv=100_000)
     operands = Operands(case.q, case.cache, case.batch.page_table, case.scale)
-    chunks = chunked.Chunks(number=25, wanted=20, least=64, most=16)
-    parts = new_parts(case.q, 0, chunks=25, filled=False)
+    chunks = split_kv.SplitKVPlan(number=25, wanted=20, least=64, most=16)
+    parts = new_partials(case.q, 0, chunks=25, filled=False)
     decode_by_chunks(operands, case.batch, chunks, parts)
     first, count = parts.chunks.cpu().unbind(-1)
     # 182 blocks of 32 keys over 20 programs: 10 each, where a row holds so many, and as many in each of its chunks.

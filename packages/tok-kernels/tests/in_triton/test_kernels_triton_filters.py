@@ -12,12 +12,12 @@ from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, Masks, SamplingBatch, reference
 from tok_kernels.reference.masks import forbid as forbid_by_reference
 from tok_kernels.triton import filters as triton_filters
-from tok_kernels.triton.draw import RandomKeys
-from tok_kernels.triton.draw import draw as draw_whole
-from tok_kernels.triton.filters import verdicts_of
-from tok_kernels.triton.judge import judge
+from tok_kernels.triton.block_sampling import RandomKeys
+from tok_kernels.triton.block_sampling import sample_blocks as draw_whole
+from tok_kernels.triton.filter_check import check_filters
+from tok_kernels.triton.filters import filter_verdicts
 from tok_kernels.triton.masks import forbid
-from tok_kernels.triton.narrow import narrow
+from tok_kernels.triton.resample import resample
 from tok_kernels.triton.sampling import sample
 
 INF = torch.inf
@@ -69,7 +69,7 @@ def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
     batch = batch_of(Filters(every, top_k.int(), top_p, min_p), 0.7)
     assert batch.filters is not None
     keys = RandomKeys.of(batch)
-    verdict, _ = verdicts_of(logits, draw_whole(logits, keys), keys, batch.filters)
+    verdict, _ = filter_verdicts(logits, draw_whole(logits, keys), keys, batch.filters)
     assert set(verdict.tolist()) == {KEPT, ABOVE, LIKELY, OPEN}
     assert torch.equal(sample(logits, batch).token, reference.sample(logits, batch).token)
 
@@ -203,14 +203,14 @@ def test_filters_and_masks_never_wait_for_the_device_nor_compile_anew_for_other_
         masks = Masks(filters.rows, filters.rows % 3, words)
         cases.append((logits_of(rows, 1280, CUDA).bfloat16(), replace(batch_of(filters), masks=masks)))
     sample(*cases[0])
-    compiled = [_variants(kernel) for kernel in (judge, narrow)]
+    compiled = [_variants(kernel) for kernel in (check_filters, resample)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for logits, batch in cases:
             sample(logits, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [_variants(kernel) for kernel in (judge, narrow)] == compiled
+    assert [_variants(kernel) for kernel in (check_filters, resample)] == compiled
 
 
 def _variants(kernel: object) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from support.contexts import contexts_of
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, reference
-from tok_kernels.triton import edited
+from tok_kernels.triton import sampling_edits
 from tok_kernels.triton.sampling import sample
 
 INF = torch.inf
@@ -256,7 +256,7 @@ def test_edited_rows_are_drawn_as_in_the_reference(
     dtype: torch.dtype, at_a_time: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = 1100
-    monkeypatch.setattr(edited, "_ENTRIES", at_a_time * vocabulary)
+    monkeypatch.setattr(sampling_edits, "_ENTRIES", at_a_time * vocabulary)
     logits = logits_of(12, vocabulary, device).to(dtype)
     for batch in edited_batches(12, vocabulary, device):
         kept = logits.clone()

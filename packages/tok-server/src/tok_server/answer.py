@@ -17,13 +17,13 @@ from aiohttp import web
 from tok_client.types import StopWhenResult, Usage
 from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStream
 from tok_server.context import Context
-from tok_server.counts import COUNTS
 from tok_server.deadlines import Deadline
 from tok_server.errors import ApiError, invalid, limited, of_exception
 from tok_server.job import Job
 from tok_server.json_pieces import next_piece
-from tok_server.judge import Judge, judged, output_of
 from tok_server.limits import MAX_CLIENT_PRIORITY
+from tok_server.request_counts import COUNTS
+from tok_server.stop_when_rule import StopWhenJudge, judged, output_of
 from tok_server.streams import MOST_CHECKS, check_grammar, merged, submitted
 from tok_server.usage import usage
 
@@ -263,7 +263,7 @@ async def _write(
 
     # Events that repeat all log-probabilities take long to encode.
     long = form.most_logprobs is not None and job.params.logprobs is not None
-    judge = None if job.stop_when is None else Judge(job.stop_when)
+    judge = None if job.stop_when is None else StopWhenJudge(job.stop_when)
     if judge is None and len(streams) == 1:  # most are: each generator on the way takes its time for each token
         while batch := await streams[0].batch():
             if long or len(batch) > TOGETHER:

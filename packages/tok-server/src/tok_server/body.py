@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from tok_server.context import Context
-from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid, limited, too_large
 from tok_server.json_limits import check_json
+from tok_server.request_counts import COUNTS
 from tok_server.wire import BadJson, decode
 
 Members = dict[str, msgspec.Raw]

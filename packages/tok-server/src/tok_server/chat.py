@@ -15,14 +15,14 @@ from tok_server.body import read_body
 from tok_server.chat_form import ChatForm
 from tok_server.chat_prompt import chat_prompt
 from tok_server.context import CONTEXT
-from tok_server.counts import COUNTS
 from tok_server.errors import invalid
 from tok_server.ids import new_id
 from tok_server.job import Job, renamed
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given, sampling_params
-from tok_server.reading import (
+from tok_server.request_counts import COUNTS
+from tok_server.request_fields import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,

@@ -26,10 +26,10 @@ from tok_server.chunk_form import ChunkForm
 from tok_server.ids import fingerprint
 from tok_server.job import Job
 from tok_server.json_pieces import elements, filled, separated, slices, split, taken
-from tok_server.judge import result_of
 from tok_server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from tok_server.message_reader import message
 from tok_server.sample_reader import SampleReader
+from tok_server.stop_when_rule import result_of
 from tok_server.text_event import TextEvent
 from tok_server.usage import running_usage, usage
 from tok_server.wire import encode

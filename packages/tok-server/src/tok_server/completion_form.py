@@ -25,8 +25,8 @@ from tok_server.echo import EchoedPrompt, both
 from tok_server.ids import fingerprint
 from tok_server.job import Job
 from tok_server.json_pieces import elements, filled, free, separated, slices, taken
-from tok_server.judge import result_of
 from tok_server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from tok_server.stop_when_rule import result_of
 from tok_server.text_event import TextEvent
 from tok_server.usage import running_usage, usage
 from tok_server.wire import encode

@@ -17,7 +17,6 @@ from tok_server.best_of import drawn
 from tok_server.body import read_body
 from tok_server.completion_form import CompletionForm
 from tok_server.context import CONTEXT
-from tok_server.counts import COUNTS
 from tok_server.echo import check_repeated
 from tok_server.errors import invalid
 from tok_server.ids import new_id
@@ -26,7 +25,8 @@ from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given, sampling_params
 from tok_server.prompts import tokenised
-from tok_server.reading import (
+from tok_server.request_counts import COUNTS
+from tok_server.request_fields import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,

@@ -14,17 +14,17 @@ from typing import TypeVar
 from aiohttp import web
 
 from tok_core import AsyncEngine
+from tok_server.allowed_hosts import AllowedHosts
 from tok_server.auth import ApiKeys
 from tok_server.dashboard.latency import Latencies
 from tok_server.deadlines import Deadlines
 from tok_server.errors import limited, unavailable
-from tok_server.hosts import Hosts
+from tok_server.loop_throttle import LoopThrottle
 from tok_server.metrics import Metrics
 from tok_server.origins import Origins
-from tok_server.rates import Rates
+from tok_server.rate_limits import RateLimits
 from tok_server.settings import Settings
 from tok_server.telemetry import Telemetry
-from tok_server.turns import Turns
 
 T = TypeVar("T")
 
@@ -64,10 +64,10 @@ class Context:
     warned: set[str] = field(default_factory=set)
     keys: ApiKeys = field(init=False)
     origins: Origins = field(init=False)
-    hosts: Hosts = field(init=False)
-    rates: Rates = field(init=False)
+    hosts: AllowedHosts = field(init=False)
+    rates: RateLimits = field(init=False)
     deadlines: Deadlines = field(init=False)
-    turns: Turns = field(default_factory=Turns)
+    turns: LoopThrottle = field(default_factory=LoopThrottle)
     unhurried: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
     latencies: Latencies = field(default_factory=Latencies)
@@ -77,9 +77,9 @@ class Context:
         settings = self.settings
         self.keys = ApiKeys(settings.api_keys, settings.admin_key)
         self.origins = Origins(settings.allow_origins)
-        self.hosts = Hosts(settings.host, settings.allowed_hosts)
+        self.hosts = AllowedHosts(settings.host, settings.allowed_hosts)
         self.deadlines = Deadlines(settings.request_timeout)
-        self.rates = Rates(settings.rate_limit_requests, settings.rate_limit_tokens)
+        self.rates = RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens)
         if settings.otlp_endpoint is not None:
             self.telemetry = Telemetry(settings.otlp_endpoint, settings.model_name)
 

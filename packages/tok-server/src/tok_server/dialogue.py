@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tok_server.talkers import Message
+from tok_server.chat_backends import Message
 
 HELP = """/reset          begin a new conversation
 /system [TEXT]  instructions ahead of it, and a new beginning; without TEXT: none

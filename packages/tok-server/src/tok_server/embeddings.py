@@ -17,14 +17,14 @@ from tok_server.auth import salted
 from tok_server.body import read_body
 from tok_server.completions import SHORT
 from tok_server.context import CONTEXT
-from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid
 from tok_server.job import renamed
 from tok_server.json_pieces import elements, filled
 from tok_server.openapi import Operation, json_of
 from tok_server.params import given
 from tok_server.prompts import numbered, tokenised
-from tok_server.reading import cache_salt_of, check_model, read
+from tok_server.request_counts import COUNTS
+from tok_server.request_fields import cache_salt_of, check_model, read
 from tok_server.wire import encode
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from tok_server.completion_form import CompletionForm
 from tok_server.embeddings import EmbeddingJob
 from tok_server.errors import invalid
 from tok_server.job import Job
-from tok_server.judge import output_of
 from tok_server.limits import Limits
 from tok_server.logprobs import TokenTexts
 from tok_server.responses import endpoint as responses
 from tok_server.responses.form import ResponseForm
+from tok_server.stop_when_rule import output_of
 from tok_server.streams import check_grammar, submitted
 from tok_server.tools.formats import Formats
 
@@ -35,7 +35,7 @@ APART = 1 << 32  # priorities of its own, above and below
 GRAMMARS = 4  # of these that are compiled at once, so that those somebody waits for need not wait
 
 
-class Unhurried:
+class BackgroundPriority:
     """How many requests the engine has got that nobody waits for."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Unhurried:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model that can be asked.
 
     model           the name under which it is served
@@ -69,11 +69,11 @@ class Served:
     max_n: int = Limits().max_n
     share_prefixes: bool = False
     least: int | None = None
-    unhurried: Unhurried = field(default_factory=Unhurried)
+    unhurried: BackgroundPriority = field(default_factory=BackgroundPriority)
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(GRAMMARS))
 
 
-class Asked(Protocol):
+class EndpointTask(Protocol):
     """A body understood, ready to be computed; once more where that failed."""
 
     @property
@@ -90,7 +90,7 @@ class Asked(Protocol):
 class GenerationTask:
     """Text generated for a body, behind all requests that somebody waits for. Errors: ApiError."""
 
-    def __init__(self, job: Job, form: Form, served: Served) -> None:
+    def __init__(self, job: Job, form: Form, served: ServedModel) -> None:
         if job.stream:
             raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
         check_drawn(job, served.max_n)
@@ -127,10 +127,10 @@ class GenerationTask:
             return [await output_of(stream, self._job.stop_when) for stream in streams]
 
 
-class Vectors:
+class EmbeddingTask:
     """Embeddings for a body, behind all requests that somebody waits for."""
 
-    def __init__(self, job: EmbeddingJob, served: Served) -> None:
+    def __init__(self, job: EmbeddingJob, served: ServedModel) -> None:
         self._job = dataclasses.replace(job, priority=BEHIND)
         self._served = served
 
@@ -153,26 +153,26 @@ def behind(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, priority=BEHIND + own)
 
 
-def _completion(body: bytes, served: Served) -> Asked:
+def _completion(body: bytes, served: ServedModel) -> EndpointTask:
     job = completions.parse(body, served.engine, served.model)
     return GenerationTask(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served)
 
 
-def _chat(body: bytes, served: Served) -> Asked:
+def _chat(body: bytes, served: ServedModel) -> EndpointTask:
     job = chat.parse(body, served.engine, served.model, served.formats)
     return GenerationTask(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served)
 
 
-def _response(body: bytes, served: Served) -> Asked:
+def _response(body: bytes, served: ServedModel) -> EndpointTask:
     job, begun = responses.parse(body, served.engine, served.model, served.formats)
     return GenerationTask(job, ResponseForm(job, begun, TokenTexts(served.engine.tokenizer)), served)
 
 
-def _embeddings(body: bytes, served: Served) -> Asked:
-    return Vectors(embeddings.parse(body, served.engine, served.model), served)
+def _embeddings(body: bytes, served: ServedModel) -> EndpointTask:
+    return EmbeddingTask(embeddings.parse(body, served.engine, served.model), served)
 
 
-Prepare = Callable[[bytes, Served], Asked]
+Prepare = Callable[[bytes, ServedModel], EndpointTask]
 
 ENDPOINTS: Mapping[str, Prepare] = {
     "/v1/chat/completions": _chat,

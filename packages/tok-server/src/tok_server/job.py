@@ -8,8 +8,8 @@ import msgspec
 
 from tok_core import InvalidField, SamplingParams
 from tok_server.errors import ApiError, invalid
-from tok_server.judge import Rule
 from tok_server.markup import NO_MARKUP, Markup
+from tok_server.stop_when_rule import StopWhenRule
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     markup: Markup = NO_MARKUP
     ignored: tuple[str, ...] = ()
     default_length: bool = False
-    stop_when: Rule | None = None
+    stop_when: StopWhenRule | None = None
     cache_salt: str | None = None
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tok_server.times import Times
+from tok_server.seconds_histogram import SecondsHistogram
 
 # name of the engine's statistic -> what it is; names without "_total" there, Prometheus adds it to counters
 COUNTERS = {
@@ -66,10 +66,12 @@ class Metrics:
         self.requests = Counter(
             "tok_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
         )
-        self._seconds = Times(
+        self._seconds = SecondsHistogram(
             "tok_request_seconds", "From a request's arrival to the end of its answer.", label="endpoint"
         )
-        self._first_token = Times("tok_time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self._first_token = SecondsHistogram(
+            "tok_time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
         self.add(self._seconds)
         self.add(self._first_token)
         self.refused = Counter(

@@ -12,10 +12,10 @@ from aiohttp import web
 from tok_server.body import check_encoding
 from tok_server.connections import Connection
 from tok_server.context import CONTEXT, Context
-from tok_server.counts import COUNTS, Counts
 from tok_server.errors import NOT_SERVED, of_exception, unavailable
 from tok_server.ids import new_id
 from tok_server.log_format import FIELDS
+from tok_server.request_counts import COUNTS, RequestCounts
 
 log = logging.getLogger("tok.server")
 
@@ -29,7 +29,7 @@ RATED = ("/v1/", "/tokenize", "/detokenize")  # beginnings of paths that count a
 async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every handler."""
     context = request.app[CONTEXT]
-    counts = request[COUNTS] = Counts(new_id("req"))
+    counts = request[COUNTS] = RequestCounts(new_id("req"))
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request.writer, request.content)
@@ -65,7 +65,7 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
         _record(context, request, counts, status)
 
 
-def _let_in(request: web.Request, context: Context, counts: Counts) -> None:
+def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> None:
     """Raises ApiError for a request that is turned away whatever it asks."""
     context.origins.check(request.method, request.headers)
     counts.key = context.keys.check(request.path, request.headers)
@@ -94,7 +94,7 @@ async def dress(request: web.Request, response: web.StreamResponse) -> None:
         response.force_close()
 
 
-def _record(context: Context, request: web.Request, counts: Counts, status: int) -> None:
+def _record(context: Context, request: web.Request, counts: RequestCounts, status: int) -> None:
     resource = request.match_info.route.resource
     endpoint = resource.canonical if resource else "other"  # not the path: those have no bound
     now = time.monotonic()
@@ -120,7 +120,7 @@ def _record(context: Context, request: web.Request, counts: Counts, status: int)
     )
 
 
-def _fields(request: web.Request, counts: Counts, status: int, seconds: float, path: str) -> dict[str, object]:
+def _fields(request: web.Request, counts: RequestCounts, status: int, seconds: float, path: str) -> dict[str, object]:
     """What a structured log says of a request beside its line."""
     found: dict[str, object] = {
         "request_id": counts.id,

@@ -7,7 +7,7 @@ from aiohttp import web
 from tok_client.types import Model, ModelList
 from tok_server.context import CONTEXT, Context
 from tok_server.openapi import Operation, json_of
-from tok_server.reading import check_model
+from tok_server.request_fields import check_model
 from tok_server.wire import encode
 
 

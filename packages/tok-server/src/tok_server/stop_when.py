@@ -6,14 +6,14 @@ from tok_client.types import CompletionRequest, Distinct, Majority, UnsetType
 from tok_core.text import Tokenizer
 from tok_server.answer_pattern import AnswerPattern
 from tok_server.errors import invalid
-from tok_server.judge import Rule
 from tok_server.markup import NO_MARKUP, Markup
 from tok_server.params import Request, given
+from tok_server.stop_when_rule import StopWhenRule
 
 
 def rule_of(
     request: Request, *, n: int, prompts: int, tokenizer: Tokenizer | None, markup: Markup = NO_MARKUP
-) -> Rule | None:
+) -> StopWhenRule | None:
     """The request's rule, if it has one. Errors: ApiError."""
     wanted = None if isinstance(request.stop_when, UnsetType) else request.stop_when
     if wanted is None:
@@ -23,7 +23,7 @@ def rule_of(
         _check_number("stop_when.count", wanted.count, n)
     if isinstance(wanted, Majority):
         _check_number("stop_when.margin", wanted.margin, n)
-    return Rule(wanted, AnswerPattern(wanted.pattern), n, markup)
+    return StopWhenRule(wanted, AnswerPattern(wanted.pattern), n, markup)
 
 
 def _check_request(request: Request, n: int, prompts: int, tokenizer: Tokenizer | None) -> None:

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
 from tok_server.auth import salted
-from tok_server.counts import Counts
 from tok_server.job import Job
+from tok_server.request_counts import RequestCounts
 
 BATCH = 64  # prompts submitted before other requests get their turn
 BATCH_TOKENS = 1 << 16  # or prompts of so many tokens
@@ -34,7 +34,7 @@ class submitted:
         self,
         engine: AsyncEngine,
         job: Job,
-        counts: Counts | None = None,
+        counts: RequestCounts | None = None,
         tenant: str = "",
         *,
         share_prefixes: bool = False,

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tok_core import InvalidField
-from tok_server.counts import Counts
+from tok_server.request_counts import RequestCounts
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -40,7 +40,7 @@ class Telemetry:
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
         self._model = model
 
-    def record(self, request: web.Request, endpoint: str, counts: Counts, status: int) -> None:
+    def record(self, request: web.Request, endpoint: str, counts: RequestCounts, status: int) -> None:
         """A request has ended, just now: its span, as part of the trace that its `traceparent` names."""
         now = time.time_ns()
         later = time.monotonic()
@@ -75,7 +75,7 @@ class Telemetry:
         """Sends what has not been sent. Blocks for some seconds where the collector does not answer."""
         self._provider.shutdown()
 
-    def _costs(self, counts: Counts) -> dict[str, str | int]:
+    def _costs(self, counts: RequestCounts) -> dict[str, str | int]:
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": counts.prompt_tokens,

@@ -16,13 +16,13 @@ from tok_core.text import Tokenizer
 from tok_server.body import read_body
 from tok_server.chat_prompt import chat_text
 from tok_server.context import CONTEXT
-from tok_server.counts import COUNTS
 from tok_server.errors import invalid, not_served
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of
 from tok_server.params import given
 from tok_server.prompt_size import check_size
-from tok_server.reading import check_model, read
+from tok_server.request_counts import COUNTS
+from tok_server.request_fields import check_model, read
 from tok_server.tools.formats import Formats
 from tok_server.wire import encode
 

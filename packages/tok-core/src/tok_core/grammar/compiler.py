@@ -1,6 +1,6 @@
 """Compiler: grammars for one model's vocabulary, by xgrammar.
 
-Importing this takes seconds, and is done only where a grammar is asked for; see `tok_core.grammar.lean`.
+Importing this takes seconds, and is done only where a grammar is asked for; see `tok_core.grammar.xgrammar_imports`.
 """
 
 from __future__ import annotations

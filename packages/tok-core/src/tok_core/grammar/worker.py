@@ -22,8 +22,8 @@ import msgspec
 
 from tok_core.grammar.checker import GrammarTask, verdict
 from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.lean import preload
 from tok_core.grammar.matchers import Followed, MatcherCall, Matchers, Verdict
+from tok_core.grammar.xgrammar_imports import preload
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler

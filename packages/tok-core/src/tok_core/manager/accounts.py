@@ -17,7 +17,7 @@ class Account:
     open     rids of its requests that have not ended
     running  samples that hold a slot, or will fork from one that prefills
     holders  requests of which any sample does
-    looks    how many looks of `Shares` in a row have found samples of it waiting
+    looks    how many looks of `FairShares` in a row have found samples of it waiting
     """
 
     __slots__ = ("holders", "id", "looks", "open", "running")

@@ -14,7 +14,7 @@ from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import Int64
 
 MOST_HEIGHT = 16
-"""Branches of one path that are told apart exactly; see `meet`."""
+"""Largest number of branch points on one path that is handled exactly; see `find_branch_points`."""
 
 
 class BranchPoints(NamedTuple):

@@ -33,11 +33,10 @@ NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
 class Scheduler:
     """Decode rows first, then chunks of prompts in order of arrival, then as many new samples as memory will bear.
 
-    Requests of a lower `priority` come first in all of this: where they lack slots, pages or tokens of the step, lower
-    classes are preempted, or wait for a step. Within a class, `Shares` says whose turn it is to start. When pages run
-    out, what is only cached goes first, then prompts kept for samples that have not started, then sequences are
-    preempted (`choose_victim`): they keep their tokens, wait at their old place in the queue, and prefill again what is
-    not cached any more.
+    Requests of a lower `priority` value come first: where slots, pages or tokens of the step run short, lower classes
+    are preempted or wait. Within a class, `FairShares` chooses whose samples start next. When pages run out, cached
+    pages are evicted first, then retained prompts; then sequences are preempted (`choose_victim`). A preempted sequence
+    keeps its tokens, waits at its old place in the queue, and prefills again what is no longer cached.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ NOBODY: Int64 = np.empty(0, np.int64)
 class SequenceStarter:
     """The first sample of a request leads: it prefills the prompt. Samples that may start before it is done follow:
     they draw their first token from the same logits. The others start later as rows that decode the prompt's last
-    token, from what is kept of the prompt (`Stems`); where that had to be given up, one of them leads again.
+    token, from what is kept of the prompt (`RetainedPrompts`); where that had to be given up, one of them leads again.
 
     So do followers of a leader that has full pages of its own, because it computed what the tree had already: a fork
     copies the last page and no more.

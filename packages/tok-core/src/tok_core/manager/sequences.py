@@ -71,7 +71,7 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.family = ALONE  # of `Families`; set when the first of its samples starts
+        self.family = ALONE  # of `PromptLengthStats`; set when the first of its samples starts
         self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
@@ -135,7 +135,7 @@ class SequenceTable:
     least       tokens that it has when it ends, unless it is cancelled
     min_total   tokens before which nothing but `limit` ends it
     ends_from   drawn positions from which a model's end id ends it: a token at position p is the (p + 1)-th
-    family      samples of one prompt have one, of `Families`
+    family      samples of one prompt have one, of `PromptLengthStats`
     followed    output tokens that the length model has been told of
     pages       page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to the slot
     announced   whether the worker knows the slot's present owner

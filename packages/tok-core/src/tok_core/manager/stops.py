@@ -3,7 +3,7 @@
 Legend: V vocabulary, S rows of the mask matrix, n tokens of a step.
 
 Whether a token may complete a stop string is known beforehand (`EndingIndex`). Most that may do not, since
-the string's beginning is not before them: a few bytes of all flagged samples at once tell (`Borders`). Only
+the string's beginning is not before them: a few bytes of all flagged samples at once tell (`StopStringPrefilter`). Only
 the others are searched, and only at their end. Stop strings are searched in the bytes of the pieces of all
 generated tokens, special tokens' content included; and where there are such, in the text without it, too, which is what
 clients see.

@@ -63,7 +63,7 @@ class DecodeGraph:
 
     @staticmethod
     def draws(step: StepInput) -> bool:
-        """Whether `draw` does all that the step's rows ask for."""
+        """Whether `sample_tokens` does all that the step's rows ask for."""
         asking = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
         return not (step.top_logprobs or any(map(len, asking)))
 

@@ -20,7 +20,7 @@ _ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 
 
 def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """The host arrays that `draw` needs, by name."""
+    """The host arrays that `sample_tokens` needs, by name."""
     arrays = {"sample_slot": step.sample_slot}
     if len(step.mask_row):
         arrays |= {"mask_of": step.mask_of, "mask": step.mask}
@@ -39,9 +39,13 @@ def sample_tokens(
     logits_RV: Tensor,
     shards: VocabularyShards | None = None,
 ) -> Sampled:
-    """The tokens of the step's R rows; `put` holds the arrays of `extras(step)` on the device. `shards`: of which part
-    of the vocabulary the logits are, None for all of it. Portions with rows that ask for what needs whole rows get
-    them, on every rank. The logits of rows with masks are changed."""
+    """Sample the tokens of the step's R rows.
+
+    put     the arrays of `sampling_arrays(step)` on the device
+    shards  the part of the vocabulary that the logits cover; None: all of it
+
+    Chunks with rows whose parameters need whole rows gather them, on every rank. Logits of masked rows are changed.
+    """
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
     whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
     size = CHUNK if whole else max(rows, 1)

@@ -20,7 +20,7 @@ from tok_kernels.flashinfer.groups import level_items
 from tok_kernels.flashinfer.pages import on_device, on_host, page_lists
 from tok_kernels.flashinfer.prefill import RowKernels, row_wrappers
 from tok_kernels.flashinfer.support import flashinfer
-from tok_kernels.flashinfer.wrappers import InTurn, PlannedFor, first_row, is_of, one_page, plan_rows
+from tok_kernels.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
 from tok_kernels.shape import AttentionShape
 
 
@@ -46,7 +46,7 @@ class FlashInferCascade:
     ) -> None:
         self._shape = shape
         self._own = FlashInferDecode(shape, device, workspace, tensor_cores=tensor_cores)
-        self._new_wrappers: Callable[[], InTurn] = partial(row_wrappers, workspace, kernels)
+        self._new_wrappers: Callable[[], WrapperRing] = partial(row_wrappers, workspace, kernels)
         self._wrappers = [self._new_wrappers()]
         self._planned_for: PlannedFor | None = None
         self._levels: list[_Level] = []
@@ -77,7 +77,7 @@ class FlashInferCascade:
         return [level for level in planned if level is not None]
 
     def _plan_level(
-        self, wrappers: InTurn, level: CascadeLevel, host: HostLevel, batch: AttentionBatch, scale: float
+        self, wrappers: WrapperRing, level: CascadeLevel, host: HostLevel, batch: AttentionBatch, scale: float
     ) -> _Level | None:
         """None where no group of the level has keys."""
         device = batch.slots.device

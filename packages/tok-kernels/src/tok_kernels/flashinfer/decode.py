@@ -10,7 +10,7 @@ from torch import Tensor
 from tok_kernels.batch import AttentionBatch, LayerCache
 from tok_kernels.flashinfer.pages import page_lists
 from tok_kernels.flashinfer.support import flashinfer
-from tok_kernels.flashinfer.wrappers import InTurn, PlannedFor, is_of, one_page, plan_decode
+from tok_kernels.flashinfer.wrappers import PlannedFor, WrapperRing, is_of, one_page, plan_decode
 from tok_kernels.shape import AttentionShape
 
 
@@ -24,7 +24,7 @@ class FlashInferDecode:
     def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, *, tensor_cores: bool) -> None:
         make = flashinfer().BatchDecodeWithPagedKVCacheWrapper
         self._shape = shape
-        self._wrappers = InTurn(lambda: make(workspace, "NHD", use_tensor_cores=tensor_cores))
+        self._wrappers = WrapperRing(lambda: make(workspace, "NHD", use_tensor_cores=tensor_cores))
         self._planned_for: PlannedFor | None = None
         self._planned: Any = self._wrappers.plan(
             lambda one: plan_decode(one, shape, one_page(device), scale=shape.scale)

@@ -11,16 +11,16 @@ from torch import Tensor
 from tok_kernels.batch import AttentionBatch, LayerCache
 from tok_kernels.flashinfer.pages import on_host, page_lists
 from tok_kernels.flashinfer.support import flashinfer
-from tok_kernels.flashinfer.wrappers import InTurn, PlannedFor, first_row, is_of, one_page, plan_rows
+from tok_kernels.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
 from tok_kernels.shape import AttentionShape
 
 RowKernels = Literal["fa2", "fa3"]
 
 
-def row_wrappers(workspace: Tensor, kernels: RowKernels) -> InTurn:
+def row_wrappers(workspace: Tensor, kernels: RowKernels) -> WrapperRing:
     """Wrappers for many queries over one list of pages; `kernels`: for any GPU (fa2) or for Hopper (fa3)."""
     make = flashinfer().BatchPrefillWithPagedKVCacheWrapper
-    return InTurn(lambda: make(workspace, "NHD", backend=kernels))
+    return WrapperRing(lambda: make(workspace, "NHD", backend=kernels))
 
 
 class FlashInferPrefill:

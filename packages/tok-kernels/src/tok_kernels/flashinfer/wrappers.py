@@ -41,7 +41,7 @@ def is_of(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -
     return planned_for is not None and planned_for[0] is batch and planned_for[1] == scale
 
 
-class InTurn:
+class WrapperRing:
     """`count` wrappers from `make`, planned one after the other."""
 
     def __init__(self, make: Callable[[], Any], count: int = IN_TURN) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
 from tok_kernels.measure.case import Case
+from tok_kernels.measure.gemms import forward_gemms
 from tok_kernels.measure.machine import Machine, measure_machine
 from tok_kernels.measure.model import ModelShape
-from tok_kernels.measure.products import forward_products
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import device_ms
 from tok_kernels.rope_table import rope_table
@@ -90,7 +90,7 @@ def cases(
     yield _activation(backend, model, device, tokens)
     yield _page_copy(model.attention, device, tokens)
     for rows in (64, 1024, tokens):
-        yield forward_products(model, device, rows)
+        yield forward_gemms(model, device, rows)
 
 
 def _attention(backend: Backend, shape: AttentionShape, step: AttentionStep, device: torch.device) -> Case:

@@ -10,10 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.triton import config
-from tok_kernels.triton.chunks import Chunks, blocks, chunks_of, find_chunk, plan_chunks
-from tok_kernels.triton.online import attend, computed, finish, join, resume, unseen
+from tok_kernels.triton.online_softmax import attend, computed, finish, join, resume, unseen
 from tok_kernels.triton.operands import Operands
-from tok_kernels.triton.parts import Parts
+from tok_kernels.triton.split_kv import SplitKVPlan, blocks, chunks_of, find_chunk, plan_split_kv
+from tok_kernels.triton.split_kv_partials import SplitKVPartials
 
 
 @triton.jit(
@@ -125,12 +125,12 @@ def _decode(
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def decode_chunks(operands: Operands, batch: AttentionBatch) -> Chunks | None:
+def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
     """How the rows' own keys are cut, from host bounds; None: not at all."""
-    return plan_chunks(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
+    return plan_split_kv(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
 
 
-def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Parts, *, prior: bool) -> None:
+def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
     """Attends from the first `num_decode` rows to their own keys and writes their results; `prior` as in the kernel.
 
     With `prior` nothing may be launched between the tiles that write part 0 and this. It reads the cache while they
@@ -141,7 +141,7 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Pa
     _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **early)
 
 
-def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: Chunks, parts: Parts) -> None:
+def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
     """Attends from the first `num_decode` rows to their own keys; writes the chunks of `parts` and their table."""
     cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
     programs = chunks.number * operands.kv_heads
@@ -153,7 +153,7 @@ def _run(
     operands: Operands,
     batch: AttentionBatch,
     out: Tensor,
-    parts: Parts,
+    parts: SplitKVPartials,
     programs: int,
     cut: tuple[int, int, int, int],
     **options: bool,

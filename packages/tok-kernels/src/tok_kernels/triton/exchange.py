@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tok_kernels.exchange import SUM_BYTES, SUM_UNITS, Lane
-from tok_kernels.triton.words import end_turn, get, place, put, sendable, take
+from tok_kernels.triton.signals import end_turn, get, place, put, sendable, take
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARPS = 4  # a unit a thread

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p without a sort: most tokens drawn from whole rows are kept; the others' rows are narrowed."""
+"""Top-k, top-p and min-p without a sort: keep most tokens sampled from whole rows, and resample the other rows."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -8,29 +8,29 @@ import triton
 from torch import Tensor
 
 from tok_kernels.batch import Filters
-from tok_kernels.triton.draw import BLOCK, Draw, RandomKeys
-from tok_kernels.triton.judge import judge
-from tok_kernels.triton.narrow import narrow
-from tok_kernels.triton.ordered import shift_of
+from tok_kernels.triton.block_sampling import BLOCK, RandomKeys, SampledRows
+from tok_kernels.triton.filter_check import check_filters
+from tok_kernels.triton.ordered_floats import shift_of
+from tok_kernels.triton.resample import resample
 
-# Measured on an H200, as in `draw`. Blocks that are read side by side:
+# Measured on an H200, as in `block_sampling`. Blocks that are read side by side:
 JUDGE_GROUP, JUDGE_WARPS = 4, 4
 NARROW_GROUP, NARROW_WARPS = 1, 4
 FEW = 2048  # entries of a row that are put aside rather than looked for in it again and again
 
 
-def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: RandomKeys, filters: Filters) -> Tensor:
-    """The tokens of `draw(logits_RV, keys)`, those that the filters of their rows remove drawn anew: int64 `[R]`.
+def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
+    """Return the tokens of `sample_blocks(logits_RV, keys)`, int64 `[R]`, resampled where a row's filters remove them.
 
     What is kept, and which token comes instead, is defined by `tok_kernels.reference.filters`.
     """
     token, count = drawn.token.clone(), len(filters.rows)
     if not count:
         return token
-    verdict, before = verdicts_of(logits_RV, drawn, keys, filters)
+    verdict, before = filter_verdicts(logits_RV, drawn, keys, filters)
     blocks = triton.cdiv(logits_RV.shape[1], BLOCK)
     scratch = torch.empty((count, FEW + 3 * blocks), dtype=torch.float32, device=token.device)
-    narrow[(count,)](
+    resample[(count,)](
         *(logits_RV, logits_RV.stride(0), *_asked(filters)),
         *(keys.temperature, keys.seed, keys.sample, keys.position, drawn.sums[0], drawn.sums[2]),
         *(token, verdict, before, scratch, logits_RV.shape[1], blocks),
@@ -44,12 +44,12 @@ def redraw_filtered(logits_RV: Tensor, drawn: Draw, keys: RandomKeys, filters: F
     return token
 
 
-def verdicts_of(logits_RV: Tensor, drawn: Draw, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
-    """What `judge` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
+def filter_verdicts(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
+    """What `check_filters` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
     count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
     verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)
     before = torch.empty(count, dtype=torch.float64, device=logits_RV.device)
-    judge[(count,)](
+    check_filters[(count,)](
         *(logits_RV, logits_RV.stride(0), *_asked(filters), keys.temperature, drawn.sums[0], drawn.sums[2]),
         *(drawn.token, verdict, before, logits_RV.shape[1], blocks),
         BLOCK=BLOCK,

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.triton.operands import Operands
-from tok_kernels.triton.parts import merge, new_parts, no_parts
-from tok_kernels.triton.tiles import Items, attend_tiles, tile_splits
+from tok_kernels.triton.split_kv_partials import empty_partials, merge_partials, new_partials
+from tok_kernels.triton.varlen_attention import VarlenItems, attend_tiles, tile_splits
 
 
 def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     """Writes the outputs of all sequences after the first `num_decode`; rows that no sequence owns stay as they
     are."""
     base, q = batch.num_decode, operands.q
-    items = Items(
+    items = VarlenItems(
         *(batch.q_start, None, batch.slots, batch.kv_start, batch.kv_len),
         offset=base,
         number=batch.slots.shape[0] - base,
@@ -25,9 +25,9 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     )
     splits = tile_splits(operands, items)
     if splits == 1:
-        parts = no_parts(q.device)
+        parts = empty_partials(q.device)
         attend_tiles(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
         return
-    parts = new_parts(q[base:], splits, filled=True)
+    parts = new_partials(q[base:], splits, filled=True)
     attend_tiles(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
-    merge(parts, out_THD[base:], operands.padded_head)
+    merge_partials(parts, out_THD[base:], operands.padded_head)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
-from tok_kernels.triton.draw import RandomKeys, draw
-from tok_kernels.triton.draw_shards import draw_shards
-from tok_kernels.triton.edited import redraw
-from tok_kernels.triton.filters import redraw_filtered
+from tok_kernels.triton.block_sampling import RandomKeys, sample_blocks
+from tok_kernels.triton.filters import resample_filtered
 from tok_kernels.triton.masks import forbid
+from tok_kernels.triton.sampling_edits import resample_edited
+from tok_kernels.triton.sampling_shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
@@ -23,17 +23,17 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     if batch.shards is not None:
-        drawn_shards = draw_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
+        drawn_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
         return Sampled(*drawn_shards, *empty_top(rows, logits.device))
     if batch.masks is not None:
         forbid(logits, batch.masks)
     keys = RandomKeys.of(batch)
-    drawn = draw(logits, keys, greedy=batch.all_greedy)
+    drawn = sample_blocks(logits, keys, greedy=batch.all_greedy)
     token, logprob = drawn.token, drawn.logprob
     if batch.filters is not None and not batch.all_greedy:
-        token = redraw_filtered(logits, drawn, keys, batch.filters)
+        token = resample_filtered(logits, drawn, keys, batch.filters)
     if rows and not (batch.penalties is None and batch.bias is None):
-        token = redraw(token, logits, keys, batch)
+        token = resample_edited(token, logits, keys, batch)
     if token is not drawn.token:
         logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
     if not batch.top_logprobs:

@@ -11,7 +11,7 @@ from tok_core import AsyncEngine
 from tok_server.batch.metrics import BatchCollector
 from tok_server.batch.service import BatchLimits, BatchService
 from tok_server.context import CONTEXT, Context
-from tok_server.endpoints import Served
+from tok_server.endpoints import ServedModel
 from tok_server.errors import not_served
 from tok_server.settings import Settings
 
@@ -27,7 +27,7 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     if settings.data_dir is None:
         return
     context = app[CONTEXT]
-    served = Served(
+    served = ServedModel(
         engine,
         settings.model_name,
         settings.formats,

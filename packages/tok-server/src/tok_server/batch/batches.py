@@ -17,12 +17,12 @@ from tok_server.batch.states import BEFORE_THE_END
 from tok_server.batch.store import ENDED, Missing, StoredJob
 from tok_server.batch.upload import disk_full, seconds_of
 from tok_server.body import members, read_body
-from tok_server.counts import COUNTS
 from tok_server.endpoints import ENDPOINTS
 from tok_server.errors import ApiError, invalid
 from tok_server.ids import new_id
 from tok_server.openapi import Operation, json_of
 from tok_server.params import given
+from tok_server.request_counts import COUNTS
 from tok_server.wire import BadJson, decode, encode
 
 MOST = 100  # batches of a list

@@ -16,9 +16,9 @@ from tok_server.batch.query import read_query
 from tok_server.batch.service import BatchService
 from tok_server.batch.store import InUse, Missing
 from tok_server.batch.upload import FIELDS, PURPOSE, Upload, disk_full
-from tok_server.counts import COUNTS
 from tok_server.errors import ApiError, invalid
 from tok_server.openapi import Media, Operation, json_of, raw
+from tok_server.request_counts import COUNTS
 from tok_server.wire import encode
 
 MOST = 10_000  # files of a list

@@ -17,7 +17,6 @@ from typing import Self, TypeVar
 
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, InvalidField
-from tok_server.batch.again import kept_of
 from tok_server.batch.answers import Answers, Totals
 from tok_server.batch.blobs import durable
 from tok_server.batch.budget import Budget
@@ -25,9 +24,10 @@ from tok_server.batch.database import StoreError, remove_database
 from tok_server.batch.gate import Gate
 from tok_server.batch.lock import FileLock
 from tok_server.batch.outcome import each_line
+from tok_server.batch.resume import kept_of
 from tok_server.batch.run import LineSource, Means, Run, samples_ahead
 from tok_server.batch.validation import MOST_ERRORS, validate
-from tok_server.endpoints import ENDPOINTS, Served
+from tok_server.endpoints import ENDPOINTS, ServedModel
 from tok_server.limits import Limits
 from tok_server.tools.formats import Formats
 
@@ -122,7 +122,7 @@ class Offline:
             if self._retry and self._output.exists():
                 await self._in(self._store, lambda: self._take_over(answers))
             budget = Budget(samples_ahead(engine.info.max_running))
-            served = Served(engine, self._model, formats)
+            served = ServedModel(engine, self._model, formats)
             self._run = Run(source, answers, Means(served, budget, gate, self._store, self._reader, self._reader))
             await self._run.run()
             await self._in(self._store, lambda: self._write(source, answers))

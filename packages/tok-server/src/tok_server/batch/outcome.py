@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from tok_server.batch.answers import Answers, LineAnswer
 from tok_server.batch.lines import LOOK_EVERY, InputChanged, Stopped, parse_known_line, read_lines
+from tok_server.batch.output_lines import Unanswered, unanswered
 from tok_server.batch.run import LineSource
-from tok_server.batch.written import Unanswered, unanswered
 
 Take = Callable[[bytes, bool], None]
 """Told of each line in turn: its text, and whether it failed."""

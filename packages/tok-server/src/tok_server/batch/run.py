@@ -24,10 +24,10 @@ from tok_server.batch.budget import Budget
 from tok_server.batch.database import is_damage
 from tok_server.batch.gate import Gate
 from tok_server.batch.lines import InputChanged, InputLine, parse_known_line, read_lines
-from tok_server.batch.suspects import Guilty, Suspects
-from tok_server.batch.to_its_end import to_its_end
-from tok_server.batch.written import FinishedLines, write
-from tok_server.endpoints import ENDPOINTS, Asked, Served
+from tok_server.batch.output_lines import FinishedLines, write
+from tok_server.batch.poison_isolation import PoisonIsolation, PoisonRequest
+from tok_server.batch.uninterrupted import uninterrupted
+from tok_server.endpoints import ENDPOINTS, EndpointTask, ServedModel
 from tok_server.errors import SERVER, ApiError, internal, of_exception, unavailable
 from tok_server.ids import new_id
 
@@ -64,14 +64,14 @@ class Means:
     answered  how many lines have been, "completed" and "failed"
     """
 
-    served: Served
+    served: ServedModel
     budget: Budget
     gate: Gate
     store: Executor
     reader: Executor
     clerk: Executor
     paused: Callable[[], bool] = lambda: False
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: PoisonIsolation = field(default_factory=PoisonIsolation)
     answered: Counter[str] = field(default_factory=Counter)
 
 
@@ -81,7 +81,7 @@ class _Ready:
 
     line: int
     custom_id: str
-    asked: Asked | ApiError
+    asked: EndpointTask | ApiError
 
 
 class Run:
@@ -186,19 +186,19 @@ class Run:
         else:
             tasks.create_task(self._answer(ready, asked, taken))
 
-    async def _answer(self, ready: _Ready, asked: Asked, taken: int) -> None:
+    async def _answer(self, ready: _Ready, asked: EndpointTask, taken: int) -> None:
         self._end(FinishedLines(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
 
-    async def _compute(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
+    async def _compute(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
         """What writes the answer, or why there is none. Errors: EngineClosed."""
         try:
             return await self._means.suspects.compute(lambda: self._attempt(ready, asked))
-        except Guilty as error:
+        except PoisonRequest as error:
             log.error("batch line %r ends the engine: %s", ready.custom_id, error.__cause__)
             message = "the engine died each time it computed this, the last time with no other line of a batch"
             return ApiError(500, message, kind=SERVER, code="engine_died")
 
-    async def _attempt(self, ready: _Ready, asked: Asked) -> Callable[[], bytes] | ApiError:
+    async def _attempt(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
         """As `_compute`. Errors: EngineDead, where the engine died meanwhile, too."""
         for _ in range(ATTEMPTS):
             try:
@@ -241,13 +241,13 @@ class Run:
         group = self._done[:GROUP]
         del self._done[:GROUP]
         try:
-            written = await to_its_end(self._keep_first(group))
+            written = await uninterrupted(self._keep_first(group))
             wait = KEEP_AGAIN
             while written:
                 log.error("answers of a batch are kept in memory; the next try to write them is in %g seconds", wait)
                 await asyncio.sleep(wait)  # cancelled, it gives them up: only what is on the disk counts
                 wait = min(2 * wait, MAX_KEEP_AGAIN)
-                written = await to_its_end(self._commit(written))
+                written = await uninterrupted(self._commit(written))
         finally:
             self._open -= len(group)
             self._give(sum(taken for _, taken in group))

@@ -15,20 +15,20 @@ from typing import TypeVar
 from tok_client.types import Batch, BatchError, FileObject
 from tok_core import EngineClosed
 from tok_server.batch import states
+from tok_server.batch.batch_run import BatchRun
 from tok_server.batch.budget import Budget
 from tok_server.batch.clock import Clock
 from tok_server.batch.database import StoreError, is_full
 from tok_server.batch.gate import Gate
-from tok_server.batch.life import BatchRun
 from tok_server.batch.lock import FileLock
 from tok_server.batch.metrics import BatchFigures
 from tok_server.batch.place import Place
+from tok_server.batch.poison_isolation import PoisonIsolation
 from tok_server.batch.quota import Quota
 from tok_server.batch.recovery import check_index, recover
 from tok_server.batch.run import Means, samples_ahead
 from tok_server.batch.store import ENDED, NOBODY, Store, StoredJob
-from tok_server.batch.suspects import Suspects
-from tok_server.endpoints import Served
+from tok_server.endpoints import ServedModel
 
 log = logging.getLogger("tok.server")
 
@@ -70,7 +70,7 @@ class BatchService:
     def __init__(
         self,
         directory: Path,
-        served: Served,
+        served: ServedModel,
         limits: BatchLimits,
         *,
         ready: Callable[[], bool] = lambda: True,
@@ -288,7 +288,7 @@ class BatchService:
         gate = Gate(self._served.engine, until_closed=True)
         pools = (self._threads, self._readers, self._clerks)
         engine, unhurried = self._served.engine, self._served.unhurried
-        suspects = Suspects(lambda: engine.open_requests <= unhurried.requests)
+        suspects = PoisonIsolation(lambda: engine.open_requests <= unhurried.requests)
         self._means = Means(self._served, budget, gate, *pools, paused=self._paused, suspects=suspects)
         for job in await self.ask(Store.open_jobs):
             self._begin(job)

@@ -25,9 +25,9 @@ from tok_client.types import (
     OutputTokensDetails,
 )
 from tok_server.batch.answers import Totals
+from tok_server.batch.output_lines import Unanswered
 from tok_server.batch.store import StoredJob
 from tok_server.batch.validation import Validated
-from tok_server.batch.written import Unanswered
 
 Early = Literal["cancelled", "expired"]
 BEFORE_THE_END = ("validating", "in_progress")

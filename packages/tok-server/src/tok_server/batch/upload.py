@@ -18,7 +18,7 @@ from tok_client.types import ExpiresAfter, FileObject
 from tok_server.batch.database import is_full
 from tok_server.batch.quota import QuotaExceeded
 from tok_server.batch.service import BatchService
-from tok_server.batch.to_its_end import to_its_end
+from tok_server.batch.uninterrupted import uninterrupted
 from tok_server.body import check_ratio
 from tok_server.connections import LEAST_TAKEN
 from tok_server.errors import SERVER, ApiError, invalid, limited
@@ -109,7 +109,7 @@ class Upload:
             stream = opened.enter_context(self._service.place.blobs.writing(self._id))
             await self._copy(part, stream, request)
             # Cancelled, it waits all the same: what is deleted then must not come into being afterwards.
-            await to_its_end(asyncio.to_thread(opened.pop_all().close))
+            await uninterrupted(asyncio.to_thread(opened.pop_all().close))
 
     async def _copy(self, part: BodyPartReader, stream: IO[bytes], request: web.Request) -> None:
         quota, most = self._service.quota, self._service.limits.file

@@ -12,8 +12,8 @@ from rich.console import Console
 
 import tok_client
 from tok_core import InvalidField, TokError
+from tok_server.chat_backends import LocalChatBackend, Message, RemoteChatBackend
 from tok_server.dialogue import EXIT, Dialogue
-from tok_server.talkers import LocalTalker, Message, RemoteTalker
 
 PROMPT = "[bold cyan]you>[/] "
 GREETING = "/help lists the commands, /exit or Ctrl-D ends"
@@ -66,13 +66,13 @@ class Terminal:
             self._notes.print(text, style=style, markup=False)
 
 
-def _talker(options: argparse.Namespace) -> LocalTalker | RemoteTalker:
+def _talker(options: argparse.Namespace) -> LocalChatBackend | RemoteChatBackend:
     if options.url is not None:
         _check_remote(options)
-        return RemoteTalker(options)
+        return RemoteChatBackend(options)
     if options.api_key is not None:
         raise InvalidField("api_key", "***", "only together with --url")
-    return LocalTalker(options)
+    return LocalChatBackend(options)
 
 
 def _check_remote(options: argparse.Namespace) -> None:

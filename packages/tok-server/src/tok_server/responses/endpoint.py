@@ -19,14 +19,14 @@ from tok_server import chat
 from tok_server.answer import answer
 from tok_server.body import read_body
 from tok_server.context import CONTEXT
-from tok_server.counts import COUNTS
 from tok_server.errors import ApiError
 from tok_server.ids import new_id
 from tok_server.job import Job
 from tok_server.logprobs import TokenTexts
 from tok_server.openapi import Operation, json_of, json_or_events
 from tok_server.params import given
-from tok_server.reading import read
+from tok_server.request_counts import COUNTS
+from tok_server.request_fields import read
 from tok_server.responses.as_chat import as_chat, in_own_words, renamed
 from tok_server.responses.form import ResponseForm
 from tok_server.tools.formats import Formats

@@ -1,0 +1,122 @@
+"""Online softmax over a range of paged keys, shared by all attention kernels (Milakov & Gimelshein 2018).
+
+Scores are in units of log 2, so that weights are powers of two. A row's state is (top, total, acc): its largest
+score so far, the sum of its weights relative to that score, and its weighted sum of values.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    q,
+    top,
+    total,
+    acc,
+    first,
+    limit,
+    begin,
+    end,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    kv_page,
+    kv_row,
+    scale,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """The state after the positions [begin, end); with MASKED a row sees only those below its `limit`, and with
+    WINDOWED, too, only those from its `first` on.
+
+    Without MASKED their number is a multiple of KEYS. Of a page only rows before `end` are read.
+    """
+    d = tl.arange(0, PADDED)
+    for block in range(begin, end, KEYS):
+        position = block + tl.arange(0, KEYS)
+        if MASKED:
+            inside = position < end
+            page = tl.load(pages_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+        else:
+            page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
+        offset = position % PAGE
+        at = (page * kv_page + offset * kv_row)[:, None] + d[None, :]
+        # A row that nobody wrote may hold NaN, which a weight of zero would not remove.
+        if MASKED:
+            present = inside[:, None] & (d < HEAD)[None, :]
+            k = tl.load(k_ptr + at, mask=present, other=0.0)
+            v = tl.load(v_ptr + at, mask=present, other=0.0)
+        elif HEAD == PADDED:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        else:
+            k = tl.load(k_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
+            v = tl.load(v_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if MASKED:
+            score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
+            if WINDOWED:
+                # Rows may see positions beyond `end`, too, in a later range.
+                seen = inside[None, :] & (position[None, :] >= first[:, None])
+                score = tl.where(seen, score, float("-inf"))
+        peak = tl.maximum(top, tl.max(score, 1) * scale)
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(score * scale - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        top = peak
+    return top, total, acc
+
+
+@triton.jit
+def computed(q, FP16: tl.constexpr):
+    """The queries in the dtype that scores are computed from; with FP16 cut to that type's range, but for NaN."""
+    if FP16:
+        q = q.to(tl.float32)
+        q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q)).to(tl.float16)
+    return q
+
+
+@triton.jit
+def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """The state before any key."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+
+
+@triton.jit
+def resume(lse_at, out_at, present, d_present):
+    """The state that a partial result stands for; that of no keys where `present` is false or it saw none."""
+    top = tl.load(lse_at, mask=present, other=float("-inf"))
+    seen = top != float("-inf")  # NaN has been seen
+    acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
+    return top, tl.where(seen, 1.0, 0.0), acc
+
+
+@triton.jit
+def join(top, total, acc, other_top, other_total, other_acc):
+    """The state of both states' keys."""
+    peak = tl.maximum(top, other_top)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    shrink = tl.exp2(top - shift)
+    other_shrink = tl.exp2(other_top - shift)
+    total = total * shrink + other_total * other_shrink
+    return peak, total, acc * shrink[:, None] + other_acc * other_shrink[:, None]
+
+
+@triton.jit
+def finish(top, total, acc):
+    """Output and base-2 log-sum-exp of a state: zeros and −inf where no key was seen. NaN stays NaN."""
+    seen = total != 0
+    divisor = tl.where(seen, total, 1.0)
+    out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
+    return out, tl.where(seen, top + tl.log2(divisor), float("-inf"))

@@ -1,0 +1,25 @@
+"""Await work to its end although its task is cancelled: threads cannot be stopped halfway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def uninterrupted(work: Coroutine[object, object, T]) -> T:
+    """What `work` returns. Cancelled, however often, it raises CancelledError after the work has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            cancelled.__context__ = failure
+        raise cancelled
+    return task.result()

@@ -1,0 +1,158 @@
+"""What one turn of the server's event loop may take: requests that begin, deadlines with one timer, the loop itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from support.patience import PATIENCE
+from tok_server.deadlines import Deadlines
+from tok_server.errors import ApiError
+from tok_server.loop import new_event_loop, run
+from tok_server.loop_throttle import LoopThrottle
+from tok_server.pauses import SWITCH, keep_short
+
+LONG = 3600.0
+
+
+def test_so_many_begin_in_one_turn_of_the_loop_in_their_order() -> None:
+    async def begin() -> list[tuple[int, int]]:
+        turns, begun, turn = LoopThrottle(3), [], 0
+
+        async def one(number: int) -> None:
+            await turns.begin()
+            begun.append((number, turn))
+
+        tasks = [asyncio.create_task(one(number)) for number in range(8)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turn += 1
+        return begun
+
+    begun = asyncio.run(begin())
+    assert [number for number, _ in begun] == list(range(8))
+    turns = [turn for _, turn in begun]
+    assert max(turns.count(turn) for turn in turns) == 3
+    assert turns[-1] - turns[0] <= 4  # nobody waits for longer than that needs
+
+
+def test_whoever_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
+    async def begin() -> list[int]:
+        turns, begun = LoopThrottle(1), []
+
+        async def one(number: int) -> None:
+            await turns.begin()
+            begun.append(number)
+
+        tasks = [asyncio.create_task(one(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        for cancelled in tasks[1:3]:
+            cancelled.cancel()
+        await asyncio.wait(tasks, timeout=PATIENCE)
+        await asyncio.wait_for(one(4), PATIENCE)  # and later ones are not kept waiting
+        return begun
+
+    assert asyncio.run(begin()) == [0, 3, 4]
+
+
+async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
+    try:
+        with deadlines.since(started):
+            await asyncio.sleep(work)
+    except ApiError as error:
+        return f"{error.status}, {error.limit}"
+    return "in time"
+
+
+def test_each_request_has_its_own_deadline_whatever_the_order_in_which_they_come() -> None:
+    async def several() -> list[str]:
+        deadlines, now = Deadlines(LONG), time.monotonic()
+        soon, nearly, over = now - LONG + PATIENCE, now - LONG + 0.05, now - LONG - 1
+        found = await asyncio.gather(
+            *(_keep(deadlines, now, 0.0), _keep(deadlines, nearly, PATIENCE), _keep(deadlines, now, 0.2)),
+            *(_keep(deadlines, over, PATIENCE), _keep(deadlines, soon, 0.0), _keep(deadlines, nearly - 0.04, PATIENCE)),
+        )
+        return list(found)
+
+    late = "504, request_timeout"
+    assert asyncio.run(several()) == ["in time", late, "in time", late, "in time", late]
+
+
+def test_a_request_that_is_cancelled_is_not_said_to_be_late() -> None:
+    async def cancelled() -> None:
+        deadlines = Deadlines(0.001)
+        task = asyncio.create_task(_hold(deadlines))
+        await asyncio.sleep(0)
+        time.sleep(0.005)
+        task.cancel()  # before the loop looks at the deadline
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+async def _hold(deadlines: Deadlines) -> None:
+    with deadlines.since(time.monotonic()):
+        await asyncio.sleep(60)
+
+
+def test_other_errors_pass_a_deadline_unchanged() -> None:
+    async def failing() -> None:
+        with Deadlines(LONG).since(time.monotonic()):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(failing())
+
+
+def test_open_deadlines_share_one_timer() -> None:
+    async def timers() -> int:
+        loop, deadlines, now = asyncio.get_running_loop(), Deadlines(LONG), time.monotonic()
+        calls = []
+        later = loop.call_later
+        loop.call_later = lambda *words, **more: calls.append(words) or later(*words, **more)  # type: ignore[method-assign,func-returns-value]
+        for number in range(100):
+            with deadlines.since(now + number):
+                pass
+        return len(calls)
+
+    assert asyncio.run(timers()) == 1
+
+
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    switch, threshold = sys.getswitchinterval(), gc.get_threshold()
+    yield
+    sys.setswitchinterval(switch)
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_was_loaded_is_left_alone_by_the_collector_and_threads_switch_soon() -> None:
+    keep_short()
+    assert gc.get_freeze_count() > 10_000
+    assert gc.get_threshold()[0] > 700
+    assert sys.getswitchinterval() == pytest.approx(SWITCH)
+    ring: list[object] = []
+    ring.append(ring)
+    del ring
+    assert gc.collect() >= 1  # what comes later is collected as ever
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_work_runs_to_its_result_on_the_servers_loop(tls: bool) -> None:
+    async def which() -> type[asyncio.AbstractEventLoop]:
+        await asyncio.sleep(0)
+        return type(asyncio.get_running_loop())
+
+    own = asyncio.new_event_loop()
+    fastest = new_event_loop()
+    assert run(which(), tls=tls) is (type(own) if tls else type(fastest))
+    own.close()
+    fastest.close()

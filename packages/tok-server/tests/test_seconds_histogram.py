@@ -1,0 +1,31 @@
+"""Histograms of seconds, as Prometheus' own client writes them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from tok_server.seconds_histogram import BOUNDS, SecondsHistogram
+
+SECONDS = st.floats(0, 4000) | st.sampled_from(BOUNDS)
+
+
+def told(registry: CollectorRegistry) -> set[str]:
+    """The lines, those aside that tell when a series was made, which ours does not."""
+    return {line for line in generate_latest(registry).decode().splitlines() if "_created" not in line}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SECONDS, st.sampled_from(["/a", 'b"\\'])), max_size=20))
+@pytest.mark.parametrize("label", ["endpoint", None])
+def test_they_tell_what_the_clients_own_histogram_tells(label: str | None, seen: list[tuple[float, str]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    times = SecondsHistogram("took_seconds", "What it took.", label=label)
+    ours.register(times)
+    histogram = Histogram("took_seconds", "What it took.", [label] if label else [], buckets=BOUNDS, registry=theirs)
+    for seconds, of in seen:
+        times.observe(seconds, *([of] if label else []))
+        (histogram.labels(of) if label else histogram).observe(seconds)
+    assert told(ours) == told(theirs)
