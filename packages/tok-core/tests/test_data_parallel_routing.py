@@ -13,7 +13,7 @@ from tok_core import SamplingParams
 from tok_core.messages import Finished
 from tok_core.prefix_affinity import PrefixAffinity
 from tok_core.replica_load import OutputLengths, ReplicaLoad
-from tok_core.routing import BOUND, LEAST_SHARE, SPARE, Assignment, Router, spread
+from tok_core.routing import BOUND, MIN_SPLIT_SAMPLES, SPARE, Assignment, Router, spread
 
 PAGE = 16
 ROOM = 1000
@@ -123,10 +123,10 @@ def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> 
     router = Router(2, PAGE)
     many = SamplingParams(n=1024, max_tokens=100, ignore_eos=True)
     assert [len(share.samples) for share in place(router, 0, tokens(100), many)] == [512, 512]
-    few = SamplingParams(n=2 * LEAST_SHARE - 1, max_tokens=100, ignore_eos=True)
+    few = SamplingParams(n=2 * MIN_SPLIT_SAMPLES - 1, max_tokens=100, ignore_eos=True)
     assert len(place(router, 1, tokens(100, seed=1), few)) == 1
     # Little beside what there is already: the prompt is computed once.
-    small = SamplingParams(n=2 * LEAST_SHARE, max_tokens=2, ignore_eos=True)
+    small = SamplingParams(n=2 * MIN_SPLIT_SAMPLES, max_tokens=2, ignore_eos=True)
     assert len(place(router, 2, tokens(100, seed=2), small)) == 1
     assert router.loads[0].tokens + router.loads[1].tokens == 102_500 + 100 + 6300 + 100 + 128 + 100
 
@@ -142,7 +142,7 @@ def test_shares_are_whole_large_and_level(count: int, each: int, prompt: int, lo
     assert [sample for share in shares for sample in share.samples] == list(range(count))
     assert len(set(replicas(shares))) == len(shares)
     if len(shares) > 1:
-        assert min(len(share.samples) for share in shares) >= LEAST_SHARE - 1
+        assert min(len(share.samples) for share in shares) >= MIN_SPLIT_SAMPLES - 1
         after = [loads[share.replica] + prompt + len(share.samples) * each for share in shares]
         assert max(after) - min(after) <= 2 * each
         assert max(after) <= min(loads) + prompt + count * each  # not more than with one of them

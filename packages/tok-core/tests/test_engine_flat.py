@@ -17,7 +17,7 @@ from tok_core import AsyncEngine, EngineConfig, SamplingParams
 
 FIRST, MORE, TOGETHER = 3, 10, 250
 TRIES = 3
-LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
+MIN_LEAK_BYTES = 16  # bytes a request: a number in a list takes 36
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_an_engine_holds_no_more_after_many_requests_than_after_few(tmp_pa
         for _ in range(TRIES):  # what leaks does so each time; what the interpreter keeps for itself grows now and then
             after = await serve_batches(MORE)
             grown, before = after - before, after
-            if grown < LEAST_LEAK * MORE * TOGETHER:
+            if grown < MIN_LEAK_BYTES * MORE * TOGETHER:
                 return
         raise AssertionError(f"{grown} bytes more after {MORE * TOGETHER} requests")
     finally:

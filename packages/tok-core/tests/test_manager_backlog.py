@@ -11,8 +11,17 @@ from support.schedules import engine_info, make_manager, submit
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.forecast import admissible
 from tok_core.manager.loop import Manager
-from tok_core.manager.page_watermark import FEWEST, FIRST, MOST, MOST_SHARE, NEAR, STEP, TWICE, PageWatermark
-from tok_core.manager.staggered_admission import FULL, KEPT, STREAM, StaggeredAdmission
+from tok_core.manager.page_watermark import (
+    INITIAL_SEQUENCES,
+    MAX_PAGE_SHARE,
+    MAX_SEQUENCES,
+    MIN_SEQUENCES,
+    NEAR_STEPS,
+    RECOMPUTED_SHARE,
+    SEQUENCES_STEP,
+    PageWatermark,
+)
+from tok_core.manager.staggered_admission import CURVE_STEPS, FULL_SHARE, STREAM_SHARE, StaggeredAdmission
 from tok_core.messages import Int64
 
 INFO = engine_info(
@@ -68,8 +77,8 @@ def test_a_stream_comes_to_hold_its_share_of_memory_as_soon_as_the_first_of_it_h
     reserve = drawn(1600, np.full(5, 300)).reserve(1000, np.arange(0, 601))
     assert reserve[0] == 0
     assert (np.diff(reserve) >= 0).all()
-    assert reserve[150] == pytest.approx(STREAM * 500, rel=0.1)  # they hardly grow
-    assert (reserve[300:] == int(STREAM * 1000)).all()
+    assert reserve[150] == pytest.approx(STREAM_SHARE * 500, rel=0.1)  # they hardly grow
+    assert (reserve[300:] == int(STREAM_SHARE * 1000)).all()
 
 
 def test_samples_that_would_all_end_together_start_one_after_the_other() -> None:
@@ -82,13 +91,13 @@ def test_samples_that_would_all_end_together_start_one_after_the_other() -> None
 
 def test_a_curve_is_drawn_anew_after_some_steps() -> None:
     pace = drawn(10, np.array([1]))
-    assert not pace.outdated(KEPT - 1)
-    assert pace.outdated(KEPT)
+    assert not pace.outdated(CURVE_STEPS - 1)
+    assert pace.outdated(CURVE_STEPS)
 
 
 def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None:
     pace = StaggeredAdmission()
-    for used, waits, binds in ((0.5, True, False), (FULL, True, True), (0.5, True, True), (1.0, False, False)):
+    for used, waits, binds in ((0.5, True, False), (FULL_SHARE, True, True), (0.5, True, True), (1.0, False, False)):
         pace.observe(int(used * 1000), 1000, waits=waits)
         assert pace.binds is binds
 
@@ -96,27 +105,32 @@ def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None
 def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_computed() -> None:
     watermark = PageWatermark()
     watermark.observe(0, 200, 200.0, guessed=False)
-    assert watermark.sequences == pytest.approx(FIRST + STEP)
-    watermark.observe(int(200 / TWICE), 200, 200.0, guessed=False)
-    assert watermark.sequences == pytest.approx(FIRST)
+    assert watermark.sequences == pytest.approx(INITIAL_SEQUENCES + SEQUENCES_STEP)
+    watermark.observe(int(200 / RECOMPUTED_SHARE), 200, 200.0, guessed=False)
+    assert watermark.sequences == pytest.approx(INITIAL_SEQUENCES)
     watermark.observe(int(1e9), 200, 200.0, guessed=False)
-    assert watermark.sequences == FEWEST
+    assert watermark.sequences == MIN_SEQUENCES
     watermark.observe(int(1e9), int(1e8), 200.0, guessed=False)
-    assert watermark.sequences == MOST
+    assert watermark.sequences == MAX_SEQUENCES
 
 
 def test_what_is_computed_twice_while_lengths_are_guessed_moves_no_headroom_then_or_later() -> None:
     watermark = PageWatermark()
     watermark.observe(100_000, 50_000, 200.0, guessed=True)
-    assert watermark.sequences == FIRST
+    assert watermark.sequences == INITIAL_SEQUENCES
     watermark.observe(100_000, 50_000, 200.0, guessed=False)
-    assert watermark.sequences == FIRST
+    assert watermark.sequences == INITIAL_SEQUENCES
 
 
 def test_headroom_is_kept_for_the_next_steps_and_is_no_large_share_of_memory() -> None:
-    moments = np.array([0, NEAR // 2, NEAR, 10 * NEAR])
-    assert PageWatermark().pages(20.0, 4000, moments).tolist() == [int(FIRST * 20), int(FIRST * 10), 0, 0]
-    assert PageWatermark().pages(20.0, 100, moments[:1]).tolist() == [int(MOST_SHARE * 100)]
+    moments = np.array([0, NEAR_STEPS // 2, NEAR_STEPS, 10 * NEAR_STEPS])
+    assert PageWatermark().pages(20.0, 4000, moments).tolist() == [
+        int(INITIAL_SEQUENCES * 20),
+        int(INITIAL_SEQUENCES * 10),
+        0,
+        0,
+    ]
+    assert PageWatermark().pages(20.0, 100, moments[:1]).tolist() == [int(MAX_PAGE_SHARE * 100)]
 
 
 @pytest.mark.parametrize(("max_tokens", "starts"), [(64, 12), (320, 4)])

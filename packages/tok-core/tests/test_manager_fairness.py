@@ -20,7 +20,7 @@ from support.schedules import (
 )
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
-from tok_core.manager.fair_shares import FEW, MAX_LOST_SHARE, QUANTUM
+from tok_core.manager.fair_shares import MAX_LOST_SHARE, MAX_SHARING_REQUESTS, QUANTUM
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
 from tok_core.messages import EngineInfo, ToManager
@@ -189,12 +189,12 @@ def test_free_slots_go_to_the_caller_with_the_fewest_running() -> None:
 def test_requests_of_one_caller_are_served_first_come_first_served_while_many_run() -> None:
     """Many samples of few prompts share more than few samples of many: nobody is let in between."""
     manager, ports = make_manager(
-        engine_info(max_running=2 * FEW, max_step_tokens=512, num_pages=4000), clock=Clock(QUANTUM)
+        engine_info(max_running=2 * MAX_SHARING_REQUESTS, max_step_tokens=512, num_pages=4000), clock=Clock(QUANTUM)
     )
-    asked = {rid: ([1, rid % 50, rid // 50], params(n=2, max_tokens=20)) for rid in range(4 * FEW)}
+    asked = {rid: ([1, rid % 50, rid // 50], params(n=2, max_tokens=20)) for rid in range(4 * MAX_SHARING_REQUESTS)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in asked.items()), turns=15)
     held = {int(rid) for rid in manager.table.rid[manager.table.state == State.DECODE]}
-    assert held == set(range(FEW))
+    assert held == set(range(MAX_SHARING_REQUESTS))
     finish(manager, ports, asked)
     assert not manager.scheduler.preemptions
 

@@ -251,7 +251,7 @@ def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
 def test_a_deep_chain_of_holders_is_grouped_well_though_not_each_node_is_asked() -> None:
     tree, counts = chain_of_holders(3000)
     meeting = branch_points.find_branch_points(tree, counts)
-    assert len(meeting.up) <= branch_points.MOST_HEIGHT + 1
+    assert len(meeting.up) <= branch_points.MAX_EXACT_HEIGHT + 1
     pages = 3000 * 3001 / 2
     one, three = (best_cascade(meeting, levels, CascadeCosts(1, 0, 0)).saved for levels in (1, 3))
     assert one > 0.45 * pages  # a square below a line covers half of what is there
@@ -270,7 +270,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
     made = Rows(prompts)
     counts = np.bincount(made.node_ids)
     found = branch_points.find_branch_points(made.tree, counts)
-    monkeypatch.setattr(branch_points, "MOST_HEIGHT", 1000)
+    monkeypatch.setattr(branch_points, "MAX_EXACT_HEIGHT", 1000)
     every = branch_points.find_branch_points(made.tree, counts)
     assert len(found.level) - 2 <= 16 < len(every.level) - 2
     for cost in (CascadeCosts(1, 0, 0), COSTS):
@@ -282,7 +282,7 @@ def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch
     assert len(made.groups(0.1).levels) == 2
     meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     assert choices(meeting, 2) == 2 * (1 * 1 + 4 * 2)  # one node under no chain, four under none or that one
-    monkeypatch.setattr(grouping, "MOST_CHOICES", 17)
+    monkeypatch.setattr(grouping, "MAX_GROUPING_CHOICES", 17)
     assert len(made.groups(0.1).levels) == 1
 
 

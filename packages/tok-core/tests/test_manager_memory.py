@@ -12,7 +12,7 @@ from support.many_requests import ManyRequests
 from support.schedules import assert_all_given_back, check
 
 FIRST, MORE = 2000, 4000  # fewer, and what dictionaries grow by counts as a leak
-LEAST_LEAK = 16  # bytes a request: a number in a list takes 36
+MIN_LEAK_BYTES = 16  # bytes a request: a number in a list takes 36
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_manager_holds_no_more_after_many_requests_than_after_few() -> None:
     before = held()
     many.run(MORE)
     many.end()
-    assert held() - before < LEAST_LEAK * MORE
+    assert held() - before < MIN_LEAK_BYTES * MORE
     manager = many.simulation.manager
     assert manager.output_processor.requests_finished > 0.9 * (FIRST + MORE)
     check(manager)

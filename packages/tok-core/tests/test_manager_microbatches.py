@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from support.schedules import drive, engine_info, make_manager, submit
 from tok_core import SamplingParams
-from tok_core.config import MOST_AHEAD
+from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.manager.microbatches import CONTEXT, SLACK, SPARE, Microbatches
-from tok_core.manager.run_ahead import FEWEST as FEWEST_AHEAD
-from tok_core.manager.run_ahead import RunAhead
+from tok_core.manager.run_ahead import MIN_QUEUED_STEPS, RunAhead
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.token_budget import LEAST, TokenBudget
+from tok_core.manager.token_budget import MIN_STEP_TOKENS, TokenBudget
 
 FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
@@ -59,12 +58,12 @@ def test_those_that_are_too_many_for_a_cohort_are_the_youngest_and_wait_for_one_
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_a_lone_sequence_has_a_step_for_each_token_and_few_of_them_under_way(pp: int) -> None:
-    manager, ports = make_manager(engine_info(max_model_len=256, num_pages=256), FEWEST_AHEAD, pp=pp)
+    manager, ports = make_manager(engine_info(max_model_len=256, num_pages=256), MIN_QUEUED_STEPS, pp=pp)
     manager.run_ahead = RunAhead(None, pp)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], FOR_EVER)]})
     assert len(ports.steps) == 200
     assert all(step.draws_upto == step.step - 1 for step in ports.steps[1:])
-    assert ports.most_queued <= FEWEST_AHEAD
+    assert ports.most_queued <= MIN_QUEUED_STEPS
 
 
 @pytest.mark.parametrize("pp", [2, 3, 6])
@@ -81,10 +80,10 @@ def test_rows_decode_when_their_tokens_have_passed_all_stages(pp: int) -> None:
 
 
 def test_a_pipeline_has_a_step_under_way_for_each_stage_and_a_spare_one() -> None:
-    assert RunAhead(None, 4).steps == FEWEST_AHEAD + 4
-    assert RunAhead(None, 4).depth == RunAhead(None, 1).steps == RunAhead(None).depth == FEWEST_AHEAD
+    assert RunAhead(None, 4).steps == MIN_QUEUED_STEPS + 4
+    assert RunAhead(None, 4).depth == RunAhead(None, 1).steps == RunAhead(None).depth == MIN_QUEUED_STEPS
     assert RunAhead(3, 4).steps == RunAhead(3, 4).depth == 3
-    assert RunAhead(None, 64).steps == MOST_AHEAD
+    assert RunAhead(None, 64).steps == MAX_STEPS_AHEAD
 
 
 def test_a_step_may_have_more_while_prompts_wait_and_less_while_none_does() -> None:
@@ -94,7 +93,7 @@ def test_a_step_may_have_more_while_prompts_wait_and_less_while_none_does() -> N
         token_budget.observe(exhausted=exhausted)
         bounds.append(token_budget.tokens)
     assert bounds[0] == bounds[-1] == 4096
-    assert min(bounds) == LEAST
+    assert min(bounds) == MIN_STEP_TOKENS
     ratios = np.array(bounds[1:]) / np.array(bounds[:-1])
     assert ratios.max() < 1.2
     assert ratios.min() > 0.8

@@ -11,7 +11,7 @@ from support.schedules import drive, engine_info, make_manager, submit
 from support.simulated_worker import SimulatedPorts
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.manager.loop import PATIENCE, Manager
-from tok_core.manager.run_ahead import FEWEST, MOST, RunAhead
+from tok_core.manager.run_ahead import MAX_QUEUED_STEPS, MIN_QUEUED_STEPS, RunAhead
 
 
 def after(fixed: int | None, *seconds: float) -> int:
@@ -22,11 +22,20 @@ def after(fixed: int | None, *seconds: float) -> int:
 
 
 def test_two_steps_are_queued_before_any_has_come_back() -> None:
-    assert after(None) == FEWEST == 2
+    assert after(None) == MIN_QUEUED_STEPS == 2
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps"), [(40e-3, 2), (3.1e-3, 2), (2.9e-3, 3), (1.4e-3, 4), (0.8e-3, 5), (0.1e-3, MOST), (0.0, MOST)]
+    ("seconds", "steps"),
+    [
+        (40e-3, 2),
+        (3.1e-3, 2),
+        (2.9e-3, 3),
+        (1.4e-3, 4),
+        (0.8e-3, 5),
+        (0.1e-3, MAX_QUEUED_STEPS),
+        (0.0, MAX_QUEUED_STEPS),
+    ],
 )
 def test_queued_steps_last_three_milliseconds_beside_the_one_under_way(seconds: float, steps: int) -> None:
     assert after(None, *[seconds] * 50) == steps

@@ -23,7 +23,7 @@ from tok_server.batch.offline import BadInput, Offline
 from tok_server.batch.progress import duration
 from tok_server.batch.resume import kept_of
 from tok_server.batch.run import LineSource
-from tok_server.batch.validation import MOST_ERRORS, validate
+from tok_server.batch.validation import MAX_ERRORS, validate
 from tok_server.cli import main
 from tok_server.endpoints import ENDPOINTS
 
@@ -195,7 +195,7 @@ async def test_bad_lines_are_told_before_anything_runs(tmp_path: Path) -> None:
     with Offline(tmp_path / "in", tmp_path / "out", NAME) as work, pytest.raises(BadInput) as refused:
         await work.check()
     assert refused.value.more
-    assert [error.line for error in refused.value.errors] == list(range(6, 6 + MOST_ERRORS))
+    assert [error.line for error in refused.value.errors] == list(range(6, 6 + MAX_ERRORS))
     assert all(isinstance(error, BatchError) for error in refused.value.errors)
 
 
@@ -215,7 +215,7 @@ def test_blank_lines_do_not_keep_validation_from_being_stopped(tmp_path: Path) -
 def test_a_file_of_too_many_lines_is_refused_at_the_first_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "MOST_LINES", 4)
+    monkeypatch.setattr(validation, "MAX_LINES", 4)
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     found = validate(tmp_path / "in", ENDPOINTS.keys(), MIB)
     assert [(error.line, error.code) for error in found.errors] == [(5, "too_many_lines")]

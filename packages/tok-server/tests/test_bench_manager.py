@@ -12,7 +12,7 @@ from tok_server.bench.manager import PAIRS, STEPS, run_manager
 from tok_server.bench.manager_load import LOADS
 from tok_server.bench.manager_result import table
 from tok_server.cli import main, make_parser
-from tok_server.commands.bench_manager import MOST_SEQUENCES
+from tok_server.commands.bench_manager import MAX_BENCH_SEQUENCES
 
 KEYS = ["engine", "workload", "sequences", "us_per_token", "ms_per_step", *PARTS]
 
@@ -98,8 +98,8 @@ def test_the_command_takes_every_workload_there_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--sequences", "0"], f"--sequences is 0; allowed: integers from 1 to {MOST_SEQUENCES}"),
-        (["--sequences", "65537"], f"--sequences is 65537; allowed: integers from 1 to {MOST_SEQUENCES}"),
+        (["--sequences", "0"], f"--sequences is 0; allowed: integers from 1 to {MAX_BENCH_SEQUENCES}"),
+        (["--sequences", "65537"], f"--sequences is 65537; allowed: integers from 1 to {MAX_BENCH_SEQUENCES}"),
         (["--step-time", "-1"], "--step-time is -1.0; allowed: milliseconds from 0"),
         (["--step-time", "nan"], "--step-time is nan; allowed: milliseconds from 0"),
         (["--stop", ""], "--stop is ''; allowed: strings of 1 to 4096 characters"),

@@ -56,7 +56,7 @@ def test_an_answer_in_pieces_says_what_a_whole_one_says(
     whole = server.call("POST", f"/v1/{path}", asked)
     assert whole.status == 200, whole.body
     assert "content-length" in whole.headers
-    for name, size in (("LONG", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
+    for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
         for module in (answer, json_pieces, __import__("tok_server.embeddings").embeddings):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)
@@ -138,7 +138,7 @@ def test_an_answer_that_cannot_be_made_to_its_end_breaks_off(server: Server, mon
         yield b'{"id":'
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(answer, "LONG", 0)
+    monkeypatch.setattr(answer, "MIN_PIECEWISE_BYTES", 0)
     monkeypatch.setattr(CompletionForm, "pieces", broken)
     with pytest.raises(Exception, match=r"Incomplete|reset|closed|aborted"):
         server.complete(prompt="one", max_tokens=1)

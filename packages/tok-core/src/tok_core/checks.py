@@ -13,7 +13,7 @@ from tok_core.sampling import SamplingParams
 
 MAX_CACHE_SALT = 4096  # characters
 MAX_TENANT = 256  # characters of a caller's name: more than any hash has
-FEW = 64  # numbers that Python compares sooner than NumPy
+MIN_NUMPY_COUNT = 64  # numbers that Python compares sooner than NumPy
 
 
 def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
@@ -66,7 +66,7 @@ def _tokens(ids: list[int], vocab_size: int) -> Int32:
     with suppress(OverflowError):  # greater than 32 bits
         if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
             tokens = np.array(ids, np.int32)
-            if len(ids) <= FEW:
+            if len(ids) <= MIN_NUMPY_COUNT:
                 if min(ids) >= 0 and max(ids) < vocab_size:
                     return tokens
             elif tokens.view(np.uint32).max() < vocab_size:  # what is negative is large

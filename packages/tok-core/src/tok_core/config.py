@@ -20,8 +20,8 @@ BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
 TRACE_STEPS = 20
-MOST_AHEAD = 16  # steps that may be under way at once
-MOST_PARALLEL = 64  # replicas, ranks of a stage, and stages
+MAX_STEPS_AHEAD = 16  # steps that may be under way at once
+MAX_PARALLEL_DEGREE = 64  # replicas, ranks of a stage, and stages
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
@@ -133,14 +133,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):
-            _between(field, getattr(self, field), 1, MOST_PARALLEL)
+            _between(field, getattr(self, field), 1, MAX_PARALLEL_DEGREE)
         self._check_ray()
         if self.async_tp_threshold is not None:
             _at_least("async_tp_threshold", self.async_tp_threshold, 0)
             if self.tp == 1:
                 raise InvalidField("async_tp_threshold", self.async_tp_threshold, "nothing unless tp is above 1")
         if self.run_ahead is not None:
-            _between("run_ahead", self.run_ahead, 1, MOST_AHEAD)
+            _between("run_ahead", self.run_ahead, 1, MAX_STEPS_AHEAD)
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
         if self.seed and self.load_format != "dummy":

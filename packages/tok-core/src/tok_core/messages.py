@@ -79,7 +79,7 @@ class NewSlots(msgspec.Struct):
     bias_until: np.ndarray
 
 
-MOST_LEVELS = 3
+MAX_CASCADE_LEVELS = 3
 """Of groups in a step: for a system prompt, examples, and a question that is sampled many times."""
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from tok_core.messages import Int32
 
-MOST = 1 << 16  # beginnings that are remembered, those used last
-LONGEST = 1 << 30
+MAX_PREFIXES = 1 << 16  # beginnings that are remembered, those used last
+MAX_PREFIX_TOKENS = 1 << 30
 
 
 class PromptPrefix(NamedTuple):
@@ -26,7 +26,7 @@ class PromptPrefix(NamedTuple):
 class PrefixAffinity:
     """The replicas that were sent each beginning, as bits. For one thread at a time, but for `beginnings`."""
 
-    def __init__(self, page_size: int, most: int = MOST) -> None:
+    def __init__(self, page_size: int, most: int = MAX_PREFIXES) -> None:
         self._lengths = list(_lengths(page_size))
         self._most = most
         self._replicas: OrderedDict[int, int] = OrderedDict()  # by key; bit i stands for replica i
@@ -68,8 +68,8 @@ class PrefixAffinity:
 
 def _lengths(page_size: int) -> Iterator[int]:
     length = page_size
-    while length <= LONGEST:
+    while length <= MAX_PREFIX_TOKENS:
         yield length
-        if length > page_size and 3 * length // 2 <= LONGEST:
+        if length > page_size and 3 * length // 2 <= MAX_PREFIX_TOKENS:
             yield 3 * length // 2
         length *= 2

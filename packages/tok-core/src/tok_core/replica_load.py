@@ -14,7 +14,7 @@ from tok_core.messages import Int64
 
 ROWS = 64  # at least so many
 FIRST_GUESS = 256.0  # tokens of an output, before any has ended
-FEWEST_ENDS = 1e-6  # where no output ends of its own
+MIN_END_RATE = 1e-6  # where no output ends of its own
 FADE = 1 - 1 / 1024  # of what is known of output lengths, with each output that ends
 
 
@@ -98,7 +98,7 @@ class OutputLengths:
     def learn(self, tokens: int, *, ended: bool) -> None:
         """An output has had so many; it `ended` of its own, or was cut off."""
         self._tokens = self._tokens * FADE + tokens
-        self._ends = max(self._ends * FADE + ended, FEWEST_ENDS)
+        self._ends = max(self._ends * FADE + ended, MIN_END_RATE)
 
     def expected(self, limit: int) -> int:
         """Tokens to expect of an output that is cut off at `limit`, at least 1."""

@@ -28,7 +28,7 @@ GAUGES = (
 RESTART = "it was asked to restart"
 
 FIRST_PAUSE = 0.5  # seconds before the second start within the window; each further one waits twice as long
-LONGEST_PAUSE = 30.0
+MAX_RESTART_PAUSE_SECONDS = 30.0
 
 
 class ReplicaRecord:
@@ -109,7 +109,7 @@ class ReplicaRecord:
     def pause(self) -> float:
         """Seconds to wait before the next start: none after a first death, then ever more."""
         times = len(self._deaths) - 2
-        return min(FIRST_PAUSE * 2.0**times, LONGEST_PAUSE) if times >= 0 else 0.0
+        return min(FIRST_PAUSE * 2.0**times, MAX_RESTART_PAUSE_SECONDS) if times >= 0 else 0.0
 
     def _may_restart(self, *, counts: bool) -> bool:
         now = self._clock()

@@ -13,7 +13,7 @@ from tok_core.sampling import SamplingParams
 
 BOUND = 1.25  # times the mean of the outstanding tokens: as much a replica may have and still be preferred
 SPARE = 8  # tokens more, for each token of the prompt that it need not compute
-LEAST_SHARE = 32  # samples; fewer are not worth computing their prompt once more
+MIN_SPLIT_SAMPLES = 32  # samples; fewer are not worth computing their prompt once more
 
 
 class RoutingRequest(NamedTuple):
@@ -58,7 +58,7 @@ class Router:
             return [Assignment(ready[0], samples)]
         prompt, each = len(asked.tokens), self._expected(asked)
         loads = {replica: self.loads[replica].tokens for replica in ready}
-        if split and _too_much(prompt + len(samples) * each, loads) and len(samples) >= 2 * LEAST_SHARE:
+        if split and _too_much(prompt + len(samples) * each, loads) and len(samples) >= 2 * MIN_SPLIT_SAMPLES:
             shares = spread(samples, each, prompt, loads)
         else:
             shares = [Assignment(self._choose(asked.beginnings, loads), samples)]
@@ -123,7 +123,7 @@ def spread(samples: range, each: int, prompt: int, loads: Mapping[int, int]) -> 
         chosen = ordered[:count]
         level = (sum(loads[one] for one in chosen) + count * prompt + len(samples) * each) / count
         ideal = [(level - loads[one] - prompt) / each for one in chosen]
-        if ideal[-1] >= LEAST_SHARE:
+        if ideal[-1] >= MIN_SPLIT_SAMPLES:
             bounds = [samples.start + round(sum(ideal[:i])) for i in range(count)] + [samples.stop]
             return [Assignment(one, range(*ends)) for one, ends in zip(chosen, itertools.pairwise(bounds), strict=True)]
     return [Assignment(ordered[0], samples)]

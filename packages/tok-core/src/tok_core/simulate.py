@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
 from tok_core.manager.loop import Manager
-from tok_core.manager.run_ahead import FEWEST
+from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
 from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
 
 Lives = Callable[[NDArray[np.float64]], Int64]
@@ -98,7 +98,7 @@ class SimulatedPorts:
     def _may_come(self, already: int) -> bool:
         if self._step_seconds:
             return self._outputs[0][0] <= time.monotonic()
-        return not already and (self._idle or len(self._outputs) >= FEWEST)
+        return not already and (self._idle or len(self._outputs) >= MIN_QUEUED_STEPS)
 
     def send(self, step: StepInput) -> None:
         message = encode(step)

@@ -15,11 +15,11 @@ from tok_kernels import reference
 from tok_kernels.reference.linear import gated_linear as plain_gated_linear
 from tok_kernels.reference.linear import linear as plain_linear
 from tok_kernels.triton.linear import gated_linear, launch_stream, linear
-from tok_kernels.triton.linear_config import MOST_TOKENS, LinearLaunch
+from tok_kernels.triton.linear_config import MAX_STREAM_TOKENS, LinearLaunch
 
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-TOKENS = (*range(1, MOST_TOKENS + 1), MOST_TOKENS + 1)
+TOKENS = (*range(1, MAX_STREAM_TOKENS + 1), MAX_STREAM_TOKENS + 1)
 
 
 @outside
@@ -39,7 +39,7 @@ def assert_near(result: Tensor, expected: Tensor, x: Tensor) -> None:
     assert result.dtype == x.dtype
     assert result.shape == expected.shape
     step = torch.finfo(x.dtype).eps
-    spread = step if x.shape[0] <= MOST_TOKENS else 8 * step
+    spread = step if x.shape[0] <= MAX_STREAM_TOKENS else 8 * step
     torch.testing.assert_close(result.double(), expected, rtol=spread, atol=spread * 0.25)
 
 

@@ -61,7 +61,7 @@ WAYS = [(3, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (30, 0.7, 0
 def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
     dtype: torch.dtype, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_filters, "FEW", few)
+    monkeypatch.setattr(triton_filters, "MAX_COLLECTED_ENTRIES", few)
     rows = 18 if INTERPRETING else 600
     logits = logits_of(rows, 2100, device, spread=1.6).to(dtype)
     every = torch.arange(rows, device=device)

@@ -24,7 +24,7 @@ from tok_server.json_pieces import next_piece
 from tok_server.limits import MAX_CLIENT_PRIORITY
 from tok_server.request_counts import COUNTS
 from tok_server.stop_when_rule import StopWhenJudge, judged, output_of
-from tok_server.streams import MOST_CHECKS, check_grammar, merged, submitted
+from tok_server.streams import MAX_GRAMMAR_CHECKS, check_grammar, merged, submitted
 from tok_server.usage import usage
 
 log = logging.getLogger("tok.server")
@@ -35,11 +35,11 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-MOST_WARNED = 1000
+MAX_WARNED_FIELDS = 1000
 TOGETHER = 256  # deltas whose events are made and written together: other requests run in between
-FEW = 32  # choices without log-probabilities that are written down at once
-SHORT = 1 << 16  # bytes of an answer, as far as it can be told before, that the event loop writes itself
-LONG = 1 << 20  # from which on it is written a piece at a time
+MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities that are written down at once
+MAX_LOOP_BYTES = 1 << 16  # bytes of an answer, as far as it can be told before, that the event loop writes itself
+MIN_PIECEWISE_BYTES = 1 << 20  # from which on it is written a piece at a time
 TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # in an answer, about
 
 MAX_LOGPROBS = 1 << 24  # of a whole answer: some 3 GB in memory
@@ -129,7 +129,7 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
     check_size(job, context, most, request[COUNTS].tenant)
     if job.params.grammar is not None:
         with in_time(request, context):
-            await check_grammar(context.engine, job, MOST_CHECKS, request[COUNTS].tenant)
+            await check_grammar(context.engine, job, MAX_GRAMMAR_CHECKS, request[COUNTS].tenant)
         context.admit(request[COUNTS].tenant)  # meanwhile the engine did not count this one
     headers = ignored_header(context, job.ignored)
     counts = request[COUNTS]
@@ -146,9 +146,9 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
     if first:
         context.metrics.began(min(first) - counts.started)
     size = size_of(job, outputs)
-    if size > LONG:
+    if size > MIN_PIECEWISE_BYTES:
         return await write_pieces(request, context, form.pieces(outputs), headers)
-    few = job.params.logprobs is None and len(outputs) * job.drawn <= FEW and size <= SHORT
+    few = job.params.logprobs is None and len(outputs) * job.drawn <= MAX_CHOICES_AT_ONCE and size <= MAX_LOOP_BYTES
     body = form.whole(outputs) if few else await context.work(lambda: form.whole(outputs))
     return web.Response(body=body, content_type="application/json", headers=headers)
 
@@ -161,7 +161,7 @@ def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
     choices = len(outputs) * job.drawn
     if longest is not None and not of_prompt:
         most = choices * (CHOICE_BYTES + each * longest)
-        if most <= (SHORT if choices <= FEW else LONG):
+        if most <= (MAX_LOOP_BYTES if choices <= MAX_CHOICES_AT_ONCE else MIN_PIECEWISE_BYTES):
             return most
     return sum(
         CHOICE_BYTES + of_prompt * len(output.prompt_token_ids) + each * len(one.token_ids)
@@ -331,7 +331,7 @@ def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
     if not ignored:
         return {}
     new = [name for name in ignored if name not in context.warned]
-    if new and len(context.warned) < MOST_WARNED:
+    if new and len(context.warned) < MAX_WARNED_FIELDS:
         context.warned.update(new)
         log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
     # Names are the client's own text: quoted, they hold no line break.

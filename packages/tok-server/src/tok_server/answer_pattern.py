@@ -14,11 +14,11 @@ import re2
 
 from tok_server.errors import invalid
 
-LONGEST_PATTERN = 512  # characters
-LARGEST_PROGRAM = 2048  # instructions; a class of Unicode letters takes about 1200
+MAX_PATTERN_CHARS = 512  # characters
+MAX_PROGRAM_INSTRUCTIONS = 2048  # instructions; a class of Unicode letters takes about 1200
 MEMORY = 1 << 20  # bytes that a pattern may take, compiled and while it is looked for
 WINDOW = 1 << 14  # bytes at the end of a text that are read
-MOST_SECONDS = 0.5  # for one text
+MAX_SEARCH_SECONDS = 0.5  # for one text
 PATTERN = "stop_when.pattern"
 
 
@@ -26,8 +26,8 @@ class AnswerPattern:
     """A regular expression of one group, which is the answer. Errors: ApiError."""
 
     def __init__(self, pattern: str) -> None:
-        if len(pattern) > LONGEST_PATTERN:
-            raise invalid(PATTERN, f"{PATTERN} has {len(pattern)} characters; allowed: at most {LONGEST_PATTERN}")
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise invalid(PATTERN, f"{PATTERN} has {len(pattern)} characters; allowed: at most {MAX_PATTERN_CHARS}")
         self._found = _compiled(pattern)
 
     @property
@@ -37,13 +37,13 @@ class AnswerPattern:
 
     def answer(self, text: str) -> str | None:
         """The answer in the last match that has one; None: there is none. Errors: ApiError where it takes too long."""
-        until = time.monotonic() + MOST_SECONDS
+        until = time.monotonic() + MAX_SEARCH_SECONDS
         answer = None
         # A cut may go through a character: the bytes of it that are left match nothing.
         for found in self._found.finditer(text.encode()[-WINDOW:]):
             answer = found[1] if found[1] is not None else answer
             if time.monotonic() > until:
-                raise invalid(PATTERN, f"{PATTERN} takes more than {MOST_SECONDS} seconds to find in one text")
+                raise invalid(PATTERN, f"{PATTERN} takes more than {MAX_SEARCH_SECONDS} seconds to find in one text")
         return None if answer is None else answer.decode(errors="replace")
 
 
@@ -58,7 +58,7 @@ def _compiled(pattern: str) -> Any:
         raise invalid(PATTERN, f"{PATTERN} is {pattern!r}; allowed: regular expressions of RE2 ({why})") from error
     if found.groups != 1:
         raise invalid(PATTERN, f"{PATTERN} is {pattern!r}; allowed: one group, (?:…) aside, not {found.groups}")
-    if found.programsize > LARGEST_PROGRAM:
-        why = f"is {found.programsize} instructions long when compiled; allowed: at most {LARGEST_PROGRAM}"
+    if found.programsize > MAX_PROGRAM_INSTRUCTIONS:
+        why = f"is {found.programsize} instructions long when compiled; allowed: at most {MAX_PROGRAM_INSTRUCTIONS}"
         raise invalid(PATTERN, f"{PATTERN} {why}")
     return found

@@ -40,7 +40,7 @@ from tok_server.unsupported import COMPLETION
 
 MAX_TOKENS = 16  # OpenAI's default; fewer where the model's length leaves no room
 MAX_CHOICES = 65_536
-SHORT = 8192  # bytes: some thousand token ids
+MAX_LOOP_PROMPT_BYTES = 8192  # bytes: some thousand token ids
 TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 
 
@@ -50,7 +50,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     # Text needs the tokenizer, which takes its time and leaves the interpreter to others meanwhile.
-    short = len(body) <= SHORT and TOKEN_IDS.search(body) is not None
+    short = len(body) <= MAX_LOOP_PROMPT_BYTES and TOKEN_IDS.search(body) is not None
     engine, model = context.engine, context.settings.model_name
     job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
     return await answer(request, context, job, CompletionForm(job, TokenTexts(engine.tokenizer)))

@@ -26,7 +26,7 @@ from tok_server.errors import ApiError, invalid, limited
 
 log = logging.getLogger("tok.server")
 
-LEAST_TAKEN = 16_384  # bytes
+MIN_READ_BYTES = 16_384  # bytes
 MAX_HEADERS = 128
 LINGER = 2.0  # seconds to read on where an answer was given before the request's body had arrived
 LOOKS = 8  # at each connection within the shortest timeout
@@ -141,7 +141,7 @@ class Connection(web.RequestHandler):
         """Whether something waits to be sent, and its client has taken too little of it for too long."""
         waiting = 0 if self._socket is None else _waiting(self._socket)
         taken = (0 if self._writer is None else self._writer.output_size) - waiting
-        if not waiting or taken >= self._taken + LEAST_TAKEN:
+        if not waiting or taken >= self._taken + MIN_READ_BYTES:
             self._taken, self._taken_at = taken, now
         return now - self._taken_at > patience and waiting > 0
 

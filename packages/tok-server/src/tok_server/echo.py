@@ -13,7 +13,7 @@ from tok_server.logprobs import Offsets, TokenTexts, completion_logprobs
 
 T = TypeVar("T")
 
-MOST_ENTRIES = 1 << 24  # tokens of prompts, and the likely ones beside them, that choices repeat
+MAX_ECHO_TOKENS = 1 << 24  # tokens of prompts, and the likely ones beside them, that choices repeat
 
 
 def check_repeated(job: Job) -> None:
@@ -21,10 +21,10 @@ def check_repeated(job: Job) -> None:
     each = (1 + (0 if job.params.logprobs is None else 1 + job.params.logprobs)) if job.echo else 0
     each += 0 if job.prompt_logprobs is None else 1 + job.prompt_logprobs
     tokens, n = sum(map(len, job.prompts)), job.params.n
-    if n * tokens * each > MOST_ENTRIES:
+    if n * tokens * each > MAX_ECHO_TOKENS:
         name = "n" if n > 1 else "echo" if job.echo else "prompt_logprobs"
         what = "n × prompt tokens × what echo and prompt_logprobs tell of each"
-        message = f"{name}: {what} is {n} × {tokens} × {each}; allowed: at most {MOST_ENTRIES} in all"
+        message = f"{name}: {what} is {n} × {tokens} × {each}; allowed: at most {MAX_ECHO_TOKENS} in all"
         raise invalid(name, message)
 
 

@@ -15,7 +15,7 @@ from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
 from tok_server.answer import ignored_header, in_time, write_pieces
 from tok_server.auth import salted
 from tok_server.body import read_body
-from tok_server.completions import SHORT
+from tok_server.completions import MAX_LOOP_PROMPT_BYTES
 from tok_server.context import CONTEXT
 from tok_server.errors import ApiError, invalid
 from tok_server.job import renamed
@@ -30,8 +30,8 @@ from tok_server.wire import encode
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_INPUTS = 2048  # as OpenAI's
-FEW_NUMBERS = 4096  # written down at once
+MAX_INPUTS = 2048  # as OpenAI's
+NUMBERS_AT_ONCE = 4096  # written down at once
 MANY_NUMBERS = 65_536  # from which on the answer is written a piece at a time
 _TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
 _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
@@ -84,7 +84,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    short = len(body) <= SHORT and _TOKEN_IDS.search(body) is not None
+    short = len(body) <= MAX_LOOP_PROMPT_BYTES and _TOKEN_IDS.search(body) is not None
     engine, model = context.engine, context.settings.model_name
     job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
     context.admit(request[COUNTS].tenant)  # since the request came, others have been read and submitted
@@ -97,7 +97,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     headers = ignored_header(context, job.ignored)
     if numbers > MANY_NUMBERS:
         return await write_pieces(request, context, job.pieces(outputs), headers)
-    answer = job.whole(outputs) if numbers <= FEW_NUMBERS else await context.work(lambda: job.whole(outputs))
+    answer = job.whole(outputs) if numbers <= NUMBERS_AT_ONCE else await context.work(lambda: job.whole(outputs))
     return web.Response(body=answer, content_type="application/json", headers=headers)
 
 
@@ -106,8 +106,8 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
     request, ignored = read(body, EmbeddingRequest, ())
     check_model(given(request.model), model)
     inputs = request.inputs()
-    if len(inputs) > MOST_INPUTS:
-        raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MOST_INPUTS}")
+    if len(inputs) > MAX_INPUTS:
+        raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MAX_INPUTS}")
     return EmbeddingJob(
         model=model,
         prompts=tokenised(inputs, engine, "input"),

@@ -13,7 +13,15 @@ import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_server import chat, completions, embeddings
-from tok_server.answer import LONG, MAX_KEPT_LOGPROBS, Form, check_drawn, check_logprobs, check_priority, size_of
+from tok_server.answer import (
+    MAX_KEPT_LOGPROBS,
+    MIN_PIECEWISE_BYTES,
+    Form,
+    check_drawn,
+    check_logprobs,
+    check_priority,
+    size_of,
+)
 from tok_server.chat_form import ChatForm
 from tok_server.completion_form import CompletionForm
 from tok_server.embeddings import EmbeddingJob
@@ -117,7 +125,7 @@ class GenerationTask:
             outputs = await self._outputs(tenant)
         if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
             raise EngineDead("the request was aborted: the engine is stopping")
-        if size_of(job, outputs) > LONG:
+        if size_of(job, outputs) > MIN_PIECEWISE_BYTES:
             return lambda: b"".join(self._form.pieces(outputs))
         return lambda: self._form.whole(outputs)
 

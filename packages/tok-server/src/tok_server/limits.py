@@ -58,8 +58,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, unit in COUNTS.items():
             value = getattr(self, name)
-            if value is not None and value < LEAST.get(name, 1):
-                raise InvalidField(name, value, f"{unit}, at least {LEAST.get(name, 1)}")
+            if value is not None and value < MIN_VALUES.get(name, 1):
+                raise InvalidField(name, value, f"{unit}, at least {MIN_VALUES.get(name, 1)}")
         if self.max_n > MAX_N:
             raise InvalidField("max_n", self.max_n, f"samples, at most the {MAX_N} that the engine takes")
         if self.min_client_priority > MAX_CLIENT_PRIORITY:
@@ -87,7 +87,7 @@ COUNTS = {
     "rate_limit_tokens": "tokens a minute",
 }
 MAX_CLIENT_PRIORITY = (1 << 31) - 1  # far below the numbers of lines of batches: no client comes behind these
-LEAST = {
+MIN_VALUES = {
     "max_header": 1024,  # bytes: less, and usual requests do not pass
     "max_queued": 0,
     "max_unread": 4096,  # bytes: less, and usual streams do not pass

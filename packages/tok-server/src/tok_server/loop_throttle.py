@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MOST = 16  # requests; each takes some 0.2 ms. Fewer would reach the engine in pieces, and cost it more
+MAX_REQUESTS_PER_TURN = 16  # requests; each takes some 0.2 ms. Fewer would reach the engine in pieces, and cost it more
 
 
 class LoopThrottle:
     """Of one event loop. Requests beyond `most` wait for the next turn, first come, first served."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_REQUESTS_PER_TURN) -> None:
         self._most = self._left = most
         self._waiting: deque[asyncio.Future[None]] = deque()
 

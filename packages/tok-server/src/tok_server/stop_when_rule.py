@@ -16,7 +16,7 @@ from tok_server.answer_pattern import AnswerPattern
 from tok_server.markup import Markup
 from tok_server.message_reader import MessageReader, message
 
-SHORT = 200_000  # bytes × instructions that are looked through at once: a few milliseconds at worst
+MAX_LOOP_PATTERN_WORK = 200_000  # bytes × instructions that are looked through at once: a few milliseconds at worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,11 @@ class StopWhenJudge:
         size = sum(map(len, texts)) * self._rule.pattern.size
         find = self._rule.answer
         # RE2 lets other threads run while it searches.
-        answers = [find(text) for text in texts] if size <= SHORT else await asyncio.to_thread(list, map(find, texts))
+        answers = (
+            [find(text) for text in texts]
+            if size <= MAX_LOOP_PATTERN_WORK
+            else await asyncio.to_thread(list, map(find, texts))
+        )
         for answer in answers:
             self._count(answer)
 

@@ -13,8 +13,8 @@ from tok_server.request_counts import RequestCounts
 
 BATCH = 64  # prompts submitted before other requests get their turn
 BATCH_TOKENS = 1 << 16  # or prompts of so many tokens
-MOST_WAITING = 16  # batches of deltas that wait to be written, of several prompts: others stay with the engine
-MOST_CHECKS = 256  # grammars of one caller that may be compiled at once, or wait for that
+MAX_WAITING_BATCHES = 16  # batches of deltas that wait to be written, of several prompts: others stay with the engine
+MAX_GRAMMAR_CHECKS = 256  # grammars of one caller that may be compiled at once, or wait for that
 
 
 class submitted:
@@ -114,7 +114,7 @@ async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
-    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MOST_WAITING)
+    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MAX_WAITING_BATCHES)
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)

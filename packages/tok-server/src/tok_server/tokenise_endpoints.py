@@ -26,7 +26,7 @@ from tok_server.request_fields import check_model, read
 from tok_server.tools.formats import Formats
 from tok_server.wire import encode
 
-LONGEST = 16  # times the model's length, that many tokens are made text at once
+MAX_MODEL_LENGTHS = 16  # times the model's length, that many tokens are made text at once
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -85,7 +85,7 @@ def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, Detokenize
     request, _ = read(body, DetokenizeRequest, ())
     check_model(given(request.model), model)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
-    most = LONGEST * engine.info.max_model_len
+    most = MAX_MODEL_LENGTHS * engine.info.max_model_len
     if len(request.tokens) > most:
         raise invalid("tokens", f"tokens holds {len(request.tokens)} token ids; allowed: at most {most}")
     for index, token in enumerate(request.tokens):

@@ -14,7 +14,7 @@ from tok_client.types import known_fields
 from tok_server.body import Members
 from tok_server.wire import decode
 
-MOST_LISTED = 32  # so many names fit a header
+MAX_LISTED_FIELDS = 32  # so many names fit a header
 
 
 def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:
@@ -26,12 +26,12 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
     if found.keys() <= _harmless(type(request), accepted):
         return ()
     known = known_fields(type(request))
-    top = nsmallest(MOST_LISTED, found.keys() - known - accepted)  # sorting all would hold the interpreter
+    top = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)  # sorting all would hold the interpreter
     deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
     if not top and not deep:
         return ()
     deeper = chain.from_iterable(_within(name, getattr(request, name), decode(found[name], object)) for name in deep)
-    return tuple(islice(chain(top, deeper), MOST_LISTED))
+    return tuple(islice(chain(top, deeper), MAX_LISTED_FIELDS))
 
 
 @cache

@@ -17,7 +17,7 @@ from tok_core.grammar.probe import too_wide
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled, Compiler
 
-MOST_KNOWN: Final = 16_384
+MAX_KNOWN_GRAMMARS: Final = 16_384
 CPU_SECONDS: Final = 5
 MEMORY: Final = 192 << 20
 
@@ -231,7 +231,7 @@ class Checker:
 
     def _learn(self, key: bytes, found: str) -> None:
         self._known[key] = found
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN_GRAMMARS:
             self._known.popitem(last=False)
 
 

@@ -24,8 +24,8 @@ from tok_core.text.tokenizer import Tokenizer
 Masks = NDArray[np.int32]
 """Packed sets of tokens, [n, ⌈V/32⌉]: token t is in it where bit t mod 32 of word t div 32 is set."""
 
-MOST_THREADS = 8
-MOST_LEADS = 16_384
+MAX_COMPILE_THREADS = 8
+MAX_LEAD_TOKENS = 16_384
 _BEFORE = re.compile(r"^\[[^\]]*\] [^ ]*:\d+: |Check failed: \([^)]*\) is false: ")
 
 
@@ -35,7 +35,7 @@ class Compiler:
     pieces    bytes of each id, b"" for those that are no text; missing ones are none
     end_ids   what may follow a text that is complete; at least one
     encode    the ids that the tokenizer makes of a text, without any of its own
-    threads   that compile; None: one a CPU, MOST_THREADS at most
+    threads   that compile; None: one a CPU, MAX_COMPILE_THREADS at most
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Compiler:
         self.words = -(-vocab_size // 32)
         self._pieces = pieces
         self._encode = encode
-        self.lead = lru_cache(MOST_LEADS)(self._lead)
+        self.lead = lru_cache(MAX_LEAD_TOKENS)(self._lead)
         known = [*pieces[:vocab_size], *[b""] * (vocab_size - len(pieces))]
         self._begin = np.array([piece[0] if piece else -1 for piece in known], np.int16)
         ends = [token for token in end_ids if token < vocab_size]
         info = xgrammar.TokenizerInfo(known, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=ends)
-        threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+        threads = threads or min(MAX_COMPILE_THREADS, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
     @classmethod

@@ -12,7 +12,7 @@ from tok_core.grammar.characters import Unsupported
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Schema = Mapping[str, Json]
 
-MOST_FOLDED = 64
+MAX_FOLDED_SCHEMAS = 64
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 OF_TYPE: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(
@@ -312,7 +312,7 @@ def _only_values(schema: Json, path: str) -> list[Json] | None:
     if not isinstance(schema, dict) or schema.keys() - {"type", "enum", "const"} - NOTES:
         return None
     values = listed_values(schema, path)
-    if values is None or len(values) > MOST_FOLDED:
+    if values is None or len(values) > MAX_FOLDED_SCHEMAS:
         return None
     return values if "type" not in schema else [one for one in values if is_of(one, kinds(schema, path))]
 

@@ -11,8 +11,8 @@ from tok_core.errors import InvalidField
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
-MOST_CHARACTERS = 256 * 1024
-MOST_AROUND = 4096
+MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_WRAPPER_CHARS = 4096
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,9 +37,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidField("grammar.kind", self.kind, ", ".join(KINDS))
-        _text("grammar", self.value, MOST_CHARACTERS)
-        _text("grammar.prefix", self.prefix, MOST_AROUND)
-        _text("grammar.suffix", self.suffix, MOST_AROUND)
+        _text("grammar", self.value, MAX_GRAMMAR_CHARS)
+        _text("grammar.prefix", self.prefix, MAX_WRAPPER_CHARS)
+        _text("grammar.suffix", self.suffix, MAX_WRAPPER_CHARS)
         if self.kind == "json_object" and self.value:
             raise InvalidField("grammar", self.value, 'nothing, where its kind is "json_object"')
 

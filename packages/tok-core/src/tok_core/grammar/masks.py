@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tok_core.messages import Int32
 
-MOST = 1024  # that are known at once: 20 MB, for a vocabulary of 150 000
+MAX_CACHED_MASKS = 1024  # that are known at once: 20 MB, for a vocabulary of 150 000
 
 
 class Mask(NamedTuple):
@@ -69,7 +69,7 @@ class MaskCache:
         return self.of(words.view(np.int32))
 
     def _learn(self, key: bytes) -> Mask:
-        if len(self._known) >= MOST:
+        if len(self._known) >= MAX_CACHED_MASKS:
             self._known.clear()
         tokens = np.unpackbits(np.frombuffer(key, np.uint8), bitorder="little").nonzero()[0]
         begin = self._begin[tokens]

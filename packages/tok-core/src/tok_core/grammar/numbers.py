@@ -16,8 +16,8 @@ from tok_core.grammar.regular import NOTHING, either, literal, maybe, repeat, se
 
 INTEGER_DIGITS: Final = 18
 DIGITS: Final = 15
-MOST_FRACTION: Final = 6
-MOST_MULTIPLES: Final = 1000
+MAX_FRACTION_DIGITS: Final = 6
+MAX_MULTIPLES: Final = 1000
 _DIGIT: Final = "[0-9]"
 _MINUS, _POINT = literal("-"), literal(".")
 
@@ -44,8 +44,8 @@ def integer(bounds: Bounds, multiple: int = 1) -> str:
     if multiple == 1:
         return _some(_range(low, high, 0))
     first, last = -(-low // multiple), high // multiple
-    if last - first >= MOST_MULTIPLES:
-        raise Unsupported(f"multipleOf with at most {MOST_MULTIPLES} multiples from minimum to maximum")
+    if last - first >= MAX_MULTIPLES:
+        raise Unsupported(f"multipleOf with at most {MAX_MULTIPLES} multiples from minimum to maximum")
     return _some([literal(str(multiple * times)) for times in range(first, last + 1)])
 
 
@@ -58,7 +58,7 @@ def number(bounds: Bounds) -> str:
     places = len(str(max(abs(int(end)) for end in (bounds.low, bounds.high) if end is not None)))
     if places > DIGITS:
         raise Unsupported(f"bounds of at most {DIGITS} digits")
-    most = min(MOST_FRACTION, DIGITS - places)
+    most = min(MAX_FRACTION_DIGITS, DIGITS - places)
     found = []
     for digits in range(most + 1):
         found += _range(*_scaled(bounds, digits, 10 ** (DIGITS - most + digits) - 1), digits)

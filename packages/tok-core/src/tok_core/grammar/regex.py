@@ -14,8 +14,8 @@ from typing import Final, Generic, Protocol, TypeVar
 from tok_core.grammar.characters import Spans, Unsupported, complement, union
 from tok_core.grammar.regular import either, repeat, sequence
 
-MOST_DEPTH = 64
-MOST_REPEATS = 10_000
+MAX_GROUP_DEPTH = 64
+MAX_REPEATS = 10_000
 
 E = TypeVar("E")
 Emit = Callable[[Spans], str]
@@ -128,8 +128,8 @@ class _Parser(Generic[E]):
         if bounds is None:
             return atom
         least, most = bounds
-        if max(least, most or 0) > MOST_REPEATS or (most is not None and most < least):
-            raise self._refused(f"a quantifier beyond 0 to {MOST_REPEATS} stands", start)
+        if max(least, most or 0) > MAX_REPEATS or (most is not None and most < least):
+            raise self._refused(f"a quantifier beyond 0 to {MAX_REPEATS} stands", start)
         self._take("?")
         if self._at < len(self._pattern) and self._next() in "*+?":
             raise self._refused("a quantifier of a quantifier stands")
@@ -146,7 +146,7 @@ class _Parser(Generic[E]):
         if not (low.isascii() and low.isdigit() and (high == "" or (high.isascii() and high.isdigit()))):
             raise self._refused("a brace that begins no quantifier stands")
         if len(low) > 6 or len(high) > 6:
-            raise self._refused(f"a quantifier beyond 0 to {MOST_REPEATS} stands")
+            raise self._refused(f"a quantifier beyond 0 to {MAX_REPEATS} stands")
         self._at = end + 1
         return int(low), int(high) if high else None if comma else int(low)
 
@@ -175,8 +175,8 @@ class _Parser(Generic[E]):
                 raise self._refused("a group that looks around, has flags or refers to another begins", start)
             self._at = name + 1
         self._depth += 1
-        if self._depth > MOST_DEPTH:
-            raise self._refused(f"a group nested more than {MOST_DEPTH} times begins", start)
+        if self._depth > MAX_GROUP_DEPTH:
+            raise self._refused(f"a group nested more than {MAX_GROUP_DEPTH} times begins", start)
         found = self._choice()
         self._depth -= 1
         if not self._take(")"):

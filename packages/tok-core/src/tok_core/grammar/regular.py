@@ -12,7 +12,7 @@ from typing import Final
 from tok_core.grammar.characters import LAST, Spans, Unsupported, check_text, common
 
 NOTHING: Final = ""
-MOST_TEXT = 100_000
+MAX_REGEX_CHARS = 100_000
 _LENGTHS: Final[Spans] = ((1, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
 
 
@@ -51,8 +51,8 @@ def repeat(one: str, least: int, most: int | None) -> str:
     if most == 0 or not one:
         return NOTHING
     further = 0 if most is None else most - least
-    if len(one) * (least + further) > MOST_TEXT:
-        raise Unsupported(f"repetitions that come to at most {MOST_TEXT} characters when written out")
+    if len(one) * (least + further) > MAX_REGEX_CHARS:
+        raise Unsupported(f"repetitions that come to at most {MAX_REGEX_CHARS} characters when written out")
     end = f"({one})*" if most is None else NOTHING
     # Written out: of several bounded repetitions in one expression, xgrammar (0.2.8) accepts too much.
     return one * least + f"({one}" * further + "|)" * further + end

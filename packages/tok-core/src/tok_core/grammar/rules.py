@@ -10,8 +10,8 @@ from typing import Final
 
 from tok_core.grammar.characters import Unsupported, check_text
 
-MOST_RULES = 20_000
-MOST_WORK = 2_000_000  # some seconds
+MAX_RULES = 20_000
+MAX_RULE_WORK = 2_000_000  # some seconds
 NOTHING: Final = '""'
 
 
@@ -26,7 +26,7 @@ class Rules:
     def work(self, steps: int) -> None:
         """Counts steps, below a microsecond each, that making the rules takes. Errors: Unsupported for too many."""
         self._work += steps
-        if self._work > MOST_WORK:
+        if self._work > MAX_RULE_WORK:
             raise Unsupported(
                 "schemas with fewer alternatives and values to compare, or fewer references to large parts"
             )
@@ -42,8 +42,8 @@ class Rules:
 
     def reserve(self) -> str:
         """A name whose body is given later, by `define`: for what contains itself."""
-        if len(self._bodies) >= MOST_RULES:
-            raise Unsupported(f"what comes to at most {MOST_RULES} rules")
+        if len(self._bodies) >= MAX_RULES:
+            raise Unsupported(f"what comes to at most {MAX_RULES} rules")
         name = f"r{len(self._bodies)}"
         self._bodies[name] = ""
         return name

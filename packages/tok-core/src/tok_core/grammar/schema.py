@@ -49,8 +49,8 @@ from tok_core.grammar.rules import NOTHING, Rules, literal
 from tok_core.grammar.scalars import scalar, size
 from tok_core.grammar.strings import dumps, other_than
 
-MOST_DEPTH = 64
-MOST_OPTIONS = 1000
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_OPTIONS = 1000
 OF_A_PAIR = 20  # steps at least
 COMBINED = ("$ref", "allOf", "not", "anyOf", "oneOf")
 
@@ -117,7 +117,7 @@ class SchemaRules:
         if name == "$ref":
             return self._deeper(self._joined, rest, [self._target(schema["$ref"], path)], path)
         listed = self._negated(schema["not"], path) if name == "not" else schemas_of(schema, name, path)
-        if len(listed) > MOST_OPTIONS:
+        if len(listed) > MAX_SCHEMA_OPTIONS:
             raise _too_many(path)
         if name == "allOf":
             return self._deeper(self._joined, rest, listed, path)
@@ -133,7 +133,7 @@ class SchemaRules:
         found: list[dict[str, Json]] = []
         for option in chain.from_iterable(branches):
             found += self._joined(rest, [option], path)
-            if len(found) > MOST_OPTIONS:
+            if len(found) > MAX_SCHEMA_OPTIONS:
                 raise _too_many(path)
         return found
 
@@ -158,10 +158,10 @@ class SchemaRules:
         for other in others:
             demanded = self._constraints(other, path)
             found = [more for one in found for more in self._both(one, demanded, path)]
-            if len(found) > MOST_OPTIONS:
+            if len(found) > MAX_SCHEMA_OPTIONS:
                 raise _too_many(path)
         options = [option for one in found for option in self._options(one, path)]
-        if len(options) > MOST_OPTIONS:
+        if len(options) > MAX_SCHEMA_OPTIONS:
             raise _too_many(path)
         return options
 
@@ -183,13 +183,13 @@ class SchemaRules:
                 self._left_out += 1  # a name that two patterns match
             if not _never(joined, path):
                 found.append(joined)
-            if len(found) > MOST_OPTIONS:
+            if len(found) > MAX_SCHEMA_OPTIONS:
                 raise _too_many(path)
         return found
 
     def _resolved(self, schema: dict[str, Json], path: str) -> dict[str, Json]:
         """The schema without its reference, unless something else stands beside that."""
-        for _ in range(MOST_DEPTH):
+        for _ in range(MAX_SCHEMA_DEPTH):
             if schema.keys() != {"$ref"}:
                 return schema
             schema = constraints(self._target(schema["$ref"], path), path)
@@ -313,8 +313,8 @@ class SchemaRules:
     def _deeper(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The step, one level deeper."""
         self._depth += 1
-        if self._depth > MOST_DEPTH:
-            raise Unsupported(f"schemas nested at most {MOST_DEPTH} times, and not consisting of themselves")
+        if self._depth > MAX_SCHEMA_DEPTH:
+            raise Unsupported(f"schemas nested at most {MAX_SCHEMA_DEPTH} times, and not consisting of themselves")
         try:
             return step(*args, **kwargs)
         finally:
@@ -350,7 +350,7 @@ def _not_disjoint(path: str) -> Unsupported:
 
 
 def _too_many(path: str) -> Unsupported:
-    return Unsupported(f"schemas of at most {MOST_OPTIONS} alternatives (at {path})")
+    return Unsupported(f"schemas of at most {MAX_SCHEMA_OPTIONS} alternatives (at {path})")
 
 
 def _nothing(path: str) -> Unsatisfiable:

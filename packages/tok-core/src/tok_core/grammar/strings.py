@@ -13,8 +13,8 @@ from tok_core.grammar.rules import literal as rules_literal
 from tok_core.grammar.rules import sequence as sequence_of
 
 QUOTE: Final = literal('"')
-MOST_LENGTH: Final = 1_000_000
-MOST_COUNTED: Final = 32  # characters that an automaton counts; with more, it would have too many states
+MAX_STRING_LENGTH: Final = 1_000_000
+MAX_COUNTED_CHARS: Final = 32  # characters that an automaton counts; with more, it would have too many states
 
 _BACKSLASH: Final = literal("\\")
 _PLAIN: Final = complement(one_of('"\\'), ((0x20, LAST),))  # not escaped
@@ -51,14 +51,14 @@ def dumps(value: object) -> str:
 
 def string(least: int, most: int | None, rules: Rules) -> str:
     """Any string of so many characters, which are not escaped if there is a limit to them."""
-    if max(least, most or 0) > MOST_LENGTH:
-        raise Unsupported(f"lengths of at most {MOST_LENGTH}")
+    if max(least, most or 0) > MAX_STRING_LENGTH:
+        raise Unsupported(f"lengths of at most {MAX_STRING_LENGTH}")
     if most is not None and most < least:
         raise Unsatisfiable("minLength of at most maxLength")
     if most is None and least == 0:
         return rules.regular(sequence(QUOTE, repeat(_ANY, 0, None), QUOTE))
     plain = characters(_PLAIN)
-    if (least if most is None else most) <= MOST_COUNTED:
+    if (least if most is None else most) <= MAX_COUNTED_CHARS:
         return rules.regular(sequence(QUOTE, repeat(plain, least, most), QUOTE))
     return rules.rule(
         sequence_of([rules_literal('"'), rules.repeat(rules.regular(plain), least, most), rules_literal('"')])

@@ -13,7 +13,7 @@ from tok_core.grammar.regular import characters
 from tok_core.grammar.rules import Rules, literal, sequence
 from tok_core.grammar.schema import SchemaRules
 
-MOST_CHOICES = 10_000
+MAX_CHOICES = 10_000
 ROOT = "root"
 
 
@@ -54,8 +54,8 @@ def expression(grammar: Grammar, rules: Rules) -> str:
 
 def _choices(value: str) -> list[str]:
     found = _json(value)
-    if not isinstance(found, list) or not 1 <= len(found) <= MOST_CHOICES:
-        raise Unsupported(f"a list of 1 to {MOST_CHOICES} texts")
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_CHOICES:
+        raise Unsupported(f"a list of 1 to {MAX_CHOICES} texts")
     texts = [one for one in found if isinstance(one, str) and one]
     if len(texts) < len(found):
         raise Unsupported("texts that are not empty")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tok_core.manager.prefix_tree import PrefixTree
 from tok_core.messages import Int64
 
-MOST_HEIGHT = 16
+MAX_EXACT_HEIGHT = 16
 """Largest number of branch points on one path that is handled exactly; see `find_branch_points`."""
 
 
@@ -35,10 +35,10 @@ class BranchPoints(NamedTuple):
 
 
 def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
-    """Where rows meet of which `counts`, by tree node id, hold that node.
+    """Return the branch points of rows; `counts[id]` rows hold tree node `id`, int64.
 
-    Where a path has more than MOST_HEIGHT branches, of all branches only those are kept at which the number of rows
-    passes one of so many steps a doubling, at least one, that it has not.
+    If a path has more than MAX_EXACT_HEIGHT branch points, row counts are rounded to a few steps per doubling, and only
+    nodes at which the rounded count changes are kept.
     """
     held = counts.nonzero()[0]
     place = _shared(tree, held)
@@ -101,7 +101,7 @@ def _branching(up: Int64, rows: Int64) -> NDArray[np.bool_]:
     keep = (rows > most) & (rows > 1)
     keep[0] = True
     for steps in (8, 4, 2, 1):
-        if _heights(_nearest(up, keep)[up])[keep].max() <= MOST_HEIGHT:
+        if _heights(_nearest(up, keep)[up])[keep].max() <= MAX_EXACT_HEIGHT:
             break
         keep &= np.floor(steps * np.log2(rows)) > np.floor(steps * np.log2(np.maximum(most, 0.5)))
         keep[0] = True

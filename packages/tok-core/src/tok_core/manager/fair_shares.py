@@ -1,12 +1,12 @@
 """Share slots fairly: choose whose samples start next within a class, and whose slots are taken back.
 
-Slots go to the caller with the fewest running samples. Requests of one caller are served first come, first served; but
-where fewer than `FEW` of them hold all its slots, and another has waited for `QUANTUM`, requests with fewer samples
-running than their share come before those with more, and a first sample before all others.
+A free slot goes to the caller with the fewest running samples. Requests of one caller are served first come, first
+served. If fewer than `MAX_SHARING_REQUESTS` requests hold all of a caller's slots and another has waited for `QUANTUM`,
+requests that run fewer samples than their share come before those with more, and a first sample before all others.
 
-Where no slot becomes free, callers below their share, and such requests of which nothing runs, get slots by preemption
-of whoever holds most. Slots only move from one who holds more to one who then still holds less, so they never move back
-and forth, and what is lost by that is bounded by `MAX_LOST_SHARE`.
+If no slot becomes free, callers below their share, and waiting requests without a running sample, get slots by
+preempting the largest holder. A slot moves only to a holder that still has fewer afterwards, so slots never move back
+and forth. `MAX_LOST_SHARE` bounds the tokens that preemption may waste.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ QUANTUM = (
     0.5  # seconds: half of the second within which a request is to begin, the other half is for the step under way
 )
 LOOKS = 2  # in a quantum
-FEW = 32  # requests that share a caller's slots before they are served first come, first served: groups stay large
+MAX_SHARING_REQUESTS = (
+    32  # requests that share a caller's slots before they are served first come, first served: groups stay large
+)
 LOOK_AHEAD = 1024  # groups of waiting samples of one caller that are compared
 MAX_LOST_SHARE = 0.01  # of the computed tokens that taking slots back may lose: less than figures vary by
 
@@ -84,11 +86,11 @@ class FairShares:
 
     def _of_line(self, line: CallerQueue, most: int, now: float) -> Iterable[StartTurn]:
         account, head = line.account, line.first
-        share = max(1, (account.running + most) // min(max(1, len(account.open)), FEW))
-        if head.request.running + len(head.samples) > share and account.holders < FEW:
+        share = max(1, (account.running + most) // min(max(1, len(account.open)), MAX_SHARING_REQUESTS))
+        if head.request.running + len(head.samples) > share and account.holders < MAX_SHARING_REQUESTS:
             others = islice(line, 1, LOOK_AHEAD)
             if any(one.request.running < share and _aged(one.request, now) for one in others):
-                return _capped(line, share, FEW - account.holders, now)
+                return _capped(line, share, MAX_SHARING_REQUESTS - account.holders, now)
         return (StartTurn(pending, len(pending.samples)) for pending in line)
 
     def look(self, computed: int) -> list[int]:
@@ -135,7 +137,7 @@ class FairShares:
     def _first_starts(self, line: CallerQueue, ledger: _Ledger, now: float) -> int:
         """Make room for a sample each of the caller's requests of which nothing runs; returns for how many there is."""
         account, table = line.account, self._table
-        most = FEW - account.holders
+        most = MAX_SHARING_REQUESTS - account.holders
         if most <= 0 or account.running <= account.holders:
             return 0
         late = [one for one in islice(line, LOOK_AHEAD) if not one.request.running and _aged(one.request, now)]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tok_core.manager.branch_points import BranchPoints, find_branch_points
 from tok_core.manager.cascade import COSTS, CascadeCosts, best_cascade, choices
 from tok_core.manager.prefix_tree import PrefixTree
-from tok_core.messages import MOST_LEVELS, GroupLevel, Int32, Int64
+from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
-MOST_CHOICES = 1 << 17
+MAX_GROUPING_CHOICES = 1 << 17
 """That are compared to find the best groups of several levels, so that it takes a few milliseconds at most."""
 
 
@@ -149,8 +149,8 @@ def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
     """The chain of each branch, in as many levels as pay."""
     all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
     best = best_cascade(branches, 1, costs)
-    for levels in range(2, 1 + min(MOST_LEVELS, len(branches.level) - 2)):
-        if all_shared - best.saved <= costs.level or choices(branches, levels) > MOST_CHOICES:
+    for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.level) - 2)):
+        if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break
         more = best_cascade(branches, levels, costs)
         if more.saved - best.saved <= costs.level:

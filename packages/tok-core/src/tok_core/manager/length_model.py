@@ -20,9 +20,9 @@ Float64 = NDArray[np.float64]
 HALF_LIFE = 2048  # finished samples after which one counts half
 PRIOR_WEIGHT = 16.0  # samples that came to a bucket at which they and the guess weigh the same
 SCALE, SHAPE = 640.0, 5.0  # of the guess: of those at t tokens, ((SCALE + t) / (SCALE + u)) ** SHAPE come to u
-LONGEST = 1 << 31
+MAX_LENGTH_TOKENS = 1 << 31
 GROWTH = 1.08
-SHORT = 1 << 16  # lengths up to here have their bucket looked up
+MAX_TABLE_TOKENS = 1 << 16  # lengths up to here have their bucket looked up
 CLASSES = 33  # of limits: below 2⁰, 2¹, …; the last row of the counts is of all samples
 CERTAIN = 1 - 1e-9  # of ends in a bucket: nothing is ruled out
 
@@ -35,7 +35,7 @@ class LengthModel:
         self.finished = 0  # samples, since the start
         self._edges = _edges()
         self._knots = self._edges.astype(np.float64) - 1
-        self._passed = self._search(np.arange(SHORT))
+        self._passed = self._search(np.arange(MAX_TABLE_TOKENS))
         self._ended = np.zeros((CLASSES + 1, len(self._edges) - 1))
         self._came = np.zeros_like(self._ended)
         self._guess = 1 - ((SCALE + self._knots[:-1]) / (SCALE + self._knots[1:])) ** SHAPE
@@ -119,10 +119,10 @@ class LengthModel:
 
     def _buckets(self, length: Int64) -> Int64:
         """How many buckets begin at or before each length."""
-        return self._passed[length] if length.max(initial=0) < SHORT else self._search(length)
+        return self._passed[length] if length.max(initial=0) < MAX_TABLE_TOKENS else self._search(length)
 
     def _search(self, length: Int64) -> Int64:
-        return np.searchsorted(self._edges, np.minimum(length, LONGEST - 1), side="right")
+        return np.searchsorted(self._edges, np.minimum(length, MAX_LENGTH_TOKENS - 1), side="right")
 
 
 def _drawn(ended: Float64, came: Float64, guess: Float64) -> Float64:
@@ -138,6 +138,6 @@ def _kinds(limit: Int64) -> Int64:
 def _edges() -> Int64:
     """First lengths of the buckets, and the end of the last. Every length has its own at first, then GROWTH rules."""
     edges = [1]
-    while edges[-1] < LONGEST:
+    while edges[-1] < MAX_LENGTH_TOKENS:
         edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
     return np.array(edges, np.int64)

@@ -14,7 +14,7 @@ import numpy as np
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
-FEWEST = 8  # rows of a cohort: fewer than these gain nothing by being computed apart
+MIN_MICROBATCH_ROWS = 8  # rows of a cohort: fewer than these gain nothing by being computed apart
 SPARE = 128  # rows of each cohort from which on reading the weights once more for the spare one costs little
 CONTEXT = 1024  # positions to attend to that cost about as much as the rest of a row
 SLACK = 1 / 32  # of its share, that a cohort may be above it
@@ -33,7 +33,7 @@ class Microbatches:
 
     def __init__(self, table: SequenceTable, stages: int) -> None:
         self.count = stages + 1 if stages > 1 else 1
-        self.fewest = FEWEST
+        self.fewest = MIN_MICROBATCH_ROWS
         self.returned = 0
         self.cycles = 0.0
         self.turn = 0

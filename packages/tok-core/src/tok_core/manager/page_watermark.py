@@ -11,23 +11,23 @@ import numpy as np
 
 from tok_core.messages import Int64
 
-FIRST = 1.5  # sequences' worth of pages at the start
-FEWEST, MOST = 0.3, 2.0  # and between which it moves
-TWICE = 0.01  # share of the tokens that may be computed twice
-STEP = 0.15  # sequences' worth that a sequence which is computed twice adds
-LEAST_SHARE, MOST_SHARE = 0.005, 0.04  # of all pages, between which it stays
-NEAR = 32  # steps after which nothing is kept: until then, whoever has not started can be held back
+INITIAL_SEQUENCES = 1.5  # sequences' worth of pages at the start
+MIN_SEQUENCES, MAX_SEQUENCES = 0.3, 2.0  # and between which it moves
+RECOMPUTED_SHARE = 0.01  # share of the tokens that may be computed twice
+SEQUENCES_STEP = 0.15  # sequences' worth that a sequence which is computed twice adds
+MIN_PAGE_SHARE, MAX_PAGE_SHARE = 0.005, 0.04  # of all pages, between which it stays
+NEAR_STEPS = 32  # steps after which nothing is kept: until then, whoever has not started can be held back
 
 
 class PageWatermark:
-    """Moves between `FEWEST` and `MOST` sequences' worth of pages.
+    """Moves between `MIN_SEQUENCES` and `MAX_SEQUENCES` sequences' worth of pages.
 
     How far chance takes memory beyond the forecast goes with the pages of a sequence, however many sequences there are:
     as far as it goes, so much faster does memory empty on its own.
     """
 
     def __init__(self) -> None:
-        self.sequences = FIRST
+        self.sequences = INITIAL_SEQUENCES
         self._computed = 0
         self._twice = 0
 
@@ -36,13 +36,15 @@ class PageWatermark:
 
         `guessed`: too few lengths are known. What is computed twice then is the price of the guess, not of chance.
         """
-        cost = (twice - self._twice) - TWICE * (computed - self._computed)
+        cost = (twice - self._twice) - RECOMPUTED_SHARE * (computed - self._computed)
         self._computed, self._twice = computed, twice
         if not guessed:
-            self.sequences = min(max(self.sequences + STEP * cost / max(each, 1.0), FEWEST), MOST)
+            self.sequences = min(
+                max(self.sequences + SEQUENCES_STEP * cost / max(each, 1.0), MIN_SEQUENCES), MAX_SEQUENCES
+            )
 
     def pages(self, each: float, total: int, moments: Int64) -> Int64:
         """Pages of `total` to leave free at `moments`, steps from now, int64 [M]. `each`: pages that a sequence has."""
-        now = min(max(self.sequences * each, LEAST_SHARE * total), MOST_SHARE * total)
-        pages: Int64 = (now * np.maximum(0.0, 1 - moments / NEAR)).astype(np.int64)
+        now = min(max(self.sequences * each, MIN_PAGE_SHARE * total), MAX_PAGE_SHARE * total)
+        pages: Int64 = (now * np.maximum(0.0, 1 - moments / NEAR_STEPS)).astype(np.int64)
         return pages

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tok_core.config import MOST_AHEAD
+from tok_core.config import MAX_STEPS_AHEAD
 
 COVERED = 3e-3  # seconds of the worker's time that lie queued while the manager takes in a step and makes the next
-FEWEST, MOST = 2, 8
+MIN_QUEUED_STEPS, MAX_QUEUED_STEPS = 2, 8
 WEIGHT = 0.1  # of the newest step in the mean
 
 
@@ -37,7 +37,7 @@ class RunAhead:
     @property
     def steps(self) -> int:
         """Steps that may be queued now, those under way included."""
-        return self.depth if self._fixed is not None else min(self.depth + self._others, MOST_AHEAD)
+        return self.depth if self._fixed is not None else min(self.depth + self._others, MAX_STEPS_AHEAD)
 
     @property
     def depth(self) -> int:
@@ -45,6 +45,6 @@ class RunAhead:
         if self._fixed is not None:
             return self._fixed
         if self._mean is None:
-            return FEWEST
-        queued = math.ceil(COVERED / max(self._mean, COVERED / MOST))
-        return min(max(1 + queued, FEWEST), MOST)
+            return MIN_QUEUED_STEPS
+        queued = math.ceil(COVERED / max(self._mean, COVERED / MAX_QUEUED_STEPS))
+        return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tok_core.manager.forecast import usage
 from tok_core.messages import Int64
 
-FULL = 0.85  # share of the capacity in use from which on the pace is kept
-STREAM = 0.93  # share of the capacity that a stream is to find
-KEPT = 8  # steps for which a curve is good
+FULL_SHARE = 0.85  # share of the capacity in use from which on the pace is kept
+STREAM_SHARE = 0.93  # share of the capacity that a stream is to find
+CURVE_STEPS = 8  # steps for which a curve is good
 KNOTS = 64
-FEW = 32  # samples that memory bears at once, at their largest, are no stream
+MIN_STREAM_SAMPLES = 32  # samples that memory bears at once, at their largest, are no stream
 
 
 class StaggeredAdmission:
@@ -36,11 +36,11 @@ class StaggeredAdmission:
 
     def observe(self, used: int, capacity: int, *, waits: bool) -> None:
         """Of the `capacity` pages so many are in use, and there are samples that wait for some."""
-        self.binds = waits and (self.binds or used >= FULL * capacity)
+        self.binds = waits and (self.binds or used >= FULL_SHARE * capacity)
 
     def outdated(self, step: float) -> bool:
         """Whether `step`, which only grows, needs another curve."""
-        return self._drawn is None or step - self._drawn >= KEPT
+        return self._drawn is None or step - self._drawn >= CURVE_STEPS
 
     def draw(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
         """The curve of a stream of samples like these; int64 [n] each, as of `forecast`, and at least one."""
@@ -55,9 +55,9 @@ class StaggeredAdmission:
 
         A sample that needs more than what a full stream leaves would wait until it is alone.
         """
-        return capacity >= FEW * self._each
+        return capacity >= MIN_STREAM_SAMPLES * self._each
 
     def reserve(self, capacity: int, moments: Int64) -> Int64:
         """Pages of `capacity` that a stream from now on holds at each of `moments`, steps from now; int64 [M]."""
-        pages: Int64 = (STREAM * capacity * np.interp(moments, self._knots, self._share)).astype(np.int64)
+        pages: Int64 = (STREAM_SHARE * capacity * np.interp(moments, self._knots, self._share)).astype(np.int64)
         return pages

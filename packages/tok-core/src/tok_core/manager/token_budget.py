@@ -7,12 +7,15 @@ them is therefore bounded by what steps have lately needed, and the rest follows
 
 from __future__ import annotations
 
-LEAST = 256  # tokens of a step: with fewer, reading the weights takes longer than the products
+MIN_STEP_TOKENS = 256  # tokens of a step: with fewer, reading the weights takes longer than the products
 
 
 class TokenBudget:
-    """A bound on the tokens of a step, between LEAST and `most`: it grows while prompts wait for it, and shrinks while
-    none does, by one part in twice as many as there are `cohorts`. With one cohort it is `most`."""
+    """Largest number of tokens in a step, between MIN_STEP_TOKENS and `most`.
+
+    It grows while prompts wait for it and shrinks while none does, each time by 1 / (2 · `microbatches`) of itself.
+    With one microbatch it is `most`.
+    """
 
     def __init__(self, most: int, microbatches: int) -> None:
         self._most = most
@@ -27,4 +30,4 @@ class TokenBudget:
     def observe(self, *, exhausted: bool) -> None:
         """Whether prompts would have filled more than the last step was allowed."""
         self._bound *= 1 + self._change if exhausted else 1 - self._change
-        self._bound = min(max(self._bound, LEAST), self._most)
+        self._bound = min(max(self._bound, MIN_STEP_TOKENS), self._most)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tok_core.errors import EngineDead
 
 LOOK = 2.0  # seconds that one look counts, at most
-FEWEST_LOOKS = 4  # that find nothing before a worker is stuck
+MIN_IDLE_LOOKS = 4  # that find nothing before a worker is stuck
 
 
 class Watchdog:
@@ -22,7 +22,7 @@ class Watchdog:
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
         self._timeout = timeout
-        self._most = min(LOOK, timeout / FEWEST_LOOKS)
+        self._most = min(LOOK, timeout / MIN_IDLE_LOOKS)
         self._clock = clock
         self._looked = clock()
         self._silent = 0.0

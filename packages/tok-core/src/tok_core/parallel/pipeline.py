@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tok_core.config import MOST_AHEAD
+from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.messages import StepInput
 from tok_core.parallel.pipeline_tokens import PendingTokens, TokenReceiver, TokenSender
 from tok_core.parallel.process_groups import ProcessGroups
@@ -99,9 +99,9 @@ class Pipeline:
         self._draws_out: TokenSender | None = None
         self._draws_in: TokenReceiver | None = None
         if peers.draws is not None and place.last:
-            self._draws_out = TokenSender(peers.draws, place.stage, MOST_AHEAD, slots, peers.device)
+            self._draws_out = TokenSender(peers.draws, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
         elif peers.draws is not None:
-            self._draws_in = TokenReceiver(peers.draws, place.stages - 1, MOST_AHEAD, slots, peers.device)
+            self._draws_in = TokenReceiver(peers.draws, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device)
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:

@@ -10,7 +10,7 @@ from tok_core.parallel.host import this_host
 from tok_core.parallel.shard_plan import Slice
 from tok_kernels.exchange import PATIENCE, Exchange
 
-FEW_TOKENS = 64  # where nothing was measured
+DEFAULT_ALL_REDUCE_TOKENS = 64  # where nothing was measured
 _EXCHANGED_BYTES = 512 << 10  # likewise
 
 
@@ -34,7 +34,7 @@ class TensorParallel:
         self.group = group
         self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.few_tokens = FEW_TOKENS
+        self.few_tokens = DEFAULT_ALL_REDUCE_TOKENS
         self.async_tokens: int | None = None
         self.most_bytes = 0
         self.exchange: Exchange | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tok_core.manager.run_ahead import FEWEST
+from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
 from tok_core.messages import Progress, StepInput, StepOutput, ToManager
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class LocalPorts:
 
     def __init__(self, runner: Runner, run_ahead: int | None, report: Callable[[Progress], None]) -> None:
         self._runner = runner
-        self._run_ahead = FEWEST if run_ahead is None else run_ahead
+        self._run_ahead = MIN_QUEUED_STEPS if run_ahead is None else run_ahead
         self._report = report
         self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
         self._arrived: list[ToManager] = []

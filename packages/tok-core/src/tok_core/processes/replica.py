@@ -107,13 +107,13 @@ class ThreadReplica:
 
     def _serve(self) -> None:
         from tok_core.manager.loop import Manager
-        from tok_core.manager.run_ahead import FEWEST
+        from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
         from tok_core.processes.manager import load_tokenizer
         from tok_core.worker.setup import set_up
 
         runner, info = set_up(self._config, self._index)
         # As many steps as LocalPorts takes; by their times the manager would wait for room that there never is.
-        config = msgspec.structs.replace(self._config, run_ahead=self._config.run_ahead or FEWEST)
+        config = msgspec.structs.replace(self._config, run_ahead=self._config.run_ahead or MIN_QUEUED_STEPS)
         self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
             return

@@ -11,7 +11,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-LONGEST = 64  # bytes of the parent's path: that of a local socket has at most some 107
+MAX_PARENT_PATH_BYTES = 64  # bytes of the parent's path: that of a local socket has at most some 107
 
 
 class ScratchDirectory:
@@ -24,7 +24,7 @@ class ScratchDirectory:
     """
 
     def __init__(self, kind: str) -> None:
-        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST else "/tmp")
+        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PARENT_PATH_BYTES else "/tmp")
         prefix = f"tok-{kind}-"
         _sweep(parent, re.compile(re.escape(prefix) + r"[a-z0-9_]{8}"))
         while True:

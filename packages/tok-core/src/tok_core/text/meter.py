@@ -9,12 +9,12 @@ from contextvars import ContextVar
 
 from jinja2.exceptions import SecurityError
 
-MOST = 1 << 28  # of a rendering
-LARGEST = 1 << 26  # of one value
-MOST_SECONDS = 10.0  # of the processor
+MAX_RENDER_BYTES = 1 << 28  # of a rendering
+MAX_VALUE_BYTES = 1 << 26  # of one value
+MAX_RENDER_SECONDS = 10.0  # of the processor
 LOOK = 1024  # between looks at the clock
 ELEMENT = 16  # of a container, in a copy of which it stays itself
-MOST_ELEMENTS = 1 << 18  # within elements, of what is written out
+MAX_NESTED_ELEMENTS = 1 << 18  # within elements, of what is written out
 PIECE = 64  # a text cut off another
 
 
@@ -24,17 +24,17 @@ class RenderMeter:
     def __init__(self) -> None:
         self._spent = 0
         self._next_look = LOOK
-        self._deadline = time.thread_time() + MOST_SECONDS
+        self._deadline = time.thread_time() + MAX_RENDER_SECONDS
 
     def charge(self, cost: int) -> None:
         """Raises SecurityError where it is too much, or has taken too long."""
         self._spent += cost
-        if cost > LARGEST or self._spent > MOST:
+        if cost > MAX_VALUE_BYTES or self._spent > MAX_RENDER_BYTES:
             raise SecurityError("the template writes or builds too much")
         if self._spent >= self._next_look:
             self._next_look = self._spent + LOOK
             if time.thread_time() > self._deadline:
-                raise SecurityError(f"the template takes more than {MOST_SECONDS:g} seconds")
+                raise SecurityError(f"the template takes more than {MAX_RENDER_SECONDS:g} seconds")
 
 
 _METER: ContextVar[RenderMeter | None] = ContextVar("meter", default=None)
@@ -55,7 +55,7 @@ def charge(cost: int) -> None:
     meter = _METER.get()
     if meter is not None:
         meter.charge(cost)
-    elif cost > LARGEST:
+    elif cost > MAX_VALUE_BYTES:
         raise SecurityError("the template builds too much")
 
 
@@ -67,16 +67,16 @@ def size(value: object) -> int:
 
 
 def weight(value: object) -> int:
-    """At least the length of the value written out, elements within elements included; no more than `LARGEST` + 1.
+    """Return an upper bound of the value's length written out, nested elements included, capped at MAX_VALUE_BYTES + 1.
 
     A list that holds another twice, and that a third twice, takes little memory and has no end when it is written.
     """
     total, elements, left = 0, 0, [value]
-    while left and total <= LARGEST:
+    while left and total <= MAX_VALUE_BYTES:
         one = left.pop()
         elements += 1
-        if elements > MOST_ELEMENTS:
-            return LARGEST + 1
+        if elements > MAX_NESTED_ELEMENTS:
+            return MAX_VALUE_BYTES + 1
         if isinstance(one, str | bytes):
             total += len(one)
             continue
@@ -88,7 +88,7 @@ def weight(value: object) -> int:
             left += one
         elif isinstance(one, int):
             total += one.bit_length() // 3
-    return min(total, LARGEST + 1)
+    return min(total, MAX_VALUE_BYTES + 1)
 
 
 def weights(values: Iterable[object]) -> int:

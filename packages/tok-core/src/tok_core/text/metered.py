@@ -22,7 +22,7 @@ from tok_core.text.meter import ELEMENT, PIECE, charge, size, weight, weights
 
 Text = str | bytes
 
-MOST_BITS = 4096  # of a number
+MAX_NUMBER_BITS = 4096  # of a number
 AMPLIFYING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "to_bytes"})
 """Methods whose result has any size, whatever they are given. No chat template needs them."""
 UNNEEDED = frozenset({"batch", "center", "slice", "sum", "wordcount", "wordwrap", "xmlattr", "urlize", "pprint"})
@@ -199,6 +199,6 @@ def _product(operator: str, left: Any, right: Any) -> int:
             return size(one) * max(other, 0)
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MOST_BITS:
+        if bits > MAX_NUMBER_BITS:
             raise SecurityError("the template computes a number that is too large")
     return 1

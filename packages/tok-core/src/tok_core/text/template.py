@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATE = "chat_template.jinja"
-MOST_WORDS = 1000  # characters of what a template says when it refuses messages
+MAX_REASON_CHARS = 1000  # characters of what a template says when it refuses messages
 
 
 class ChatTemplate:
@@ -153,7 +153,7 @@ def _tojson(
 
 def _short(error: Exception) -> str:
     words = str(error)
-    return words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + "..."
+    return words if len(words) <= MAX_REASON_CHARS else words[:MAX_REASON_CHARS] + "..."
 
 
 def _refuse(message: str) -> NoReturn:

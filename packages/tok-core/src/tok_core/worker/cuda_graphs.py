@@ -26,10 +26,10 @@ from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, SamplingBatch
 
-MOST_GROUPS = 256  # a graph has room for; steps with more, or with nested ones, are launched kernel by kernel
+MAX_GRAPH_GROUPS = 256  # a graph has room for; steps with more, or with nested ones, are launched kernel by kernel
 # Few rows of long contexts are best computed in another way than few of short ones, which a graph must settle.
-FEW_ROWS = 512
-SHORT = 2048  # tokens
+FINE_GRAPH_ROWS = 512
+SHORT_KV_TOKENS = 2048  # tokens
 
 
 class GraphKey(NamedTuple):
@@ -92,7 +92,7 @@ class DecodeGraphs:
         if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
-        graph = self._graphs[size, GraphKey(groups > 0, step.max_kv > SHORT)]  # a single row is in no group
+        graph = self._graphs[size, GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS)]  # a single row is in no group
         return graph if groups <= graph.groups else None
 
     @torch.inference_mode()
@@ -102,16 +102,16 @@ class DecodeGraphs:
         if not self._place.first:
             self._inflow = self._make_inflow(largest_first)
         for size in largest_first:
-            differs = size <= FEW_ROWS and longest > SHORT
+            differs = size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS
             for groups in (False, True) if size > 1 else (False,):
                 long = self._capture(size, groups, longest, recorder)
-                short = self._capture(size, groups, SHORT, recorder) if differs else long
+                short = self._capture(size, groups, SHORT_KV_TOKENS, recorder) if differs else long
                 self._graphs |= {(size, GraphKey(groups, True)): long, (size, GraphKey(groups, False)): short}
         self._sizes = sorted({size for size, _ in self._graphs})
 
     def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
         HEARTBEAT.turned()
-        padding, groups = self._state.slots, min(MOST_GROUPS, size // 2) if grouped else 0
+        padding, groups = self._state.slots, min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
         inflow = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
@@ -201,7 +201,7 @@ def sizes(most: int) -> list[int]:
 
 def kept_rows(most: int) -> int:
     """Rows of all graphs for up to `most`, together: each graph keeps its hidden states and draws."""
-    return sum(size * (4 if size <= FEW_ROWS else 2) for size in sizes(most))
+    return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in sizes(most))
 
 
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.config import MOST_AHEAD
+from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.heartbeat import HEARTBEAT
 from tok_core.messages import PromptValues, StepInput, StepOutput
 from tok_core.model.decoder import CausalLM
@@ -84,8 +84,8 @@ class Runner:
     """Launches steps in order. Each finds the tokens of those before on the device.
 
     Decode steps replay a CUDA graph where one of their size was captured; all others are launched kernel by kernel.
-    At most MOST_AHEAD may be on their way. A `tracer` hears of every step; `pipeline` joins the worker to the stages
-    beside its own, if there are any.
+    At most MAX_STEPS_AHEAD may be under way. A `tracer` records every step; `pipeline` connects the worker to the
+    neighbouring stages, if there are any.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Runner:
         self.backend = backend
         self.state = state
         self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
-        self.staging = Staging(state.device, MOST_AHEAD)
-        self.outbox = Outbox(state.device, MOST_AHEAD, state.slots + 1)
+        self.staging = Staging(state.device, MAX_STEPS_AHEAD)
+        self.outbox = Outbox(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.mirror = step_tensors.Mirror(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from msgspec import structs
 
-from tok_core.messages import MOST_LEVELS, StepInput
+from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.worker.cuda_graphs import sizes
 from tok_core.worker.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.gemm_warmup import warm_up_gemms
@@ -13,7 +13,7 @@ from tok_core.worker.memory import SLACK, StepMemory, largest_step
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import CHUNK
 
-LONG = 4096  # positions
+LONG_CONTEXT_TOKENS = 4096  # positions
 PAIRS = 1 << 25  # of rows and the positions that they share, in a step
 
 
@@ -44,9 +44,9 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(dummy_step(decode=rows))
         # Long enough to be treated as long, but not so that many rows take many seconds to read it.
-        shared = min(pages, max(LONG, PAIRS // rows) // page_size)
+        shared = min(pages, max(LONG_CONTEXT_TOKENS, PAIRS // rows) // page_size)
         if rows > 1 and shared:
-            prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MOST_LEVELS + 1)]
+            prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MAX_CASCADE_LEVELS + 1)]
             if rows > 3:
                 found.append(dummy_step(decode=rows, groups=1, prefix=shared * page_size))
             found += [dummy_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]

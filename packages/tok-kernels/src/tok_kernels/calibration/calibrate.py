@@ -39,7 +39,7 @@ POOL_BYTES = 1 << 30
 # measured with Llama-3.2-1B.
 UNCAPTURED_MS = 0.3
 # Outputs of 16-bit kernels that round in different places differ by less; wrong ones by far more.
-_MOST_DIFFERENCE = 0.03
+_MAX_RELATIVE_DIFFERENCE = 0.03
 # By how much another than the first candidate must be faster: nearer times change places from run to run.
 _WORTH = 0.05
 
@@ -144,7 +144,7 @@ def _output(kernel: PhaseKernel, problem: AttentionProblem) -> Tensor:
 def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for out, other in zip(outputs, expected, strict=False):
         difference = float((out.float() - other.float()).norm() / other.float().norm())
-        if not difference < _MOST_DIFFERENCE:
+        if not difference < _MAX_RELATIVE_DIFFERENCE:
             raise ArithmeticError(f"its results differ by {difference:.3g} from those of the first candidate")
 
 

@@ -17,7 +17,7 @@ from tok_kernels.flashinfer.pages import PageLists, on_host
 from tok_kernels.shape import AttentionShape
 
 IN_TURN = 3
-_LEAST_WORKSPACE = 128 << 20
+_MIN_WORKSPACE_BYTES = 128 << 20
 _SPARE = 8 << 20
 _TILE_ROWS = 128
 
@@ -29,7 +29,7 @@ def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
     """
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     partial = programs * shape.group * _TILE_ROWS * shape.head_dim * 4
-    return torch.zeros(max(_LEAST_WORKSPACE, partial + _SPARE), dtype=torch.uint8, device=device)
+    return torch.zeros(max(_MIN_WORKSPACE_BYTES, partial + _SPARE), dtype=torch.uint8, device=device)
 
 
 PlannedFor = tuple[AttentionBatch, float]

@@ -21,7 +21,7 @@ from tok_kernels.batch import SamplingBatch
 BLOCK = 1024
 _SUM_WARPS, PICK_WARPS = 1, 1
 _PROGRAMS = 1 << 14  # enough to fill a GPU: from there on a program takes several blocks
-_MOST_BLOCKS = 16
+_MAX_PROGRAM_BLOCKS = 16
 
 # Where these begin depends on the number of rows, which must not compile the kernels anew.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "logprob", "log_sum"]
@@ -93,7 +93,7 @@ def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
     blocks = triton.cdiv(vocabulary, BLOCK)
     sums = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_RV.device)
     if rows:
-        each = max(1, min(_MOST_BLOCKS, rows * blocks // _PROGRAMS))
+        each = max(1, min(_MAX_PROGRAM_BLOCKS, rows * blocks // _PROGRAMS))
         _sum_blocks[(rows * triton.cdiv(blocks, each),)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, *sums, vocabulary, blocks, each),
             DRAW=not greedy,

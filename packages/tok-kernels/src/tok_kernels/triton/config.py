@@ -16,7 +16,7 @@ import torch
 DECODE_SPLIT_KEYS = 64
 TILE_SPLIT_KEYS = 256
 # More parts than this cost more to join than they save.
-MOST_SPLITS = 128
+MAX_SPLITS = 128
 EIGHT_BIT_REGISTERS = 128
 
 
@@ -105,7 +105,7 @@ def splits(programs: int, launch: AttentionLaunch, most_keys: int, least_keys: i
     """How many programs share one range of keys, at most `most_keys`, so that the GPU is busy where there are
     `programs` without a split; each gets at least `least_keys`."""
     wanted = launch.programs * multiprocessors(device)
-    return max(1, min(wanted // max(programs, 1), -(-most_keys // least_keys), MOST_SPLITS))
+    return max(1, min(wanted // max(programs, 1), -(-most_keys // least_keys), MAX_SPLITS))
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from tok_kernels.triton.resample import resample
 # Measured on an H200, as in `block_sampling`. Blocks that are read side by side:
 JUDGE_GROUP, JUDGE_WARPS = 4, 4
 NARROW_GROUP, NARROW_WARPS = 1, 4
-FEW = 2048  # entries of a row that are put aside rather than looked for in it again and again
+MAX_COLLECTED_ENTRIES = 2048  # entries of a row that are put aside rather than looked for in it again and again
 
 
 def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
@@ -29,7 +29,7 @@ def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, f
         return token
     verdict, before = filter_verdicts(logits_RV, drawn, keys, filters)
     blocks = triton.cdiv(logits_RV.shape[1], BLOCK)
-    scratch = torch.empty((count, FEW + 3 * blocks), dtype=torch.float32, device=token.device)
+    scratch = torch.empty((count, MAX_COLLECTED_ENTRIES + 3 * blocks), dtype=torch.float32, device=token.device)
     resample[(count,)](
         *(logits_RV, logits_RV.stride(0), *_asked(filters)),
         *(keys.temperature, keys.seed, keys.sample, keys.position, drawn.sums[0], drawn.sums[2]),
@@ -38,7 +38,7 @@ def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, f
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         GROUP=NARROW_GROUP,
-        FEW=FEW,
+        FEW=MAX_COLLECTED_ENTRIES,
         num_warps=NARROW_WARPS,
     )
     return token

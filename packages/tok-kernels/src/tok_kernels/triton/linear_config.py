@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tok_kernels.triton.config import power_of_two
 
 # With more tokens torch's product, on tensor cores, is as fast or faster.
-MOST_TOKENS = 1
+MAX_STREAM_TOKENS = 1
 # What a thread copies at once, so that other numbers of inputs are torch's; and the smallest block.
 _VECTOR, _LEAST = 8, 64
 
@@ -44,4 +44,4 @@ def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
 
 def streams(tokens: int, inputs: int) -> bool:
     """Whether the kernel for few tokens takes a product of this size; otherwise torch's does."""
-    return 0 < tokens <= MOST_TOKENS and inputs > 0 and inputs % _VECTOR == 0
+    return 0 < tokens <= MAX_STREAM_TOKENS and inputs > 0 and inputs % _VECTOR == 0

@@ -13,7 +13,7 @@ from tok_kernels.batch import LayerCache
 from tok_kernels.triton.config import power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _CACHED = (*DTYPES, torch.float8_e4m3fn)
 
 
@@ -86,7 +86,7 @@ class Operands:
         _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
         _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
         _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
-        _require(size <= MOST_HEAD_DIM, "head_dim", size, f"at most {MOST_HEAD_DIM}")
+        _require(size <= MAX_HEAD_DIM, "head_dim", size, f"at most {MAX_HEAD_DIM}")
         _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
         _require(self.scale > 0, "scale", self.scale, "positive")
         _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")

@@ -39,7 +39,7 @@ def plan_split_kv(rows: int, wanted: int, max_kv: int) -> SplitKVPlan | None:
     long among not too many.
     """
     least = config.DECODE_SPLIT_KEYS
-    most = min(-(-max_kv // least), config.MOST_SPLITS)
+    most = min(-(-max_kv // least), config.MAX_SPLITS)
     few = 2 * rows <= wanted or (max_kv >= _LONG and rows <= _MOST_ROWS)
     if most < 2 or not few:
         return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from tok_kernels.shape import AttentionShape
-from tok_kernels.triton.operands import DTYPES, MOST_HEAD_DIM, has_fp8
+from tok_kernels.triton.operands import DTYPES, MAX_HEAD_DIM, has_fp8
 
 
 def unusable(shape: AttentionShape, device: torch.device) -> str | None:
     """Why Triton's kernels cannot compute this shape here; None: they can."""
-    if shape.head_dim > MOST_HEAD_DIM:
-        return f"head_dim is {shape.head_dim}; Triton's kernels allow at most {MOST_HEAD_DIM}"
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {shape.head_dim}; Triton's kernels allow at most {MAX_HEAD_DIM}"
     if shape.page_size & (shape.page_size - 1):
         return f"page_size is {shape.page_size}; Triton's kernels allow powers of two"
     if shape.dtype not in DTYPES:

@@ -21,7 +21,7 @@ from tok_kernels.triton.operands import Operands
 from tok_kernels.triton.split_kv_partials import SplitKVPartials
 
 _ITEMS = 256  # items counted at a time when a program looks for its own
-_LONG = 4096  # keys over which a tile that is not split takes long
+_LONG_TILE_KEYS = 4096  # keys over which a tile that is not split takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def tile_splits(operands: Operands, items: VarlenItems) -> int:
 def splits_pay(operands: Operands, items: VarlenItems) -> bool:
     """Whether tiles are worth a pass that joins their parts: there are few for certain, or perhaps of many keys."""
     return _splits(operands, items, _tile_counts(operands, items)[0]) > 1 or (
-        items.most_keys >= _LONG and tile_splits(operands, items) > 1
+        items.most_keys >= _LONG_TILE_KEYS and tile_splits(operands, items) > 1
     )
 
 

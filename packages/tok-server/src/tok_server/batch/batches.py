@@ -25,9 +25,9 @@ from tok_server.params import given
 from tok_server.request_counts import COUNTS
 from tok_server.wire import BadJson, decode, encode
 
-MOST = 100  # batches of a list
+MAX_LISTED_BATCHES = 100  # batches of a list
 WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
-LONGEST_WINDOW = 336  # hours
+MAX_WINDOW_HOURS = 336  # hours
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
 
 
@@ -35,7 +35,7 @@ class ListBatches(msgspec.Struct, frozen=True, kw_only=True):
     """The query of a list."""
 
     after: str | None = None
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 20
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_BATCHES)] = 20
 
 
 async def create(request: web.Request) -> web.Response:
@@ -138,8 +138,8 @@ def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> 
 def _window(window: str) -> int:
     """Its seconds."""
     found = WINDOW.fullmatch(window)
-    if found is None or int(found[1]) > LONGEST_WINDOW:
-        allowed = f"'24h', or other whole hours from 1h to {LONGEST_WINDOW}h"
+    if found is None or int(found[1]) > MAX_WINDOW_HOURS:
+        allowed = f"'24h', or other whole hours from 1h to {MAX_WINDOW_HOURS}h"
         raise invalid("completion_window", f"completion_window is {window[:80]!r}; allowed: {allowed}")
     return int(found[1]) * 3600
 

@@ -21,7 +21,7 @@ from tok_server.openapi import Media, Operation, json_of, raw
 from tok_server.request_counts import COUNTS
 from tok_server.wire import encode
 
-MOST = 10_000  # files of a list
+MAX_LISTED_FILES = 10_000  # files of a list
 CONTENT = "application/octet-stream"
 PIECE = 1 << 18  # bytes of a file that are read, and then sent, at once
 
@@ -30,7 +30,7 @@ class ListFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The query of a list."""
 
     after: str | None = None
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = MOST
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_FILES)] = MAX_LISTED_FILES
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
 

@@ -26,7 +26,7 @@ from tok_server.batch.lock import FileLock
 from tok_server.batch.outcome import each_line
 from tok_server.batch.resume import kept_of
 from tok_server.batch.run import LineSource, Means, Run, samples_ahead
-from tok_server.batch.validation import MOST_ERRORS, validate
+from tok_server.batch.validation import MAX_ERRORS, validate
 from tok_server.endpoints import ENDPOINTS, ServedModel
 from tok_server.limits import Limits
 from tok_server.tools.formats import Formats
@@ -34,7 +34,7 @@ from tok_server.tools.formats import Formats
 T = TypeVar("T")
 
 AUTO = Formats()
-MOST = Limits().max_body  # bytes of a line, as of a request by HTTP
+MAX_LINE_BYTES = Limits().max_body  # bytes of a line, as of a request by HTTP
 
 
 class BadInput(Exception):
@@ -43,7 +43,7 @@ class BadInput(Exception):
     def __init__(self, errors: list[BatchError]) -> None:
         super().__init__(f"{len(errors)} bad lines")
         self.errors = errors
-        self.more = len(errors) >= MOST_ERRORS
+        self.more = len(errors) >= MAX_ERRORS
 
 
 class Offline:
@@ -107,7 +107,7 @@ class Offline:
 
     async def check(self) -> None:
         """Looks at all lines of the input. Errors: BadInput, and nothing has been run."""
-        look = partial(validate, self._file, ENDPOINTS.keys(), MOST, lambda: self._ended)
+        look = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
         found = await self._in(self._reader, look)
         if found.errors:
             raise BadInput(found.errors)

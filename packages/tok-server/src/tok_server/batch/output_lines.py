@@ -16,7 +16,7 @@ from tok_server.errors import ApiError, internal
 from tok_server.ids import new_id
 from tok_server.wire import encode
 
-LONG = 1 << 20  # bytes
+MIN_THREADED_BYTES = 1 << 20  # bytes
 
 log = logging.getLogger("tok.server")
 
@@ -99,7 +99,7 @@ def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
 
 def _used(body: bytes) -> _Usage:
     """Return the usage; of a long body from its end alone, as decoding it holds the interpreter."""
-    at = body.rfind(b'"usage":{') if len(body) > LONG else -1
+    at = body.rfind(b'"usage":{') if len(body) > MIN_THREADED_BYTES else -1
     if at >= 0:
         with suppress(msgspec.DecodeError):  # else it belongs to something within the body
             return decoder(_Used).decode(b"{" + body[at:]).usage or _Usage()

@@ -34,7 +34,7 @@ log = logging.getLogger("tok.server")
 
 T = TypeVar("T")
 
-MOST_OPEN = 1000  # batches that have not ended
+MAX_OPEN_BATCHES = 1000  # batches that have not ended
 TURNS = 8  # batches that compute at once
 READERS = 2
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
@@ -233,8 +233,8 @@ class BatchService:
 
     async def create(self, job: StoredJob) -> Batch:
         """A new batch. Errors: Missing (its input), TooMany."""
-        if len(self._lives) >= MOST_OPEN:
-            raise TooMany(f"{MOST_OPEN} batches have not ended, and no more may be open")
+        if len(self._lives) >= MAX_OPEN_BATCHES:
+            raise TooMany(f"{MAX_OPEN_BATCHES} batches have not ended, and no more may be open")
         await self.ask(lambda store: store.add_job(job))
         self._begin(job)
         return job.batch

@@ -20,15 +20,15 @@ from tok_server.batch.quota import QuotaExceeded
 from tok_server.batch.service import BatchService
 from tok_server.batch.uninterrupted import uninterrupted
 from tok_server.body import check_ratio
-from tok_server.connections import LEAST_TAKEN
+from tok_server.connections import MIN_READ_BYTES
 from tok_server.errors import SERVER, ApiError, invalid, limited
 from tok_server.ids import new_id
 
 T = TypeVar("T")
 
 PURPOSE = "batch"
-LONGEST = 1024  # bytes of a field that is not the file
-MOST_PARTS = 8
+MAX_FIELD_BYTES = 1024  # bytes of a field that is not the file
+MAX_PARTS = 8
 PIECE = 1 << 20
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 DAY = 86_400
@@ -39,7 +39,7 @@ MALFORMED = (ValueError, AssertionError, HttpProcessingError, web.RequestPayload
 
 
 class Upload:
-    """Takes one file in for `owner`. `timeout`: seconds in which `LEAST_TAKEN` bytes must arrive, or all there are."""
+    """Receives one file for `owner`; MIN_READ_BYTES bytes, or all that remain, must arrive every `timeout` seconds."""
 
     def __init__(self, service: BatchService, timeout: float, owner: str) -> None:
         self._service = service
@@ -78,7 +78,7 @@ class Upload:
         count = 0
         while (part := await self._in_time(reader.next())) is not None:
             count += 1
-            if count > MOST_PARTS or not isinstance(part, BodyPartReader):
+            if count > MAX_PARTS or not isinstance(part, BodyPartReader):
                 raise invalid(None, f"the body has other parts than expected; allowed: file, {', '.join(FIELDS)}")
             _check_plain(part)
             if part.name == "file":
@@ -93,11 +93,11 @@ class Upload:
         if name in self._fields:
             raise invalid(name, f"{name} is there twice; allowed: once")
         data = b""
-        while piece := await self._in_time(part.read_chunk(LONGEST)):
+        while piece := await self._in_time(part.read_chunk(MAX_FIELD_BYTES)):
             data += piece
             self._count(len(piece))
-            if len(data) > LONGEST:
-                raise invalid(name, f"{name} has more than {LONGEST} bytes")
+            if len(data) > MAX_FIELD_BYTES:
+                raise invalid(name, f"{name} has more than {MAX_FIELD_BYTES} bytes")
         self._fields[name] = data.decode(errors="replace")
 
     async def _take_file(self, part: BodyPartReader, request: web.Request) -> None:
@@ -137,14 +137,14 @@ class Upload:
         except TimeoutError as error:
             message = f"{self._arrived} bytes of the body arrived within {self._timeout:g} seconds"
             raise limited(
-                "body_timeout", 408, f"{message}; expected: {LEAST_TAKEN}, or all", code="request_timeout"
+                "body_timeout", 408, f"{message}; expected: {MIN_READ_BYTES}, or all", code="request_timeout"
             ) from error
         finally:
             self._left -= time.monotonic() - began  # not what writing to the disk takes
 
     def _count(self, size: int) -> None:
         self._arrived += size
-        if self._arrived >= LEAST_TAKEN:
+        if self._arrived >= MIN_READ_BYTES:
             self._arrived, self._left = 0, self._timeout
 
     def _file(self, seconds: int) -> FileObject:

@@ -17,9 +17,9 @@ from tok_client.types import BatchError
 from tok_server.batch.lines import InputChanged, InputLine, LineRequest, parse_line, read_lines
 from tok_server.wire import BadJson
 
-MOST_ERRORS = 100
-MOST_ID = 512  # characters of a custom_id
-MOST_LINES = 50_000_000  # blank ones too: their ids are held in memory
+MAX_ERRORS = 100
+MAX_CUSTOM_ID_CHARS = 512  # characters of a custom_id
+MAX_LINES = 50_000_000  # blank ones too: their ids are held in memory
 
 
 class Validated(NamedTuple):
@@ -38,24 +38,24 @@ class Validated(NamedTuple):
 def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[], bool] = lambda: False) -> Validated:
     """Looks at all lines: each a request to one of `urls`, of at most `most` bytes, its custom_id unique.
 
-    Of more than `MOST_LINES` no more are looked at. Memory: 16 bytes a line. Errors: Stopped, OSError.
+    Of more than `MAX_LINES` no more are looked at. Memory: 16 bytes a line. Errors: Stopped, OSError.
     """
     seen, digest, errors, lines = _Ids(), blake2b(digest_size=16), list[BatchError](), 0
     for line in read_lines(path, most, stopped):
-        if line.number > MOST_LINES:
-            message = f"The file has more than {MOST_LINES} lines."
+        if line.number > MAX_LINES:
+            message = f"The file has more than {MAX_LINES} lines."
             return Validated(lines, digest.hexdigest(), [_error(line, "too_many_lines", message, None)])
         lines += 1
         digest.update(b"\n" + (line.data or b""))
         error, custom_id = _check(line, urls, most)
         seen.add(custom_id, line.number)
-        if error is not None and len(errors) < MOST_ERRORS:
+        if error is not None and len(errors) < MAX_ERRORS:
             errors.append(error)
     if not lines:
         errors.append(BatchError(code="empty_file", message="The file has no requests."))
     errors += [_duplicate(number) for number in seen.repeated()]
     errors.sort(key=lambda error: error.line or 0)
-    return Validated(lines, digest.hexdigest(), errors[:MOST_ERRORS])
+    return Validated(lines, digest.hexdigest(), errors[:MAX_ERRORS])
 
 
 def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -80,8 +80,8 @@ def _check(line: InputLine, urls: Collection[str], most: int) -> tuple[BatchErro
 
 
 def _check_request(line: InputLine, request: LineRequest, urls: Collection[str]) -> BatchError | None:
-    if not 1 <= len(request.custom_id) <= MOST_ID:
-        message = f"custom_id has {len(request.custom_id)} characters; allowed: 1 to {MOST_ID}."
+    if not 1 <= len(request.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"custom_id has {len(request.custom_id)} characters; allowed: 1 to {MAX_CUSTOM_ID_CHARS}."
         return _error(line, "invalid_custom_id", message, "custom_id")
     if request.method != "POST":
         return _error(line, "invalid_method", f"method is {request.method[:80]!r}; allowed: 'POST'.", "method")
@@ -125,4 +125,4 @@ class _Ids:
         order = np.lexsort(words.T[::-1])
         same = (words[order[1:]] == words[order[:-1]]).all(axis=1)
         numbers = np.frombuffer(self._numbers, np.uintc)[order[1:][same]]
-        yield from np.sort(numbers)[:MOST_ERRORS].tolist()
+        yield from np.sort(numbers)[:MAX_ERRORS].tolist()

@@ -9,7 +9,7 @@ import numpy as np
 
 FEWEST, MOST = 8, 40  # buckets: more for more values
 NARROWEST = 1.25  # between the ends, even where all values are one
-LEAST = 1e-9  # what takes no time at all has no logarithm
+MIN_SECONDS = 1e-9  # what takes no time at all has no logarithm
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ def histogram(seconds: Sequence[float]) -> Histogram | None:
     """Of all values; None without any."""
     if not seconds:
         return None
-    values = np.maximum(seconds, LEAST)
+    values = np.maximum(seconds, MIN_SECONDS)
     low, high = float(values.min()), float(values.max())
     if high < low * NARROWEST:
         low, high = low / NARROWEST**0.5, high * NARROWEST**0.5

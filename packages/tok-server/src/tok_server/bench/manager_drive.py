@@ -13,7 +13,7 @@ from tok_core.messages import Cancel
 from tok_core.simulate import Simulation
 from tok_server.bench.manager_load import Load
 
-MOST_FILL = 4  # times as many steps as planned that filling all slots may take
+MAX_FILL_FACTOR = 4  # times as many steps as planned that filling all slots may take
 
 Look = Callable[[], None]
 """Called after every turn."""
@@ -56,7 +56,7 @@ class ManagerDriver:
     def fill(self, look: Look) -> None:
         """Until all slots are taken, or cannot be, and as many steps more as the workload needs to be steady."""
         ports = self.simulation.ports
-        while ports.steps < MOST_FILL * self.load.fill_steps and self.running < self.load.sequences:
+        while ports.steps < MAX_FILL_FACTOR * self.load.fill_steps and self.running < self.load.sequences:
             self._turn()
             look()
         self.block(self.load.warm_up, look)

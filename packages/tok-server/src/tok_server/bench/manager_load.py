@@ -18,7 +18,7 @@ from tok_core.simulate import Lives
 
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704
-LONGEST = 1024  # tokens of a sample, at most
+MAX_SAMPLE_TOKENS = 1024  # tokens of a sample, at most
 MEAN = 128.0
 CHURN_PROMPT, CHURN_LONGEST = 32, 8
 HALF, FAMILIES = 500, 64
@@ -111,13 +111,13 @@ def sharegpt(sequences: int, stop: tuple[str, ...]) -> Load:
     def prompt(rng: Rng) -> Prompt:
         return _ids(rng, int(_exp_of_normal(rng.random(1), median=130.0, least=4)[0]))
 
-    requests = _endless(prompt, SamplingParams(max_tokens=LONGEST, stop=stop))
+    requests = _endless(prompt, SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
     return Load(sequences, requests, _log_normal, 900, 210, fill_steps=64, warm_up=192)
 
 
 def churn(sequences: int, stop: tuple[str, ...]) -> Load:
     """One sample a prompt of 1 to 8 tokens, their number not known before."""
-    requests = _endless(lambda rng: _ids(rng, CHURN_PROMPT), SamplingParams(max_tokens=LONGEST, stop=stop))
+    requests = _endless(lambda rng: _ids(rng, CHURN_PROMPT), SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
     return Load(sequences, requests, _short, 20 * CHURN_PROMPT, CHURN_PROMPT, fill_steps=4, warm_up=48)
 
 
@@ -125,9 +125,11 @@ def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
     """Samples of 256 prompts that never end; 1 % of them are replaced before every step."""
     rng = np.random.default_rng(2)
     prompts = [_ids(rng, SHARED_PROMPT) for _ in range(min(256, sequences))]
-    requests = _endless(lambda rng: prompts[rng.integers(len(prompts))], SamplingParams(max_tokens=LONGEST, stop=stop))
+    requests = _endless(
+        lambda rng: prompts[rng.integers(len(prompts))], SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop)
+    )
     shared = SHARED_PROMPT * len(prompts)
-    return Load(sequences, requests, _for_ever, LONGEST + 64, 32, shared_tokens=shared, replaced=0.01)
+    return Load(sequences, requests, _for_ever, MAX_SAMPLE_TOKENS + 64, 32, shared_tokens=shared, replaced=0.01)
 
 
 def admission(sequences: int, stop: tuple[str, ...]) -> Load:
@@ -138,8 +140,10 @@ def admission(sequences: int, stop: tuple[str, ...]) -> Load:
     def prompt(rng: Rng) -> Prompt:
         return np.concatenate((heads[rng.integers(FAMILIES)], _ids(rng, HALF)))
 
-    requests = _endless(prompt, SamplingParams(max_tokens=LONGEST, stop=stop))
-    return Load(sequences, requests, _for_ever, 2 * LONGEST, 2 * HALF, shared_tokens=HALF * FAMILIES, fill_steps=1)
+    requests = _endless(prompt, SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
+    return Load(
+        sequences, requests, _for_ever, 2 * MAX_SAMPLE_TOKENS, 2 * HALF, shared_tokens=HALF * FAMILIES, fill_steps=1
+    )
 
 
 LOADS: dict[str, Callable[[int, tuple[str, ...]], Load]] = {
@@ -176,7 +180,7 @@ def _sampled(sequences: int, samples: int, stop: tuple[str, ...]) -> Iterator[Su
             n = min(n, left) if alive > 1e-3 else left
             left -= n
         if n:
-            params = SamplingParams(n=n, max_tokens=LONGEST, stop=stop, seed=rid)
+            params = SamplingParams(n=n, max_tokens=MAX_SAMPLE_TOKENS, stop=stop, seed=rid)
             yield Submit(rid, _ids(rng, SHARED_PROMPT), params)
         rid += 1
 
@@ -211,7 +215,7 @@ def _log_normal(u: NDArray[np.float64]) -> NDArray[np.int64]:
 
 def _exp_of_normal(u: NDArray[np.float64], median: float, least: int) -> NDArray[np.int64]:
     """Whole numbers from `least` to LONGEST whose logarithms are normal with σ = 1, by their quantiles `u`, [n]."""
-    return np.clip(median * np.exp(np.interp(u, _SHARES, _SCORES)), least, LONGEST).astype(np.int64)
+    return np.clip(median * np.exp(np.interp(u, _SHARES, _SCORES)), least, MAX_SAMPLE_TOKENS).astype(np.int64)
 
 
 _SHARES = ((np.arange(1024) + 0.5) / 1024).tolist()

@@ -17,7 +17,7 @@ from collections import deque
 import msgspec
 
 LOOK = 0.002  # seconds
-MOST_READ = 1 << 18
+MAX_READ_BYTES = 1 << 18
 END = b"0\r\n\r\n"  # of a body in chunks; neither JSON nor events end like it
 BREAK = b"\r\n\r\n"
 LENGTH = b"content-length: "
@@ -51,7 +51,7 @@ class Talk:
 
     def read(self) -> bool:
         """Whether the answer has ended. Errors: OSError where the server has gone."""
-        part = self.socket.recv(MOST_READ)
+        part = self.socket.recv(MAX_READ_BYTES)
         if not part:
             raise ConnectionError("the server has gone")
         if not self.status:

@@ -9,14 +9,14 @@ import msgspec
 
 from tok_core import InvalidField
 
-MOST_SEQUENCES = 65_536
+MAX_BENCH_SEQUENCES = 65_536
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures and prints. Errors: InvalidField."""
     sequences, milliseconds = options.sequences, options.step_time
-    if not 1 <= sequences <= MOST_SEQUENCES:
-        raise InvalidField("sequences", sequences, f"integers from 1 to {MOST_SEQUENCES}")
+    if not 1 <= sequences <= MAX_BENCH_SEQUENCES:
+        raise InvalidField("sequences", sequences, f"integers from 1 to {MAX_BENCH_SEQUENCES}")
     if not math.isfinite(milliseconds) or milliseconds < 0:
         raise InvalidField("step_time", milliseconds, "milliseconds from 0")
     from tok_server.bench.manager import run_manager

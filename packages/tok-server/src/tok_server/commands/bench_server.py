@@ -10,13 +10,13 @@ import msgspec
 from tok_core import InvalidField
 from tok_server.loop import run
 
-MOST_CLIENTS = 64
+MAX_CLIENTS = 64
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures and prints. Returns 1 where requests failed. Errors: InvalidField, TokError."""
-    if not 1 <= options.clients <= MOST_CLIENTS:
-        raise InvalidField("clients", options.clients, f"integers from 1 to {MOST_CLIENTS}")
+    if not 1 <= options.clients <= MAX_CLIENTS:
+        raise InvalidField("clients", options.clients, f"integers from 1 to {MAX_CLIENTS}")
     if not math.isfinite(options.seconds) or options.seconds <= 0:
         raise InvalidField("seconds", options.seconds, "seconds above 0")
     if options.rate is not None and not (math.isfinite(options.rate) and options.rate > 0):

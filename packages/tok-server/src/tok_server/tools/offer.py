@@ -19,7 +19,7 @@ from tok_client.types import (
 from tok_server.errors import ApiError, invalid
 from tok_server.params import given
 
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
@@ -59,8 +59,8 @@ def offer(request: ChatCompletionRequest) -> Offer:
 def _functions(request: ChatCompletionRequest) -> dict[str, FunctionDefinition]:
     found: dict[str, FunctionDefinition] = {}
     tools = given(request.tools) or []
-    if len(tools) > MOST_TOOLS:
-        raise invalid("tools", f"tools has {len(tools)} entries; allowed: at most {MOST_TOOLS}")
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"tools has {len(tools)} entries; allowed: at most {MAX_TOOLS}")
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if not isinstance(tool, FunctionTool):
