@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 
 import pytest
@@ -82,3 +83,12 @@ def test_no_file_names_a_package_registry() -> None:
         path for path in files() if path != lock and any(host.encode() in path.read_bytes() for host in REGISTRIES)
     ]
     assert [str(path.relative_to(ROOT)) for path in naming] == []
+
+
+def test_every_name_in_the_glossary_is_a_class() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    named = {name for row in rows for name in re.findall(r"`([A-Za-z]+)`", row.split("|")[1])}
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for package in PACKAGES for path in sources(package)]
+    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert len(named) > 50
+    assert named <= classes
