@@ -1,4 +1,4 @@
-"""Cohorts of a pipeline are even, their tokens are back when their turn comes, and who is alone waits for nobody."""
+"""Microbatches of a pipeline are even, their tokens are back when their turn comes, and a lone one waits for nobody."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 
 def decoding(rows: int, stages: int, seed: int) -> Microbatches:
-    """So many sequences of all lengths, in cohorts as they come."""
+    """So many sequences of all lengths, in microbatches as they come."""
     rng = np.random.default_rng(seed)
     table = SequenceTable(rows + 3, 8192, 16)
     table.state[:rows] = State.DECODE
     table.length[:rows] = rng.integers(1, rng.choice([50, 8000]), rows)
     table.order[:rows] = rng.permutation(rows)
     microbatches = Microbatches(table, stages)
-    table.cohort[:rows] = np.minimum(rng.integers(0, microbatches.count, rows), rng.integers(0, microbatches.count))
+    table.microbatch[:rows] = np.minimum(rng.integers(0, microbatches.count, rows), rng.integers(0, microbatches.count))
     return microbatches
 
 
 @given(st.integers(1, 700), st.integers(2, 6), st.integers(0, 1 << 20))
-def test_after_some_turns_no_cohort_costs_much_more_than_its_share(rows: int, stages: int, seed: int) -> None:
+def test_after_some_turns_no_microbatch_costs_much_more_than_its_share(rows: int, stages: int, seed: int) -> None:
     microbatches = decoding(rows, stages, seed)
     for _ in range(8 * microbatches.count):
         microbatches.balance()
         microbatches.next_turn()
     table = microbatches._table
     cost = 1 + table.length[:rows] / CONTEXT
-    load = np.bincount(table.cohort[:rows], cost)
+    load = np.bincount(table.microbatch[:rows], cost)
     wanted = stages + 1 if rows >= SPARE * (stages + 1) else min(stages, -(-rows // microbatches.fewest))
     assert np.count_nonzero(load) <= wanted
     assert load.max() <= cost.sum() / wanted * (1 + SLACK) + 2 * cost.max()
 
 
-def test_those_that_are_too_many_for_a_cohort_are_the_youngest_and_wait_for_one_turn() -> None:
+def test_those_that_are_too_many_for_a_microbatch_are_the_youngest_and_wait_for_one_turn() -> None:
     microbatches = decoding(100, 2, 0)
     table = microbatches._table
-    table.cohort[:100] = 0
+    table.microbatch[:100] = 0
     table.length[:100] = 1
     microbatches.balance()
     stay = microbatches.rows()
@@ -106,7 +106,7 @@ def test_without_a_pipeline_a_step_may_always_have_all_tokens() -> None:
         assert token_budget.tokens == 4096
 
 
-def test_a_prompt_is_spread_over_the_turns_of_cohorts_that_decode() -> None:
+def test_a_prompt_is_spread_over_the_turns_of_microbatches_that_decode() -> None:
     sizes = {"max_running": 64, "num_pages": 2000, "max_model_len": 2000}
     manager, ports = make_manager(engine_info(**sizes, max_step_tokens=2048), 4, pp=2)
     few = [submit(rid, [1, 2, rid], FOR_EVER) for rid in range(30)]

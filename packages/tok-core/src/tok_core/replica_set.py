@@ -83,8 +83,8 @@ class ReplicaSet:
 
             join_cluster(config)
         self._config, self._model_id = config, model_id
-        for life in self.records:
-            self._begin(life)
+        for record in self.records:
+            self._begin(record)
 
     def await_start(self) -> None:
         """Returns once all are ready. Raises what kept one of them, or EngineClosed; the others are then left alone."""
@@ -93,7 +93,7 @@ class ReplicaSet:
             if self._closed:
                 raise EngineClosed(self.detail)
             if not self.started:
-                failed = next(life for life in self.records if life.state == "failed")
+                failed = next(record for record in self.records if record.state == "failed")
                 raise failed.failure or EngineDead(self.detail)
 
     def drain(self, number: int) -> Replica | None:
@@ -102,52 +102,52 @@ class ReplicaSet:
         To be followed by `renew`.
         """
         with self._changed:
-            life = self.records[number]
+            record = self.records[number]
             if self._closed:
                 raise EngineClosed(self.detail)
-            if life.state not in ("ready", "unresponsive", "failed"):
-                raise EngineError(f"replica {number} is {life.state} already")
-            if life.state != "failed":
-                life.drain()
+            if record.state not in ("ready", "unresponsive", "failed"):
+                raise EngineError(f"replica {number} is {record.state} already")
+            if record.state != "failed":
+                record.drain()
                 self._changed.notify_all()
-            return life.replica
+            return record.replica
 
     def renew(self, number: int, replica: Replica | None) -> None:
         """Ends what `drain` returned and starts the replica anew; returns once it serves. Raises what kept it from it.
 
         Where it has died meanwhile, this waits for what was begun because of that.
         """
-        life = self.records[number]
+        record = self.records[number]
         if replica is not None:
             replica.close()
         with self._changed:
-            if ours := life.replica is replica and not self._closed and life.state in ("draining", "failed"):
-                life.retire()
+            if ours := record.replica is replica and not self._closed and record.state in ("draining", "failed"):
+                record.retire()
                 self._changed.notify_all()
         if ours:
             try:
-                self._lost(number, f"the replica was restarted: {life.detail}")
+                self._lost(number, f"the replica was restarted: {record.detail}")
             finally:
-                while self._begin_again(life):
+                while self._begin_again(record):
                     pass
                 self._settled()
-        self._await_life(life)
+        self._await_record(record)
 
-    def _await_life(self, life: ReplicaRecord) -> None:
+    def _await_record(self, record: ReplicaRecord) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or life.state in ("ready", "failed"))
+            self._changed.wait_for(lambda: self._closed or record.state in ("ready", "failed"))
             if self._closed:
                 raise EngineClosed(self.detail)
-            if life.state == "failed":
-                raise life.failure or EngineDead(f"replica {life.number} is failed: {life.detail}")
+            if record.state == "failed":
+                raise record.failure or EngineDead(f"replica {record.number} is failed: {record.detail}")
 
     def shut(self) -> list[Replica]:
         """From now on nothing is started. Returns what the caller has to close."""
         with self._changed:
             self._closed = True
-            running = [life.replica for life in self.records if life.replica is not None]
-            for life in self.records:
-                life.replica = None
+            running = [record.replica for record in self.records if record.replica is not None]
+            for record in self.records:
+                record.replica = None
             self._changed.notify_all()
             return running
 
@@ -159,17 +159,19 @@ class ReplicaSet:
     @property
     def serves(self) -> bool:
         """Whether its state is "ready"."""
-        return self.started and not self._closed and "ready" in [life.state for life in self.records]
+        return self.started and not self._closed and "ready" in [record.state for record in self.records]
 
     @property
     def computes(self) -> bool:
         """Whether any of them goes on with what it has, be it that it gets nothing new."""
-        return not self._closed and any(life.state in ("ready", "unresponsive", "draining") for life in self.records)
+        return not self._closed and any(
+            record.state in ("ready", "unresponsive", "draining") for record in self.records
+        )
 
     @property
     def state(self) -> EngineState:
         """Ready while any replica is, once all have been."""
-        states = {life.state for life in self.records}
+        states = {record.state for record in self.records}
         if self._closed:
             return "closed"
         if not self.started:
@@ -187,19 +189,19 @@ class ReplicaSet:
             return "the engine was closed"
         if len(self.records) == 1:
             return self.records[0].detail
-        ill = (life for life in self.records if life.detail)
-        return "; ".join(f"replica {life.number} is {life.state}: {life.detail}" for life in ill)
+        ill = (record for record in self.records if record.detail)
+        return "; ".join(f"replica {record.number} is {record.state}: {record.detail}" for record in ill)
 
     def health(self) -> Health:
         """The state of all, and of each."""
         with self._changed:
-            each = () if self._closed else tuple(ReplicaHealth(life.state, life.detail) for life in self.records)
+            each = () if self._closed else tuple(ReplicaHealth(record.state, record.detail) for record in self.records)
             return Health(self.state == "ready", self.state, self.detail, each)
 
     def ready(self) -> list[int]:
         """Numbers of the replicas that serve."""
         with self._changed:
-            return [] if self._closed else [life.number for life in self.records if life.state == "ready"]
+            return [] if self._closed else [record.number for record in self.records if record.state == "ready"]
 
     def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
         """To a replica; nobody hears it where that has died. `later`: with others, at the next `flush`."""
@@ -228,15 +230,15 @@ class ReplicaSet:
             except Exception as error:
                 log.exception("a request cannot be sent to its replica")
                 failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
-        number = next((life.number for life in self.records if life.replica is replica), None)
+        number = next((record.number for record in self.records if record.replica is replica), None)
         if failed and number is not None:  # in a thread: a request's lock comes before the one that is held here
             threading.Thread(target=self._report, args=(number, failures(failed)), daemon=True).start()
 
     def stats(self) -> dict[str, float]:
         """`Stats`, summed over the replicas' lives; `restarts`, `replicas` and `replicas_ready` count replicas."""
         with self._changed:
-            both = total(life.stats() for life in self.records)
-            restarts, serving = sum(life.restarts for life in self.records), len(self.ready())
+            both = total(record.stats() for record in self.records)
+            restarts, serving = sum(record.restarts for record in self.records), len(self.ready())
         return {**_dict(both), "restarts": restarts, "replicas": len(self.records), "replicas_ready": serving}
 
     def replica_stats(self) -> list[dict[str, float]]:
@@ -244,79 +246,81 @@ class ReplicaSet:
         with self._changed:
             ready = self.ready()
             return [
-                {**_dict(life.stats()), "restarts": life.restarts, "ready": life.number in ready}
-                for life in self.records
+                {**_dict(record.stats()), "restarts": record.restarts, "ready": record.number in ready}
+                for record in self.records
             ]
 
-    def _begin(self, life: ReplicaRecord) -> None:
+    def _begin(self, record: ReplicaRecord) -> None:
         with self._changed:  # `shut` either comes first, and nothing is started, or finds what to close
             if self._closed:
                 return
-            life.failure = None
-            life.replica = self._kind(self._config, life.number, partial(self._hear, life), partial(self._die, life))
-            life.replica.start()
+            record.failure = None
+            record.replica = self._kind(
+                self._config, record.number, partial(self._hear, record), partial(self._die, record)
+            )
+            record.replica.start()
 
-    def _hear(self, life: ReplicaRecord, message: ToEngine) -> None:
+    def _hear(self, record: ReplicaRecord, message: ToEngine) -> None:
         match message:
             case Progress():
                 with self._changed:
-                    life.count(message.stats)
-                self._report(life.number, message)
+                    record.count(message.stats)
+                self._report(record.number, message)
             case EngineInfo():
                 with self._changed:
-                    life.be_ready(message)
+                    record.be_ready(message)
                     self._note_ready()
                 self._settled()
             case Silence():
                 with self._changed:
-                    life.hear(message)
+                    record.hear(message)
                     self._changed.notify_all()
                 if message.detail:
-                    log.warning("replica %d: %s", life.number, message.detail)
+                    log.warning("replica %d: %s", record.number, message.detail)
                 else:
                     self._settled()
             case Failed():
                 # The first to fail tells why; others may fail because of it, before they are ended.
-                life.failure = life.failure or from_wire(message.kind, message.arguments)
+                record.failure = record.failure or from_wire(message.kind, message.arguments)
             case _:
                 assert_never(message)
 
     def _note_ready(self) -> None:
         self.started |= all(one.state == "ready" for one in self.records)
         if self.started:
-            infos = [life.info for life in self.records if life.info is not None]
+            infos = [record.info for record in self.records if record.info is not None]
             self.info = msgspec.structs.replace(together(infos), model_id=self._model_id)
         self._changed.notify_all()
 
-    def _die(self, life: ReplicaRecord, replica: Replica, reason: str, *, by_request: bool = False) -> None:
+    def _die(self, record: ReplicaRecord, replica: Replica, reason: str, *, by_request: bool = False) -> None:
         """Tells of the death, and starts the replica anew unless that has been done too often."""
         with self._changed:
-            if self._closed or replica is not life.replica:
+            if self._closed or replica is not record.replica:
                 return
-            started = life.state != "starting"
-            again = life.die(reason, by_request=by_request)
-            detail = life.detail
+            started = record.state != "starting"
+            again = record.die(reason, by_request=by_request)
+            detail = record.detail
             self._changed.notify_all()
         if started:
-            log.error("replica %d ended: %s", life.number, reason)
+            log.error("replica %d ended: %s", record.number, reason)
         try:
-            self._lost(life.number, detail)
+            self._lost(record.number, detail)
         finally:
             while again:
-                again = self._begin_again(life)
+                again = self._begin_again(record)
             self._settled()
 
-    def _begin_again(self, life: ReplicaRecord) -> bool:
+    def _begin_again(self, record: ReplicaRecord) -> bool:
         """Whether that failed, and is to be tried once more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed, life.pause())
+            self._changed.wait_for(lambda: self._closed, record.pause())
         try:
-            self._begin(life)
+            self._begin(record)
             return False
         except Exception as error:
-            log.exception("replica %d cannot be started anew", life.number)
+            log.exception("replica %d cannot be started anew", record.number)
             with self._changed:
-                begun, again = life.replica, not self._closed and life.die(f"{type(error).__name__}: {error}")
+                begun, again = record.replica, not self._closed and record.die(f"{type(error).__name__}: {error}")
                 self._changed.notify_all()
         if begun is not None:
             begun.close()

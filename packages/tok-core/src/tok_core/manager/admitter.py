@@ -30,7 +30,7 @@ class Admitter:
         self._waiting = scheduler.waiting
         self._shares = scheduler.fair_shares
         self._admission = scheduler.admission
-        self._cohorts = scheduler.microbatches
+        self._microbatches = scheduler.microbatches
 
     def admit(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
         """Start waiting samples in their order while budget, slots and the forecast allow; returns what is left.
@@ -44,7 +44,7 @@ class Admitter:
         reserved = self._reserved()
         self._admission.account(self._scheduler.computed_tokens, self._starts.computed_twice)
         turns = partial(self._shares.turns, classes=self._waiting.classes())
-        cycles, tokens = self._cohorts.cycles, max(budget, 1)
+        cycles, tokens = self._microbatches.cycles, max(budget, 1)
         try:
             allowed, chosen = self._admission.count(turns, self._waiting, reserved, cycles, tokens)
         except FaultyRequest as faulty:
@@ -75,7 +75,7 @@ class Admitter:
             if budget + behind <= 0:
                 break
             turns = partial(self._shares.turns, classes=[priority])
-            cycles, tokens = self._cohorts.cycles, budget + behind
+            cycles, tokens = self._microbatches.cycles, budget + behind
             try:
                 allowed, chosen = self._admission.count(turns, waiting, self._reserved(), cycles, tokens, priority)
             except FaultyRequest as faulty:

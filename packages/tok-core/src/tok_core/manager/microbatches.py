@@ -1,8 +1,8 @@
 """Assign running sequences to the microbatches of a pipeline.
 
-A step is one micro-batch. Cohorts take their turns, one a step: while one is computed at a stage, others are at the
-stages around it, and one more is spare, so that the tokens of the cohort whose turn comes are back at the first stage.
-A sequence decodes in the turns of its cohort, that of the step in which it drew first: a prompt's samples are together.
+A step is one microbatch. Microbatches take turns, one per step: while one is computed at a stage, others are at the
+neighbouring stages, and one more is spare, so that the tokens of the microbatch whose turn comes are back at the first
+stage. A sequence joins the microbatch of the step in which it samples first, so a prompt's samples stay together.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
-MIN_MICROBATCH_ROWS = 8  # rows of a cohort: fewer than these gain nothing by being computed apart
-SPARE = 128  # rows of each cohort from which on reading the weights once more for the spare one costs little
+MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer than these gain nothing by being computed apart
+SPARE = 128  # rows of each microbatch from which on reading the weights once more for the spare one costs little
 CONTEXT = 1024  # positions to attend to that cost about as much as the rest of a row
-SLACK = 1 / 32  # of its share, that a cohort may be above it
+SLACK = 1 / 32  # of its share, that a microbatch may be above it
 
 
 class Microbatches:
-    """The sequences in `table` that decode, in as many cohorts as `stages` and one; all in one without stages.
+    """The decoding sequences of `table`, in `stages` + 1 microbatches; in one without a pipeline.
 
-    Those that are too many for their cohort, or whose cohort is not needed, join the next: they wait for one turn.
+    Sequences beyond their microbatch's share, or of one no longer needed, move to the next one and wait one turn.
 
-    turn      whose it is
-    used      cohorts that had anybody at the last step, at least 1
-    returned  the last step whose tokens are back
-    cycles    how often every sequence has had its turn: a number of steps, were there no cohorts
+    turn      microbatch whose turn it is
+    used      microbatches that had sequences at the last step, at least 1
+    returned  last step whose tokens are back
+    cycles    how often every sequence has had its turn; without microbatches, the number of steps
     """
 
     def __init__(self, table: SequenceTable, stages: int) -> None:
@@ -48,7 +48,7 @@ class Microbatches:
         slots = self._table.in_state(State.DECODE)
         if self._table.held.any():
             slots = slots[~self._table.held[slots]]
-        return slots if self.count == 1 else slots[self._table.cohort[slots] == self.turn]
+        return slots if self.count == 1 else slots[self._table.microbatch[slots] == self.turn]
 
     def resting(self, decode: Int64) -> Int64:
         """Slots of this turn that do not decode in a step in which `decode` do, but would if no grammar guided them.
@@ -60,10 +60,10 @@ class Microbatches:
         among &= (table.state == State.DECODE) | (table.state == State.PREFILL)
         among[decode] = False
         slots: Int64 = among.nonzero()[0]
-        return slots if self.count == 1 else slots[table.cohort[slots] == self.turn]
+        return slots if self.count == 1 else slots[table.microbatch[slots] == self.turn]
 
     def next_turn(self) -> None:
-        """It is the next cohort's turn."""
+        """It is the next microbatch's turn."""
         self.turn = (self.turn + 1) % self.count
 
     def waits(self, depth: int) -> bool:
@@ -84,22 +84,22 @@ class Microbatches:
             return
         table = self._table
         slots = table.in_state(State.DECODE)
-        cohort, cost = table.cohort[slots], 1 + table.length[slots] / CONTEXT
-        load = np.bincount(cohort, cost, self.count)
+        microbatch, cost = table.microbatch[slots], 1 + table.length[slots] / CONTEXT
+        load = np.bincount(microbatch, cost, self.count)
         used, wanted = np.count_nonzero(load), self._wanted(len(slots))
-        mine = cohort == self.turn
+        mine = microbatch == self.turn
         if not mine.any():
             return
         if used > wanted:
             leaving = mine if load[self.turn] == load[load > 0].min() else np.zeros_like(mine)
-            table.cohort[slots[leaving]] = (self.turn + 1) % self.count
+            table.microbatch[slots[leaving]] = (self.turn + 1) % self.count
             return
         share = load.sum() / wanted
         if load[self.turn] > share * (1 + SLACK) + cost[mine].max():
             oldest = np.argsort(table.order[slots[mine]])  # samples of a request stand together
             before = np.cumsum(cost[mine][oldest]) - cost[mine][oldest]
-            over = oldest[before >= share]  # not more: what no cohort kept would go round for ever
-            table.cohort[slots[mine][over]] = (self.turn + 1) % self.count
+            over = oldest[before >= share]  # not more: what no microbatch kept would go round for ever
+            table.microbatch[slots[mine][over]] = (self.turn + 1) % self.count
 
     def step(self, number: int, decode: Int64) -> int:
         """The step of this turn is `number`, and in it these slots decode: returns its `draws_upto`."""
@@ -110,7 +110,7 @@ class Microbatches:
         self._draws_upto = max(self._draws_upto, self.returned, last)
         chain = next((chain for step, chain in self._chains if step == last), 0)
         self._chains.append((number, chain + 1))
-        microbatches = self._table.cohort[self._table.in_state(State.DECODE)]
+        microbatches = self._table.microbatch[self._table.in_state(State.DECODE)]
         self.used = max(1, int(np.count_nonzero(np.bincount(microbatches, minlength=self.count))))
         self.cycles += 1 / self.used
         return self._draws_upto
@@ -118,7 +118,7 @@ class Microbatches:
     def drew(self, number: int, slots: Int64) -> None:
         """In step `number`, of this turn, these slots draw."""
         if self.count > 1:
-            self._table.cohort[slots] = self.turn
+            self._table.microbatch[slots] = self.turn
             self._table.drawn[slots] = number
 
     def _last(self, slots: Int64) -> int:
@@ -126,7 +126,7 @@ class Microbatches:
         return int(self._table.drawn[slots].max(initial=0))
 
     def _wanted(self, rows: int) -> int:
-        """As many cohorts as pay for so many rows."""
+        """As many microbatches as pay for so many rows."""
         if rows >= SPARE * self.count:
             return self.count
         return max(1, min(self._stages, -(-rows // self.fewest)))

@@ -67,7 +67,7 @@ class Scheduler:
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
         self.groupings = (
             [Grouping(paging.tree) for _ in range(self.microbatches.count)] if groups else []
-        )  # a cohort each
+        )  # a microbatch each
         self.deferred = DeferredWork()
         self.faults = Faults()
         self._ended: list[Int64] = []  # slots whose sequences have ended, and that hold pages
@@ -101,7 +101,7 @@ class Scheduler:
         return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
 
     def _next_turn(self, *, hurried: bool, first: bool) -> StepInput | None:
-        """The step of the cohort whose turn it is, or None where nothing can be computed in it.
+        """The step of the microbatch whose turn it is, or None where nothing can be computed in it.
 
         `first`: no other turn has just found nothing that could start.
         """
@@ -348,7 +348,7 @@ class Scheduler:
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
         table, deferred = self.table, self.deferred
-        # Of cohorts it might be the same that does without each time.
+        # Of microbatches it might be the same that does without each time.
         hurried = hurried and self.microbatches.count == 1
         puts_off = partial(deferred.puts_off, "regrouping", hurried=hurried, running=len(decode))
         grouping = self.groupings[self.microbatches.turn]

@@ -140,7 +140,7 @@ class SequenceTable:
     pages       page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to the slot
     announced   whether the worker knows the slot's present owner
     epoch       grows whenever the slot's owner has ended: tells its late tokens from those of the next one
-    cohort      a pipeline's: in whose turns it decodes
+    microbatch  a pipeline's: in whose turns it decodes
     drawn       the last step, of a pipeline, in which its present owner drew
     guided      whether a grammar says which tokens it may draw
     held        whether it waits for the value of its last token, or for what its grammar allows after it
@@ -160,7 +160,7 @@ class SequenceTable:
         self.state = np.zeros(slots, np.uint8)
         self.announced = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(slots, np.int64)
-        self.cohort = np.zeros(slots, np.int64)
+        self.microbatch = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
         self.guided = np.zeros(slots, np.bool_)
         self.held = np.zeros(slots, np.bool_)
