@@ -25,7 +25,7 @@ settings.load_profile("repeat")
 def _seeds_repeat() -> Iterator[None]:
     """Give requests without a seed the same seeds in every run: no test passes or fails by luck."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tok_core.core.random", SimpleNamespace(Random=lambda: random.Random(0)))
+        patch.setattr("tok_core.engine.core.random", SimpleNamespace(Random=lambda: random.Random(0)))
         yield
 
 

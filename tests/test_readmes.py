@@ -44,3 +44,11 @@ def test_the_blocks_of_the_readme_run(server: Server) -> None:
 def test_the_blocks_of_the_engines_readme_run() -> None:
     for block in blocks("packages/tok-core/README.md"):
         assert run(f"MODEL = {str(MODEL_DIR)!r}\n{block}").strip()
+
+
+def test_every_file_that_the_engines_readme_names_exists() -> None:
+    readme = (ROOT / "packages" / "tok-core" / "README.md").read_text()
+    root = ROOT / "packages" / "tok-core" / "src" / "tok_core"
+    named = set(re.findall(r"[(,`\s]([a-z_]+(?:/[a-z_]+)*\.py)\b", readme))
+    assert len(named) > 15
+    assert sorted(name for name in named if not (root / name).is_file()) == []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,35 @@ def test_no_package_imports_against_the_arrows(rule: Rule) -> None:
     ]
     assert checked
     assert found == []
+
+
+def parts_imported(source: str) -> Iterator[str]:
+    """The modules and subpackages of tok_core that `source` imports, except for type checkers alone."""
+    tree = ast.parse(source)
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {id(node) for block in blocks for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
+            names = [node.module] if node.module != "tok_core" else [f"tok_core.{alias.name}" for alias in node.names]
+            yield from (name.split(".")[1] for name in names if name.startswith("tok_core."))
+
+
+def test_an_import_for_type_checkers_makes_no_arrow() -> None:
+    source = "from tok_core import hub\nfrom tok_core.text import a\nif TYPE_CHECKING:\n    from tok_core.x import b"
+    assert list(parts_imported(source)) == ["hub", "text"]
+
+
+def test_no_parts_of_the_engine_import_each_other_in_a_circle() -> None:
+    root = ROOT / "packages" / "tok-core" / "src" / "tok_core"
+    arrows: dict[str, set[str]] = {}
+    for path in sources("tok-core"):
+        part = path.relative_to(root).parts[0].removesuffix(".py")
+        arrows.setdefault(part, set()).update(parts_imported(path.read_text(encoding="utf-8")))
+    del arrows["__init__"]
+    for part, imported in arrows.items():
+        imported.discard(part)
+    assert len(arrows) > 15
+    TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
 HEAVY = ("torch", "triton", "transformers", "numpy", "tok_core")

@@ -24,7 +24,12 @@ from tok_server import serve as serve_module
 from tok_server.batch.offline import Offline
 
 TESTS = Path(__file__).resolve().parents[1]
-LOADED = ["tok_core.processes.manager", "tok_core.worker.setup", "tok_kernels.reference", "support.batch_process"]
+LOADED = [
+    "tok_core.processes.manager_process",
+    "tok_core.worker.setup",
+    "tok_kernels.reference",
+    "support.batch_process",
+]
 
 
 def context() -> ForkServerContext:

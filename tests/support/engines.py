@@ -12,7 +12,7 @@ import numpy as np
 from support.patience import wait_until
 from tok_core import Engine, EngineConfig
 from tok_core.manager.loop import Manager
-from tok_core.processes.replica import ThreadReplica
+from tok_core.replicas.replica import ThreadReplica
 
 
 def manager_of(core: object, replica_number: int = 0) -> Manager:

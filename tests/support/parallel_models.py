@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from support.sequences import Sequences
+from tok_core.mesh import RankCoordinates
 from tok_core.model import CausalLM, build, load, read_config
 from tok_core.parallel.process_groups import ProcessGroups
-from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.worker.dummy_steps import dummy_step
 from tok_core.worker.gemm_warmup import warm_up_gemms

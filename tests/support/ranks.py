@@ -12,8 +12,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from tok_core.mesh import RankCoordinates
 from tok_core.parallel.process_groups import ProcessGroups, join
-from tok_core.parallel.rank_coordinates import RankCoordinates
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from support.engines import assert_all_given_back
 from support.schedules import make_manager
 from tok_core import EngineConfig
-from tok_core.core import EngineCore
+from tok_core.engine.core import EngineCore
 from tok_core.messages import EngineInfo, Progress, ToManager
-from tok_core.processes.replica import Death, Report
+from tok_core.replicas.replica import Death, Report
 
 
 class SimulatedReplica:

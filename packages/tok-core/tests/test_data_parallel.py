@@ -20,8 +20,8 @@ from support.schedules import engine_info, expected
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, RequestOutput, SamplingParams
 from tok_core.messages import StepInput
-from tok_core.processes.replica import ProcessReplica
-from tok_core.replica_record import ReplicaRecord
+from tok_core.replicas.replica import ProcessReplica
+from tok_core.replicas.replica_record import ReplicaRecord
 from tok_core.worker import setup
 from tok_core.worker.runner import Launched, Runner
 
@@ -303,7 +303,7 @@ def test_counters_never_fall_when_a_replica_starts_anew() -> None:
 
 def test_a_second_death_within_the_window_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     core = simulated_core(engine_info(), dp=2, max_restarts=3)
-    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.25)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.25)
     pauses, pause = list[float](), ReplicaRecord.pause
 
     def noted(life: ReplicaRecord) -> float:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tok_core import SamplingParams
 from tok_core.messages import Finished
-from tok_core.prefix_affinity import PrefixAffinity
-from tok_core.replica_load import OutputLengths, ReplicaLoad
-from tok_core.routing import BOUND, MIN_SPLIT_SAMPLES, SPARE, Assignment, Router, spread
+from tok_core.replicas.prefix_affinity import PrefixAffinity
+from tok_core.replicas.replica_load import OutputLengths, ReplicaLoad
+from tok_core.replicas.router import BOUND, MIN_SPLIT_SAMPLES, SPARE, Assignment, Router, spread
 
 PAGE = 16
 ROOM = 1000

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.replicas import replica_of, simulated_core
 from support.schedules import VOCAB, engine_info, expected
 from tok_core import EngineDead, SamplingParams
-from tok_core.request_state import OpenRequest
+from tok_core.engine.requests.request_state import OpenRequest
 
 REPLICAS = 3
 INFO = engine_info(num_pages=400, max_running=160, max_step_tokens=256)
@@ -137,6 +137,6 @@ class Machine(RuleBasedStateMachine):
 def test_every_request_ends_and_counts_for_nothing_after_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
     caplog.set_level(logging.CRITICAL, "tok_core")
     run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))

@@ -13,7 +13,7 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
-from tok_core.checks import MAX_CACHE_SALT, salt_of
+from tok_core.engine.checks import MAX_CACHE_SALT, salt_of
 from tok_core.messages import Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -16,7 +16,7 @@ from support.gates import ENDLESS, ENDLESS_POSITIONS
 from support.patience import PATIENCE, until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, InvalidField, ModelError, SamplingParams
-from tok_core.processes.replica import ProcessReplica
+from tok_core.replicas.replica import ProcessReplica
 
 LONG = SamplingParams(max_tokens=ENDLESS, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -13,7 +13,7 @@ from support.patience import PATIENCE, until, wait_until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, SamplingParams
 from tok_core.messages import Failed, StepInput, StepOutput, ToEngine
-from tok_core.processes.replica import ThreadReplica
+from tok_core.replicas.replica import ThreadReplica
 from tok_core.worker.runner import Launched, Runner
 
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)

@@ -19,7 +19,7 @@ from support.engines import manager_of, random_prompts
 from support.patience import PATIENCE, until, wait_until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams, TokError
-from tok_core.processes.replica import ProcessReplica
+from tok_core.replicas.replica import ProcessReplica
 from tok_core.worker.runner import Runner
 
 ABSURD = (1 << 40, 1 << 50, (1 << 63) - 1)

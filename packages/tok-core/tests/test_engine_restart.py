@@ -16,12 +16,12 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, InvalidField, SamplingParams
-from tok_core.core import EngineCore
+from tok_core.engine.core import EngineCore
+from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.errors import EngineClosed, EngineDead, EngineError
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer
 from tok_core.messages import array
-from tok_core.request_state import OpenRequest
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
 
@@ -232,7 +232,7 @@ def test_a_check_that_fails_in_whatever_way_ends_its_request(
 
 
 def test_a_request_that_waits_for_a_restart_fails_with_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
     core._replica_set.records[0].drain()
     checked(core).set_result("")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tok_core.token_store import BLOCK, TokenStore
+from tok_core.engine.token_store import BLOCK, TokenStore
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -461,7 +461,7 @@ def test_the_process_that_compiles_loads_neither_torch_nor_transformers(tmp_path
     end = write_tokenizer(tmp_path, 512) + 1
     code = f"""if True:
         import sys
-        import tok_core.processes.manager
+        import tok_core.processes.manager_process
         from tok_core.grammar import Grammar
         from tok_core.grammar.local import loader
 

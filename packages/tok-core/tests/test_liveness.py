@@ -17,11 +17,11 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams
-from tok_core.heartbeat import Heartbeat
+from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.messages import Beat, Silence
 from tok_core.processes.liveness import Liveness
-from tok_core.processes.replica import ProcessReplica
-from tok_core.request_state import OpenRequest
+from tok_core.replicas.replica import ProcessReplica
+from tok_core.runtime.heartbeat import Heartbeat
 
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

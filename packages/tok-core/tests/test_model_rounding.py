@@ -18,11 +18,11 @@ from support.parallel_models import CPU, held_by_ranks, tokens_of
 from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import make_model
+from tok_core.mesh import all_coordinates
 from tok_core.model import CausalLM, build, load, read_config
 from tok_core.model.decoder import DecoderLayer
 from tok_core.model.float16 import LIMIT
 from tok_core.model.targets import targets
-from tok_core.parallel.rank_coordinates import all_coordinates
 from tok_kernels import choose, reference
 
 LAYER = "model.layers.1."

@@ -10,7 +10,7 @@ import numpy as np
 
 from tok_core import SamplingParams
 from tok_core.messages import EngineInfo, Int64, Submit
-from tok_core.simulate_pipeline import (
+from tok_core.simulation.pipeline import (
     L40S,
     LLAMA_70B,
     NVLINK,

@@ -15,7 +15,7 @@ import torch
 from support.patience import PATIENCE, until
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, SamplingParams
-from tok_core.processes.replica import ProcessReplica
+from tok_core.replicas.replica import ProcessReplica
 
 LONG = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

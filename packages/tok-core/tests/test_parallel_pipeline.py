@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 from support.stages import carry_out, record
 from support.tiny_models import make_model
 from tok_core import SamplingParams
+from tok_core.mesh import all_coordinates
 from tok_core.messages import StepInput
-from tok_core.parallel.rank_coordinates import all_coordinates
 
 STAGES = 3
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from support.tiny_models import make_model
 from tok_core.errors import ModelError
+from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.model import CausalLM, build, dummy, load, read_config
 from tok_core.model.targets import StoredTensor, targets
-from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
 from tok_kernels import choose
 
 CPU = torch.device("cpu")

@@ -34,10 +34,10 @@ from tok_core import (
 )
 from tok_core.errors import from_wire, to_wire
 from tok_core.messages import Failed, ToEngine
-from tok_core.processes.ray_actors import RayActors
-from tok_core.processes.ray_cluster import give_back_room, join_cluster
-from tok_core.processes.ray_member import NICENESS, Whereabouts, take_usual_priority
-from tok_core.processes.ray_replica import RayReplica
+from tok_core.replicas.ray_actors import RayActors
+from tok_core.replicas.ray_cluster import give_back_room, join_cluster
+from tok_core.replicas.ray_member import NICENESS, Whereabouts, take_usual_priority
+from tok_core.replicas.ray_replica import RayReplica
 
 PROMPTS = random_prompts((3, 17, 40, 65))
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -19,7 +19,12 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, EngineError, SamplingParams
-from tok_core.embedding import EmbedRequest
+from tok_core.engine.request_stream import RequestStream
+from tok_core.engine.requests.embedding import EmbedRequest
+from tok_core.engine.requests.prompt_logprobs import PromptLogprobs
+from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests.streamed_request import StreamedRequest
+from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
 from tok_core.manager.admission import Admission
 from tok_core.manager.loop import Manager
 from tok_core.manager.output_processor import OutputProcessor
@@ -29,14 +34,9 @@ from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequence_starter import SequenceStarter
 from tok_core.manager.stops import StopSets
 from tok_core.messages import Submit, ToManager
-from tok_core.processes.replica import ProcessReplica
-from tok_core.prompt_logprobs import PromptLogprobs
-from tok_core.request_state import OpenRequest
-from tok_core.request_stream import RequestStream
-from tok_core.streamed_request import StreamedRequest
+from tok_core.replicas.replica import ProcessReplica
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
-from tok_core.unstreamed_request import UnstreamedRequest
 
 GUILTY = [77, 77, 77]
 MARK = (5,)  # a stop token of guilty requests alone
@@ -225,7 +225,7 @@ def test_a_request_that_cannot_be_sent_fails_alone() -> None:
 
 
 def test_deaths_that_requests_caused_do_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
     core = simulated_core(engine_info(), dp=1, max_restarts=1)
     for _ in range(5):
         replica_of(core, 0).be_ready()

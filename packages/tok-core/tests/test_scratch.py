@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tok_core.processes.scratch import ScratchDirectory
+from tok_core.runtime.scratch_directory import ScratchDirectory
 
 HOLDER = """
 import sys, time
-from tok_core.processes.scratch import ScratchDirectory
+from tok_core.runtime.scratch_directory import ScratchDirectory
 kept = ScratchDirectory("sockets")
 open(kept.name + "/reports", "w").close()
 print(kept.name, flush=True)

@@ -10,9 +10,9 @@ import torch
 
 from tok_core import EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
-from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
-from tok_core.trace_files import trace_files
+from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.worker.trace import Tracer
+from tok_core.worker.trace_files import trace_files
 
 CPU = torch.device("cpu")
 STEPS = {12: torch.relu, 13: torch.tanh, 14: torch.sigmoid, 15: torch.exp}

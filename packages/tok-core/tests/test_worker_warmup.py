@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.tiny_models import make_model
+from tok_core.mesh import RankCoordinates
 from tok_core.model.config import read_config
 from tok_core.model.decoder import DecoderLayer
 from tok_core.model.registry import build
 from tok_core.model.weights import load
-from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.worker import sampling
 from tok_core.worker.cuda_graphs import kept_rows, sizes
 from tok_core.worker.dummy_steps import dummy_step, run_dummy_step

@@ -16,7 +16,7 @@ import pytest
 
 from tok_core import EngineConfig
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
-from tok_core.sampling import MAX_N
+from tok_core.sampling_params import MAX_N
 from tok_server.cli import main, make_parser
 from tok_server.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
 from tok_server.flags import ENGINE_FLAGS, engine_config, server_settings

@@ -32,7 +32,7 @@ from support.batch_services import (
 from support.batching import NAME, assert_each_once, completion_line, custom_ids, jsonl, read_jsonl
 from support.patience import PATIENCE, wait_until
 from tok_core import AsyncEngine, EngineClosed
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 from tok_server.batch import service as service_module
 from tok_server.batch import states
 from tok_server.batch.answers import Answers, LineAnswer

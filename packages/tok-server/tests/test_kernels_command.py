@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from tok_core.kernels import KernelsMeasured, KernelTime, PhaseReport
 from tok_core.model.config import read_config
 from tok_core.worker.backend import attention_shape
+from tok_core.worker.kernel_choice import KernelsMeasured, KernelTime, PhaseReport
 from tok_kernels.calibration import Measurement
 from tok_kernels.measure import Timing
 from tok_server.cli import main, make_parser

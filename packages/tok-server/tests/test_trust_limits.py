@@ -23,7 +23,7 @@ from support.idle_connections import hold
 from support.patience import PATIENCE, until, wait_until
 from support.serving import Answer, Server, serving
 from tok_core import InvalidField, SamplingParams
-from tok_core.sampling import MAX_N
+from tok_core.sampling_params import MAX_N
 from tok_server import Settings
 from tok_server.cli import make_parser
 from tok_server.connections import Connection, Listener

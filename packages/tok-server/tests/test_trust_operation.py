@@ -27,8 +27,8 @@ from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
 from support.tiny_models import make_model
 from tok_core import InvalidField
-from tok_core.log_format import FIELDS, JsonFormatter
 from tok_core.messages import Silence
+from tok_core.runtime.log_format import FIELDS, JsonFormatter
 from tok_server.telemetry import Telemetry
 
 ADMIN = {"Authorization": "Bearer root"}

@@ -15,11 +15,11 @@ from tok_core.errors import (
     TokError,
 )
 from tok_core.outputs import Completion, Delta, EmbeddingOutput, Pooling, RequestOutput, Timings, TokenLogprob
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.engine import AsyncEngine, Engine
-    from tok_core.request_stream import RequestStream
+    from tok_core.engine.engine import AsyncEngine, Engine
+    from tok_core.engine.request_stream import RequestStream
 
 __all__ = [
     "AsyncEngine",
@@ -49,7 +49,7 @@ _ENGINE = ("AsyncEngine", "Engine", "RequestStream")
 def __getattr__(name: str) -> object:
     # Deferred, so that building a configuration or a command line loads neither ZeroMQ nor torch.
     if name in _ENGINE:
-        from tok_core import engine
+        from tok_core.engine import engine
 
         return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

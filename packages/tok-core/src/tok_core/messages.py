@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
+from tok_core.mesh import RankCoordinates, Rendezvous
 from tok_core.outputs import FinishReason, Pooling
-from tok_core.parallel.rank_coordinates import RankCoordinates
-from tok_core.parallel.rendezvous import Rendezvous
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -242,7 +241,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """A process of a replica is alive, and its main loop has turned so often; see `tok_core.heartbeat`."""
+    """A process of a replica is alive, and its main loop has turned so often; see `tok_core.runtime.heartbeat`."""
 
     role: str
     turns: int

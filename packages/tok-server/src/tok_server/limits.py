@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tok_core import InvalidField
-from tok_core.sampling import MAX_N
+from tok_core.sampling_params import MAX_N
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from tok_core.garbage_collection import settle
+from tok_core.runtime.garbage_collection import settle
 
 SWITCH = 0.001  # seconds for which a thread may keep the interpreter from others that want it
 
 
 def keep_short() -> None:
-    """To be called once all is loaded. Garbage is collected less often (`tok_core.garbage_collection`), and threads
-    hand the interpreter to the event loop sooner than by default.
+    """Collect garbage less often (`tok_core.runtime.garbage_collection`); let threads yield to the event loop sooner.
+
+    Call it once everything is loaded.
     """
     settle()
     sys.setswitchinterval(SWITCH)

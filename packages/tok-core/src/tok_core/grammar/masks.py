@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.messages import Int32
+Int32 = NDArray[np.int32]
 
 MAX_CACHED_MASKS = 1024  # that are known at once: 20 MB, for a vocabulary of 150 000
 

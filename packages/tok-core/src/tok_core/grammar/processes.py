@@ -20,7 +20,7 @@ from tok_core.grammar.checker import GrammarTask
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker import COMPILING, LENGTH, MARK
-from tok_core.lifeline import keep_lifeline
+from tok_core.runtime.lifeline import keep_lifeline
 
 PIECE: Final = 1 << 18  # bytes that are read at once
 

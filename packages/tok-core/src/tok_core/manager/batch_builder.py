@@ -14,7 +14,7 @@ from tok_core.manager.grouping import Groups
 from tok_core.manager.prompt_outputs import prompt_asks
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 
 
 class Changes(NamedTuple):

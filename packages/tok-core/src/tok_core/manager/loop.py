@@ -12,7 +12,6 @@ import msgspec
 
 from tok_core.config import EngineConfig
 from tok_core.grammar.local import LocalWorkers, loader
-from tok_core.heartbeat import HEARTBEAT, TURN
 from tok_core.manager.deferred_work import runs_low
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.grammar_state import GrammarWorkers
@@ -34,6 +33,7 @@ from tok_core.messages import (
     Submit,
     ToManager,
 )
+from tok_core.runtime.heartbeat import HEARTBEAT, TURN
 
 if TYPE_CHECKING:
     from tok_core.text.tokenizer import Tokenizer

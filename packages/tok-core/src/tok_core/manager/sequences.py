@@ -13,7 +13,7 @@ from tok_core.manager.prompt_length_stats import ALONE
 from tok_core.manager.sparse import sparse_zeros
 from tok_core.messages import Float32, Int32, Int64
 from tok_core.outputs import Pooling
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tok_core.manager.grammar_state import GrammarState, MatcherState

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tok_core.errors import InvalidField
 from tok_core.manager.stop_prefilter import Bools, StopStringPrefilter, TokenRows
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 from tok_core.text.endings import EndingIndex, Endings
 from tok_core.text.piece_bytes import PieceBytes
 

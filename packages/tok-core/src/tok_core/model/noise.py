@@ -8,9 +8,9 @@ import zlib
 import torch
 
 from tok_core.errors import InvalidField
-from tok_core.heartbeat import HEARTBEAT
 from tok_core.model.decoder import CausalLM
 from tok_core.model.targets import WeightTarget, targets
+from tok_core.runtime.heartbeat import HEARTBEAT
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 BLOCK = 1 << 24  # entries drawn at once, which bounds the memory

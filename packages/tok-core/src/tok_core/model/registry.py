@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from tok_core.errors import ModelError
+from tok_core.mesh import RankCoordinates
 from tok_core.model.config import ModelConfig
 from tok_core.model.decoder import CausalLM
 from tok_core.model.layers import Placement
@@ -15,7 +16,6 @@ from tok_core.model.llama import LlamaForCausalLM
 from tok_core.model.mistral import MistralForCausalLM
 from tok_core.model.qwen2 import Qwen2ForCausalLM
 from tok_core.model.qwen3 import Qwen3ForCausalLM
-from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.parallel.tensor import TensorParallel
 from tok_kernels import Backend

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tok_core.errors import InvalidField
 from tok_core.model.fields import Fields
-from tok_core.sampling import SamplingParams
+from tok_core.sampling_params import SamplingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

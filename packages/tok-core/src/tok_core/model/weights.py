@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tok_core.errors import ModelError
-from tok_core.heartbeat import HEARTBEAT
 from tok_core.model.config import ModelConfig
 from tok_core.model.decoder import CausalLM
 from tok_core.model.float16 import keep_coarse
 from tok_core.model.targets import StoredTensor, WeightTarget, targets
+from tok_core.runtime.heartbeat import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
+from tok_core.mesh import RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.parallel.pipeline_tokens import PendingTokens, TokenReceiver, TokenSender
 from tok_core.parallel.process_groups import ProcessGroups
-from tok_core.parallel.rank_coordinates import RankCoordinates
 
 BUFFERS = 2  # of a stream on its way: one is filled, or emptied, while the stage computes what was in the other
 

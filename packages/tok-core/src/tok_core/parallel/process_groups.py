@@ -13,8 +13,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from tok_core.errors import InvalidField
-from tok_core.parallel.rank_coordinates import RankCoordinates
-from tok_core.parallel.rendezvous import Rendezvous
+from tok_core.mesh import RankCoordinates, Rendezvous
 
 _TIMEOUT = timedelta(minutes=30)  # the manager's own watch over steps ends a stuck replica long before
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from tok_core.errors import InvalidField
-from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.mesh import RankCoordinates
 
 if TYPE_CHECKING:
     from tok_core.model.config import ModelConfig

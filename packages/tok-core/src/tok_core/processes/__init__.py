@@ -1,1 +1,1 @@
-"""How manager, worker and engine run: as threads of one process, or as supervised processes of their own."""
+"""Entry points of manager and worker processes, the sockets between them, and the check that they live."""

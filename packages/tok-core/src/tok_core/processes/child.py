@@ -18,10 +18,10 @@ from typing import IO
 import zmq
 
 from tok_core.errors import TokError, to_wire
-from tok_core.heartbeat import HEARTBEAT
-from tok_core.log_format import set_format
 from tok_core.messages import Beat, Failed, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
 from tok_core.processes.sockets import Receiver, Sender
+from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.runtime.log_format import set_format
 
 log = logging.getLogger("tok_core")
 
@@ -96,13 +96,13 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
         steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)
         if work is not None:
             work(context, launch, steps)
-        from tok_core.processes.worker import run_worker
+        from tok_core.processes.worker_process import run_worker
 
         run_worker(context, launch, launch.place, steps)
     else:
         requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
-        from tok_core.processes.manager import run_manager
+        from tok_core.processes.manager_process import run_manager
 
         run_manager(context, launch, requests, outputs)
 

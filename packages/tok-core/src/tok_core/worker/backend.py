@@ -6,8 +6,8 @@ import torch
 
 from tok_core.config import EngineConfig
 from tok_core.errors import InvalidField
+from tok_core.mesh import RankCoordinates
 from tok_core.model.config import ModelConfig
-from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_kernels import AttentionShape, Backend, choose
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.heartbeat import HEARTBEAT
+from tok_core.mesh import RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.model.decoder import CausalLM
-from tok_core.parallel.rank_coordinates import RankCoordinates
+from tok_core.runtime.heartbeat import HEARTBEAT
 from tok_core.worker import step_tensors
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState

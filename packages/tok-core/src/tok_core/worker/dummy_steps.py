@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tok_core.messages import EMPTY, GroupLevel, Int32, RequestedPromptOutputs, StepInput, StepOutput, array
-from tok_core.sampling import MAX_LOGPROBS
+from tok_core.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from tok_core.worker.runner import Runner

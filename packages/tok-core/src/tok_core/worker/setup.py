@@ -11,7 +11,7 @@ import torch
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
-from tok_core.heartbeat import HEARTBEAT
+from tok_core.mesh import RankCoordinates, Rendezvous, all_coordinates
 from tok_core.messages import EngineInfo
 from tok_core.model.config import ModelConfig, read_config
 from tok_core.model.decoder import CausalLM
@@ -22,11 +22,10 @@ from tok_core.model.sampling_defaults import sampling_defaults
 from tok_core.model.weights import as_stored, load
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.process_groups import ProcessGroups, join
-from tok_core.parallel.rank_coordinates import RankCoordinates, all_coordinates
-from tok_core.parallel.rendezvous import Rendezvous
 from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.parallel.tp_calibration import calibrate
+from tok_core.runtime.heartbeat import HEARTBEAT
 from tok_core.worker.backend import (
     attention_shape,
     choose_backend,

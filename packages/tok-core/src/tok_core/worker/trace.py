@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tok_core.config import TRACE_WARM_UP, EngineConfig
 from tok_core.errors import InvalidField
-from tok_core.parallel.rank_coordinates import RankCoordinates
-from tok_core.trace_files import trace_files
+from tok_core.mesh import RankCoordinates
+from tok_core.worker.trace_files import trace_files
 
 
 class Tracer:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tok_core.hub import resolve
-from tok_core.processes.scratch import ScratchDirectory
+from tok_core.runtime.scratch_directory import ScratchDirectory
 
 KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
-from tok_core.simulate import Simulation
+from tok_core.simulation.manager import Simulation
 from tok_server.bench.manager_drive import Block, ManagerDriver
 from tok_server.bench.manager_load import LOADS, vocabulary
 from tok_server.bench.manager_result import ManagerResult

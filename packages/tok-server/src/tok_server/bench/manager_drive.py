@@ -10,7 +10,7 @@ import numpy as np
 
 from tok_core.manager.profiler import ManagerProfiler, Part
 from tok_core.messages import Cancel
-from tok_core.simulate import Simulation
+from tok_core.simulation.manager import Simulation
 from tok_server.bench.manager_load import Load
 
 MAX_FILL_FACTOR = 4  # times as many steps as planned that filling all slots may take

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
-from tok_core.engine import Prompt
+from tok_core.engine.engine import Prompt
+from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo
-from tok_core.parallel.rank_coordinates import RankCoordinates
 from tok_server.bench.bare import without_tokenizer
 from tok_server.bench.busy import Busy, busy_of_trace
 from tok_server.bench.counted import Counters, since, with_counted
@@ -48,10 +48,10 @@ def run_offline(
 def trace_offline(
     config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
 ) -> dict[RankCoordinates, Busy]:
-    """Traces `steps` steps in the middle of one more run, which takes about `of`; tells what each worker did in them.
+    """Trace `steps` steps in the middle of one more run, which takes about `of` steps, and print what each worker did.
 
-    Into `file`, and files beside it where there are several workers (`tok_core.trace_files`). On an engine of its own,
-    so that no result has the cost of tracing in it. What follows the steps is not run.
+    The trace goes to `file`, and to files beside it for further workers (`tok_core.worker.trace_files`). It runs on an
+    engine of its own, so that no result includes the cost of tracing. Steps after the traced ones are not run.
     Errors: InvalidField for too many steps; those of the engine.
     """
     with _viewing(tracing(config, file, steps, of), text) as config:

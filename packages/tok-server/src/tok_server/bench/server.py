@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from tok_core.simulate_engine import SimulatedEngine
+from tok_core.simulation.engine import SimulatedEngine
 from tok_server.app import make_app
 from tok_server.bench.server_client import RequestTally
 from tok_server.connections import listening

@@ -14,7 +14,7 @@ import msgspec
 
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.config import TRACE_STEPS
-from tok_core.trace_files import trace_file
+from tok_core.worker.trace_files import trace_file
 from tok_server.bench.result import Result, table
 from tok_server.bench.workload import Workload, read_workload
 from tok_server.default_model import model_and_name

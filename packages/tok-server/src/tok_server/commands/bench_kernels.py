@@ -13,12 +13,12 @@ from rich.table import Table
 from tok_server.flags import engine_config
 
 if TYPE_CHECKING:
-    from tok_core.kernels import KernelsMeasured, KernelTime
+    from tok_core.worker.kernel_choice import KernelsMeasured, KernelTime
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures and prints. Errors: InvalidField where there is no CUDA device, TokError."""
-    from tok_core.kernels import measure
+    from tok_core.worker.kernel_choice import measure
 
     measured = measure(engine_config(options))
     kernels = list(measured.kernels)

@@ -12,12 +12,12 @@ from tok_server.flags import engine_config
 from tok_server.kernel_flags import SIZES
 
 if TYPE_CHECKING:
-    from tok_core.kernels import PhaseReport
+    from tok_core.worker.kernel_choice import PhaseReport
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures, unless it is known, and prints. Errors: InvalidField, TokError."""
-    from tok_core.kernels import phases
+    from tok_core.worker.kernel_choice import phases
 
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     show(phases(engine_config(options), sizes, anew=options.measure), Console())

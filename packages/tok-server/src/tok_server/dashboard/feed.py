@@ -16,7 +16,7 @@ from tok_server.dashboard.history import COLUMNS, LATENCY, History
 from tok_server.metrics import EngineStats
 
 if TYPE_CHECKING:
-    from tok_core.replica_set import Health
+    from tok_core.replicas.replica_set import Health
 
 EVERY = 1.0  # second
 Row = list[float | None]

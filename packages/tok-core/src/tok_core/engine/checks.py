@@ -1,0 +1,75 @@
+"""What an engine cannot serve is refused before it is sent, by the name of the field."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from hashlib import blake2b
+
+import numpy as np
+
+from tok_core.errors import InvalidField
+from tok_core.messages import EngineInfo, Int32
+from tok_core.sampling_params import SamplingParams
+
+MAX_CACHE_SALT = 4096  # characters
+MAX_TENANT = 256  # characters of a caller's name: more than any hash has
+MIN_NUMPY_COUNT = 64  # numbers that Python compares sooner than NumPy
+
+
+def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
+    """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+    if not ids:
+        raise InvalidField("prompt", ids, "at least one token")
+    room = info.max_model_len - len(ids)
+    if room < least_room(params):
+        most, why = info.max_model_len - least_room(params), ", so that one can follow" * least_room(params)
+        raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}{why}")
+    tokens = _tokens(ids, info.vocab_size)
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise InvalidField("max_tokens", params.max_tokens, f"at most {room} after this prompt")
+    if params.min_tokens > room:
+        raise InvalidField("min_tokens", params.min_tokens, f"at most {room} after this prompt")
+    if params.grammar is not None and not has_tokenizer:
+        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no tokenizer)")
+    if params.grammar is not None and not any(token < info.vocab_size for token in info.eos_token_ids):
+        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no token that ends a text)")
+    if params.stop and not has_tokenizer:
+        raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
+    for field, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        for token in named:
+            if token >= info.vocab_size:
+                raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
+    return tokens
+
+
+def salt_of(cache_salt: str | None) -> bytes:
+    """Return the salt as the manager takes it: 16 bytes, none for None. Raise InvalidField for what is no salt."""
+    if cache_salt is None:
+        return b""
+    if type(cache_salt) is not str or not 1 <= len(cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidField("cache_salt", cache_salt, f"a string of 1 to {MAX_CACHE_SALT} characters")
+    return blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise InvalidField for what cannot name a caller."""
+    if type(tenant) is not str or len(tenant) > MAX_TENANT:
+        raise InvalidField("tenant", tenant, f"a string of at most {MAX_TENANT} characters")
+
+
+def least_room(params: SamplingParams) -> int:
+    """Positions that must be free behind a prompt."""
+    return 0 if params.max_tokens == 0 else 1
+
+
+def _tokens(ids: list[int], vocab_size: int) -> Int32:
+    with suppress(OverflowError):  # greater than 32 bits
+        if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
+            tokens = np.array(ids, np.int32)
+            if len(ids) <= MIN_NUMPY_COUNT:
+                if min(ids) >= 0 and max(ids) < vocab_size:
+                    return tokens
+            elif tokens.view(np.uint32).max() < vocab_size:  # what is negative is large
+                return tokens
+    bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+    raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")

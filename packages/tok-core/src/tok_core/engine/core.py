@@ -1,0 +1,340 @@
+"""EngineCore: an engine's life, and how requests get in and out; `Engine` and `AsyncEngine` stand on it."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from tok_core.config import EngineConfig
+from tok_core.engine.checks import check_request, check_tenant, salt_of
+from tok_core.engine.dispatcher import Dispatcher
+from tok_core.engine.notifications import notify, reported_error
+from tok_core.engine.open_requests import OpenRequests
+from tok_core.engine.output_router import OutputRouter
+from tok_core.engine.requests.embedding import EmbedRequest
+from tok_core.engine.requests.request_state import OpenRequest, Sink
+from tok_core.engine.requests.streamed_request import StreamedRequest
+from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
+from tok_core.engine.token_store import TokenStore
+from tok_core.errors import EngineClosed, InvalidField, TokError
+from tok_core.grammar import Grammar
+from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
+from tok_core.grammar.examiner import process_checker
+from tok_core.hub import resolve
+from tok_core.messages import EngineInfo, Int32
+from tok_core.outputs import Ending, Pooling
+from tok_core.replicas.replica import Replica
+from tok_core.replicas.replica_set import Health, ReplicaSet
+from tok_core.replicas.router import Router, RoutingRequest
+from tok_core.sampling_params import SamplingParams, seeded
+from tok_core.text.loading import load_text
+from tok_core.text.template import ChatTemplate
+from tok_core.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tok_core")
+
+DRAIN_LOOK = 0.1  # seconds between looks at what a replica still computes
+_FORKED = "the engine belongs to process {}, and a process forked from that cannot use it; start another one here"
+
+
+class EngineCore:
+    """Thread-safe. Callbacks of requests run on the replicas' reporting threads.
+
+    Locks are taken in this order: a request's own, then the core's. A process forked from the one that made the core
+    has none of its threads, and locks in any state: there every call raises EngineClosed or returns at once.
+    """
+
+    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
+        self._config = config
+        self._in_process = in_process
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._open = OpenRequests(self._changed)
+        self._router = Router(config.dp, config.page_size)
+        self._token_store = TokenStore()
+        self._replica_set = ReplicaSet(
+            config,
+            in_process=in_process,
+            changed=self._changed,
+            report=lambda replica, progress: self._output_router.deliver(replica, progress),
+            lost=lambda replica, reason: self._dispatcher.lose(replica, reason),
+            settled=lambda: self._dispatcher.place_held(),
+        )
+        self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
+        self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
+        self._numbers = itertools.count(1)
+        self._random = random.Random()  # of the process: asking the system each time is slow while others compute
+        self._begun = False
+        self._process = os.getpid()
+        self._closer: int | None = None  # the thread that closes
+        self._closed = threading.Event()
+        self._checker: Checker | None = None
+        self.chat_template: ChatTemplate | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs with; known once it is ready."""
+        return self._dispatcher.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's, if it has one that can be used."""
+        return self._output_router.tokenizer
+
+    def start(self) -> None:
+        """Blocks until ready. To be called once. Raises what kept the engine from starting."""
+        self._require_own_process()
+        with self._lock:
+            if self._begun or self._replica_set.closed:
+                raise EngineClosed("an engine starts once")
+            self._begun = True
+        # At the interpreter's exit a thread that still computes would abort the process.
+        atexit.register(self.close)
+        path = resolve(self._config.model, self._config.data_dir)
+        self._output_router.tokenizer, self.chat_template = load_text(path)
+        self._replica_set.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
+        self._replica_set.await_start()
+        task = GrammarTask(str(path), self.info.vocab_size, self.info.eos_token_ids)
+        self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
+
+    def close(self, drain: float = 0.0) -> None:
+        """Wait up to `drain` seconds for open requests, end the others with EngineClosed, then end the replicas.
+
+        A second call returns when the first one is done.
+        """
+        if not self._in_own_process():
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not len(self._open) or not self._replica_set.computes, drain)
+            first, replicas = not self._replica_set.closed, self._replica_set.shut()
+            if first:
+                self._closer = threading.get_ident()
+        if first:
+            try:
+                self._end(replicas)
+            finally:
+                self._closed.set()
+                atexit.unregister(self.close)  # not before: an interpreter that exits meanwhile waits for the end
+        elif self._closer != threading.get_ident():
+            self._closed.wait()
+
+    def close_soon(self) -> None:
+        """Close in a thread of its own. For a finalizer, which may run while its thread holds any lock."""
+        if self._in_own_process() and not self._replica_set.closed:
+            _thread.start_new_thread(self.close, ())  # `Thread.start` takes locks
+
+    def _end(self, replicas: list[Replica]) -> None:
+        for replica in replicas:
+            replica.close()
+        self._fail_open(lambda: EngineClosed("the engine was closed"))
+        if self._checker is not None:
+            self._checker.close()
+
+    def _in_own_process(self) -> bool:
+        return os.getpid() == self._process
+
+    def _require_own_process(self) -> None:
+        """Raise EngineClosed in a forked process."""
+        if not self._in_own_process():
+            raise EngineClosed(_FORKED.format(self._process))
+
+    def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        sink: Sink,
+        *,
+        stream: bool,
+        later: bool = False,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> OpenRequest:
+        """A new request, told of token by token if `stream`, else of a sample at a time, when that has ended.
+
+        `later`: it is sent no later than with the next one without, or by `flush`.
+
+        Raises InvalidField for what cannot be served, EngineDead while nothing is. A grammar that has not been checked
+        yet is while the request is open: if it is refused, the request ends with InvalidField.
+        """
+        self._require_own_process()
+        self._dispatcher.require_ready()
+        check_tenant(tenant)
+        salt = salt_of(cache_salt)
+        ids = self.encode(prompt)
+        tokens = self.check(ids, params)
+        verdict = None if params.grammar is None else self.verdict(params.grammar, tenant=tenant)
+        if verdict is not None and params.grammar is not None and verdict.done():
+            refuse(params.grammar, verdict.result())
+            verdict = None
+        if params.seed is None:
+            params = seeded(params, self._random.getrandbits(63))
+        request = self._make_request(request_id or self._new_id(), ids, params, sink, stream)
+        request.tenant, request.salt = tenant, salt
+        try:
+            asked = self._dispatcher.ask(request, tokens)
+            self._dispatcher.open(request, None if verdict is not None else asked, later=later)
+        except BaseException:
+            self._token_store.close(request.rid)
+            raise
+        if verdict is not None:
+            verdict.add_done_callback(lambda done: self._place_checked(request, asked, done))
+        return request
+
+    def verdict(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
+        """What is allowed in place of the grammar, "" if it is itself; see `Checker.begin`."""
+        self._require_own_process()
+        if self._checker is None:
+            raise EngineClosed("the engine has not been started")
+        return self._checker.begin(grammar, most, tenant)
+
+    def _place_checked(self, request: OpenRequest, asked: RoutingRequest, verdict: Future[str]) -> None:
+        """The grammar of an open request has been checked."""
+        with request.lock:
+            if request.ended():
+                return
+            try:
+                assert request.params.grammar is not None
+                refuse(request.params.grammar, verdict.result())
+                self._dispatcher.place_or_hold(request, asked)
+                return
+            except Exception as error:  # of whatever kind: nobody else would end it
+                self._dispatcher.withdraw(request)
+                request.fail(reported_error(error))
+        notify([request])
+
+    def embed(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        pooling: Pooling,
+        sink: Sink,
+        tokens: Int32,
+        tenant: str = "",
+        salt: bytes = b"",
+    ) -> EmbedRequest:
+        """A new request for the embedding of a prompt, by `params` without tokens. Raises as `submit` does.
+
+        tokens  what `check` has made of the prompt
+        salt    as `salt_of` returns it
+        """
+        self._require_own_process()
+        self._dispatcher.require_ready()
+        request = EmbedRequest(next(self._numbers), self._new_id(), ids, params, pooling, sink)
+        request.tenant, request.salt = tenant, salt
+        self._dispatcher.open(request, self._dispatcher.ask(request, tokens))
+        return request
+
+    def _make_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, sink: Sink, stream: bool
+    ) -> OpenRequest:
+        rid = next(self._numbers)
+        if stream:
+            return StreamedRequest(rid, request_id, ids, params, sink, self.tokenizer)
+        return UnstreamedRequest(rid, request_id, ids, params, sink, self.tokenizer, self._token_store)
+
+    def _new_id(self) -> str:
+        return f"req-{self._random.getrandbits(96):024x}"
+
+    def flush(self) -> None:
+        """Sends what was to be sent later."""
+        if self._in_own_process():
+            self._replica_set.flush()
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
+        if isinstance(prompt, list):
+            return prompt
+        if not isinstance(prompt, str):
+            raise InvalidField("prompt", prompt, "text, or a list of token ids")
+        if self.tokenizer is None:
+            raise InvalidField("prompt", prompt, "token ids (the model has no tokenizer)")
+        try:
+            return self.tokenizer.encode(prompt)
+        except InvalidField as error:
+            raise InvalidField("prompt", prompt, error.allowed) from None
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its samples finish with reason "abort". One that is not open is left alone."""
+        request = self._open.named(request_id) if self._in_own_process() else None
+        if request is not None:
+            self._abort(request)
+
+    def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
+        """Aborts those of the requests that are still open; their samples finish with `reason`."""
+        for request in self._open.some(rids) if self._in_own_process() else ():
+            self._abort(request, reason)
+
+    def _abort(self, request: OpenRequest, reason: Ending = "abort") -> None:
+        with request.lock:
+            self._dispatcher.withdraw(request)
+            if not request.ended():
+                try:
+                    request.abort(reason)
+                except Exception as error:
+                    log.exception("request %s cannot be aborted", request.request_id)
+                    request.fail(reported_error(error))
+        notify([request])
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def restart_replica(self, number: int, drain: float) -> None:
+        """Blocks until the replica, started anew, serves again; see `AsyncEngine.restart_replica`."""
+        self._require_own_process()
+        if not 0 <= number < self._config.dp:
+            raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
+        replica = self._replica_set.drain(number)
+        deadline = time.monotonic() + drain
+        while time.monotonic() < deadline and not self._replica_set.closed and self._dispatcher.computes(number):
+            time.sleep(DRAIN_LOOK)  # not until something changes: with many open requests that is all the time
+        self._replica_set.renew(number, replica)
+
+    def health(self) -> Health:
+        """Whether requests are served now, and by which replicas."""
+        if not self._in_own_process():
+            return Health(False, "closed", _FORKED.format(self._process))
+        return self._replica_set.health()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and gauges, of all replicas together; see `ReplicaSet.stats`."""
+        self._require_own_process()
+        return self._replica_set.stats()
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The same of each replica."""
+        self._require_own_process()
+        return self._replica_set.replica_stats()
+
+    def check(self, ids: list[int], params: SamplingParams) -> Int32:
+        """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+        return check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
+
+    def _fail_open(self, error: Callable[[], TokError]) -> None:
+        with self._lock:
+            requests = self._open.all()
+            self._dispatcher.forget(requests)
+        for request in requests:
+            with request.lock:
+                if not request.ended():
+                    request.fail(error())
+        notify(requests)
+
+
+def _model_id(model: str) -> str:
+    """What the model is called: a hub id as it is, a directory by its last part."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model

@@ -1,0 +1,80 @@
+"""What a report brings, by request. U requests and N tokens of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.engine.finished_texts import transcribe
+from tok_core.engine.requests.request_state import StreamedTokens
+from tok_core.engine.token_store import TokenStore
+from tok_core.messages import Finished, Int64, Progress
+from tok_core.text.tokenizer import Tokenizer
+
+
+class Delivery(NamedTuple):
+    """What a report brings.
+
+    counted: rids, and how many tokens of each, int64 [U]; `begun`: rids of samples that begin; `told`: tokens for
+    requests told of each; `ends` by rid.
+    """
+
+    counted: tuple[list[int], Int64]
+    begun: list[int]
+    told: StreamedTokens
+    ends: dict[int, dict[int, Finished]]
+
+    def rids(self) -> list[int]:
+        """Requests that are told something."""
+        return [*self.told.bounds, *(rid for rid in self.ends if rid not in self.told.bounds)]
+
+
+def sort_out(
+    progress: Progress, token_store: TokenStore, each_token: Set[int], tokenizer: Tokenizer | None
+) -> Delivery:
+    """Enters the report in the ledger; `each_token`: requests that are told of each token."""
+    rids, which = _grouped(progress.rid)
+    begun, first = [], 0
+    for rows in progress.rounds or [len(which)]:
+        part = slice(first, first := first + rows)
+        begun += token_store.append(rids, which[part], progress.sample[part], progress.token[part])
+    ends: dict[int, dict[int, Finished]] = {}
+    for end in progress.finished:
+        ends.setdefault(end.rid, {})[end.sample] = end
+    counted = rids, np.bincount(which, minlength=len(rids))
+    told = _told(progress, rids, which, each_token) if each_token else NOTHING
+    if progress.finished:
+        told = told._replace(whole=transcribe(progress.finished, token_store, tokenizer))
+    return Delivery(counted, begun, told, ends)
+
+
+def _grouped(rid: Int64) -> tuple[list[int], Int64]:
+    """The different ones, in order, and which of them each is. As `np.unique`, in less time where there are few."""
+    order = rid.argsort(kind="stable")
+    ordered = rid[order]
+    differs = np.ones(len(rid), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=differs[1:])
+    which = np.empty(len(rid), np.int64)
+    which[order] = differs.cumsum() - 1
+    return ordered[differs].tolist(), which
+
+
+def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> StreamedTokens:
+    wanted = np.array([rid in each_token for rid in rids], np.bool_)
+    rows = np.flatnonzero(wanted[which])
+    rows = rows[np.argsort(which[rows], kind="stable")]
+    stops = np.searchsorted(which[rows], np.flatnonzero(wanted), side="right").tolist()
+    told = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
+    return StreamedTokens(
+        progress.sample[rows].tolist(),
+        progress.token[rows].tolist(),
+        rows.tolist(),
+        dict(zip(told, pairwise([0, *stops]), strict=True)),
+    )
+
+
+NOTHING = StreamedTokens([], [], [], {})
+NO_ENDS: Mapping[int, Finished] = {}

@@ -1,0 +1,177 @@
+"""Dispatch open requests to replicas; hold them while none is ready, and re-dispatch after a death."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from tok_core.engine.checks import least_room
+from tok_core.engine.notifications import notify, reported_error
+from tok_core.engine.open_requests import OpenRequests
+from tok_core.engine.requests import request_parts
+from tok_core.engine.requests.request_parts import RequestPart
+from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.errors import EngineClosed, EngineDead
+from tok_core.messages import Cancel, EngineInfo, Int32, array
+from tok_core.replicas.replica_set import ReplicaSet
+from tok_core.replicas.router import Router, RoutingRequest
+
+log = logging.getLogger("tok_core")
+
+
+class Dispatcher:
+    """Thread-safe; `lock` is the engine's. Locks are taken in this order: a request's own, then the engine's."""
+
+    def __init__(self, replica_set: ReplicaSet, router: Router, requests: OpenRequests, lock: threading.RLock) -> None:
+        self._replica_set = replica_set
+        self._router = router
+        self._requests = requests
+        self._lock = lock
+        self.held: list[tuple[OpenRequest, RoutingRequest]] = []  # open requests that wait for a replica to be back
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs with; known once it is ready."""
+        if self._replica_set.info is None:
+            raise EngineClosed("the engine has not been started")
+        return self._replica_set.info
+
+    def require_ready(self) -> None:
+        """Raises EngineClosed or EngineDead where no replica serves."""
+        if self._replica_set.serves:  # most of the time: without the lock, which others may hold
+            return
+        with self._lock:
+            state, detail = self._replica_set.state, self._replica_set.detail
+            if state == "ready":
+                return
+            if state == "closed":
+                raise EngineClosed(detail)
+            raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
+
+    def ask(self, request: OpenRequest, tokens: Int32) -> RoutingRequest:
+        """What is to be placed. `tokens`: the request's prompt."""
+        room = self.info.max_model_len - len(tokens)
+        return self._router.ask(request.rid, tokens, request.params, room, request.salt)
+
+    def open(self, request: OpenRequest, asked: RoutingRequest | None, *, later: bool = False) -> None:
+        """Takes the request in, and gives it its replicas; `asked` None: it gets them later.
+
+        Raises InvalidField for an id that is in use, and as `require_ready` does.
+        """
+        with self._lock:
+            self.require_ready()
+            self._requests.add(request)
+            try:
+                if asked is not None:
+                    self._place(request, asked, later=later)
+            except BaseException:
+                self.withdraw(request)
+                raise
+
+    def place_or_hold(self, request: OpenRequest, asked: RoutingRequest) -> None:
+        """Of an accepted request: where no replica serves for now, it waits. Raises EngineDead where none ever will."""
+        with self._lock:
+            if self._replica_set.state in ("restarting", "unresponsive"):
+                self.held.append((request, asked))
+                return
+            self.require_ready()
+            self._place(request, asked)
+
+    def place_held(self) -> None:
+        """A replica serves again, or will never."""
+        with self._lock:
+            held, self.held = self.held, []
+        for request, asked in held:
+            with request.lock:
+                if request.ended():
+                    continue
+                try:
+                    self.place_or_hold(request, asked)
+                    continue
+                except Exception as error:
+                    self.withdraw(request)
+                    request.fail(reported_error(error))
+            notify([request])
+
+    def forget(self, requests: Sequence[OpenRequest]) -> None:
+        """They have ended."""
+        with self._lock:
+            gone = self._requests.remove(requests)
+            if self._router.several:
+                for request in gone:
+                    for part in request.parts:
+                        self._router.remove(part.replica, request.rid)
+
+    def withdraw(self, request: OpenRequest) -> None:
+        """Forgets the request, and so shall the replicas."""
+        with self._lock:
+            self.forget([request])
+            for index, part in enumerate(request.parts):
+                self._replica_set.send(part.replica, Cancel(request_parts.number(request.rid, index)))
+
+    def computes(self, replica: int) -> bool:
+        """Whether any sample is left to compute there."""
+        with self._lock:
+            every = self._requests.by_rid.values()
+            here = ((one, part) for one in every for part in one.parts if part.replica == replica)
+            return any(one.error is None and one.runs(part.samples) for one, part in here)
+
+    def lose(self, replica: int, reason: str) -> None:
+        """Of what a replica computed when it died, others compute anew what nobody has been told of; the rest fails."""
+        with self._lock:
+            self._router.forget(replica)
+            hit = self._requests.of_replica(replica)
+            first = min((one.params.priority for one in hit if one.error is None), default=None)
+        which = f" (replica {replica})" if self._router.several else ""
+        error = f"the request was open when {reason}{which}"
+        notify([request for request in hit if not self._rescue(request, replica, EngineDead(error, first))])
+
+    def _place(self, request: OpenRequest, asked: RoutingRequest, *, later: bool = False) -> None:
+        split = request.params.prompt_logprobs is None  # else each would compute them
+        shares = self._router.place(asked, range(request.params.n), self._replica_set.ready(), split=split)
+        request.parts = [RequestPart(*share) for share in shares]
+        for index in range(len(shares)):
+            self._send(request, index, asked.tokens, later=later)
+
+    def _send(self, request: OpenRequest, index: int, tokens: Int32, *, later: bool = False) -> None:
+        part = request.parts[index]
+        caller = request.tenant, request.salt
+        message = request_parts.submit(request.rid, index, part, tokens, request.params, request.pooling, *caller)
+        self._replica_set.send(part.replica, message, later=later)
+
+    def _rescue(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
+        """Whether the request goes on; if not, it has failed."""
+        with request.lock:
+            try:
+                if request.ended() or self._replay(request, replica):
+                    return True
+            except Exception:
+                log.exception("request %s cannot be computed anew", request.request_id)
+            self.withdraw(request)
+            request.fail(EngineDead(str(error), error.first_class))  # its own: raising one notes where
+            return False
+
+    def _replay(self, request: OpenRequest, lost: int) -> bool:
+        """Gives the request's parts of a dead replica to others, each part once."""
+        with self._lock:
+            ready = self._replica_set.ready()
+            every = enumerate(request.parts)
+            indices = [index for index, part in every if part.replica == lost and request.runs(part.samples)]
+            if not indices:
+                return True  # what was computed there had ended
+            if (
+                not ready
+                or self.info.max_model_len - len(request.prompt) < least_room(request.params)
+                or any(request.parts[index].again for index in indices)
+            ):
+                return False
+            if not all(request.restart(request.parts[index].samples) for index in indices):
+                return False
+            self._router.remove(lost, request.rid)
+            asked = self.ask(request, array(request.prompt))
+            for index in indices:
+                (share,) = self._router.place(asked, request.parts[index].samples, ready, split=False)
+                request.parts[index] = RequestPart(*share, again=True)
+                self._send(request, index, asked.tokens)
+            return True

@@ -1,0 +1,33 @@
+"""Notify the owners of requests, and word the errors that kept a request from being computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+
+from tok_core.engine.requests.request_state import OpenRequest, Sink
+from tok_core.errors import EngineClosed, RequestFailed, TokError
+
+log = logging.getLogger("tok_core")
+
+
+def notify(requests: Sequence[OpenRequest]) -> None:
+    """Calls each sink once; one that fails must not keep others from hearing."""
+    news: dict[Sink, list[OpenRequest]] = {}
+    for request in requests:
+        news.setdefault(request.sink, []).append(request)
+    for sink, about in news.items():
+        try:
+            sink(about)
+        except Exception:
+            log.exception("the callback of %d requests failed, %s one of them", len(about), about[0].request_id)
+
+
+def reported_error(error: Exception) -> TokError:
+    """What the owner of a request is told of whatever kept it from being computed."""
+    if isinstance(error, TokError):
+        return error
+    if isinstance(error, CancelledError):
+        return EngineClosed("the engine was closed")
+    return RequestFailed(f"the request cannot be computed: {type(error).__name__}: {error}")

@@ -1,0 +1,127 @@
+"""Route the tokens and ends in a replica's report to the open requests and notify their owners."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from tok_core.engine.delivery import NO_ENDS, Delivery, sort_out
+from tok_core.engine.dispatcher import Dispatcher
+from tok_core.engine.notifications import notify, reported_error
+from tok_core.engine.open_requests import OpenRequests
+from tok_core.engine.requests import request_parts
+from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.token_store import TokenStore
+from tok_core.errors import InvalidField, RequestFailed, TokError
+from tok_core.messages import Progress
+from tok_core.replicas.router import Router
+from tok_core.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tok_core")
+
+
+class OutputRouter:
+    """Thread-safe; `lock` is the engine's. Texts are made outside of it. `tokenizer`: set before the first report."""
+
+    def __init__(
+        self,
+        requests: OpenRequests,
+        dispatcher: Dispatcher,
+        router: Router,
+        token_store: TokenStore,
+        lock: threading.RLock,
+    ) -> None:
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._router = router
+        self._token_store = token_store
+        self._lock = lock
+        self.tokenizer: Tokenizer | None = None
+
+    def deliver(self, replica: int, progress: Progress) -> None:
+        """Hands out what one report brought: one call a sink. What cannot be handed to a request fails that request."""
+        if progress.figures_only:
+            return
+        if self._router.several:
+            progress = request_parts.of_requests(progress)
+        brought = sort_out(progress, self._token_store, self._requests.each_token, self.tokenizer)
+        open_ones = self._requests.by_rid
+        with self._lock:
+            self._note_progress(replica, progress, brought)
+            begun = self._requests.some(brought.begun)
+            changed = self._requests.some(brought.rids())
+            prompts = [(open_ones[news.rid], news) for news in progress.news() if news.rid in open_ones]
+        faults: list[tuple[OpenRequest, Exception]] = []
+        for request, news in prompts:
+            with request.lock:
+                try:
+                    request.learn(news)
+                except Exception as error:
+                    faults.append((request, error))
+        now = time.monotonic()
+        for request in begun:
+            request.begin(now)
+        for rid, reason in progress.failed:
+            for request in self._requests.some([rid]):
+                self._fail(request, RequestFailed(reason))
+        for rid, allowed in progress.refused:
+            for request in self._requests.some([rid]):
+                grammar = request.params.grammar
+                self._fail(request, InvalidField("grammar", grammar.value if grammar is not None else "", allowed))
+        self._fail_faulty(faults)
+        notify(self._advance(changed, brought, progress))
+
+    def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
+        """What the open requests and the router are to know of a report."""
+        open_ones = self._requests.by_rid
+        for rid, cached in progress.cached:
+            if rid in open_ones:
+                open_ones[rid].cached_tokens = cached
+        if not self._router.several:
+            return
+        self._router.report(replica, *brought.counted)
+        for rid, ends in brought.ends.items():
+            if rid in open_ones:
+                self._router.end(replica, rid, open_ones[rid].params, ends)
+
+    def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
+        """Return the requests whose owners get news. Fails those that cannot take in the report."""
+        heard, over = [], []
+        faults: list[tuple[OpenRequest, Exception]] = []
+        for request in requests:
+            ends = brought.ends.get(request.rid, NO_ENDS)
+            with request.lock:  # an abort comes before or after
+                if request.ended():
+                    continue
+                try:
+                    request.advance(brought.told, ends, progress)
+                except Exception as error:
+                    faults.append((request, error))
+                    continue
+                if ends and request.ended():
+                    over.append(request)
+                    if request.each_token or request.params.n > 1:  # its owner may read the end at once: its id is free
+                        self._dispatcher.forget([request])
+                elif request.told and not request.flooded:
+                    continue  # and its owner has not looked since
+                request.told = True
+                heard.append(request)
+        if over:
+            self._dispatcher.forget(over)
+            self._token_store.close_all([request.rid for request in over])
+        self._fail_faulty(faults)
+        return heard
+
+    def _fail_faulty(self, faults: list[tuple[OpenRequest, Exception]]) -> None:
+        for request, error in faults:
+            log.error("request %s cannot be answered", request.request_id, exc_info=error)
+            self._fail(request, reported_error(error))
+
+    def _fail(self, request: OpenRequest, error: TokError) -> None:
+        with request.lock:
+            if request.error is not None or not self._requests.some([request.rid]):
+                return  # it has failed or was aborted meanwhile
+            self._dispatcher.withdraw(request)
+            request.fail(error)
+        notify([request])

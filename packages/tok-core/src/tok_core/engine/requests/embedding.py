@@ -1,0 +1,71 @@
+"""EmbedRequest: a prompt whose hidden states are wanted, not what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import numpy as np
+
+from tok_core.engine.requests.request_state import OpenRequest, Sink, StreamedTokens
+from tok_core.errors import EngineError, InvalidField
+from tok_core.messages import Embedded, Finished, Float32, Progress, Scores
+from tok_core.outputs import Completion, EmbeddingOutput, Ending, Pooling
+from tok_core.sampling_params import SamplingParams
+
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+
+
+class EmbedRequest(OpenRequest):
+    """One prompt to be embedded: `params` ask for no token. Its owner is told once, when it has ended."""
+
+    each_token = False
+
+    def __init__(
+        self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, pooling: Pooling, sink: Sink
+    ) -> None:
+        super().__init__(rid, request_id, prompt, params, sink)
+        self.pooling = pooling
+        self._vector: Float32 | None = None
+
+    def learn(self, news: Scores | Embedded) -> None:
+        if isinstance(news, Embedded):
+            self._vector = news.vector
+
+    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+        for _ in ends:
+            self._count_end()
+
+    def runs(self, samples: range) -> bool:
+        return not self.ended()
+
+    def restart(self, samples: range) -> bool:
+        return True
+
+    def abort(self, reason: Ending) -> None:
+        self.fail(EngineError("the embedding was aborted"))
+
+    def _completions(self) -> list[Completion]:
+        return []
+
+    def embedding(self, *, normalize: bool, dimensions: int | None) -> EmbeddingOutput:
+        """What was asked for, once it has ended without error."""
+        assert self._vector is not None, "an embedding comes no later than the end of its request"
+        return EmbeddingOutput(self.prompt, cut(self._vector, normalize, dimensions), self.cached_tokens)
+
+
+def cut(vector: Float32, normalize: bool, dimensions: int | None) -> Float32:
+    """The first `dimensions` of the vector, of length 1 if that is wanted; one of zeros stays so."""
+    part = vector[:dimensions].astype(np.float32)
+    length = float(np.linalg.norm(part.astype(np.float64)))
+    found: Float32 = (part / length).astype(np.float32) if normalize and length > 0 else part
+    return found
+
+
+def check_embedding(pooling: str, dimensions: int | None, hidden_size: int) -> Pooling:
+    """The pooling. Raises InvalidField for what cannot be had of a model of that size."""
+    if pooling not in POOLINGS:
+        raise InvalidField("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= hidden_size):
+        raise InvalidField("dimensions", dimensions, f"integers from 1 to {hidden_size}, the model's hidden size")
+    return pooling

@@ -1,0 +1,102 @@
+"""UnstreamedRequest: a request whose owner receives each sample once, when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tok_core.engine.requests.request_state import OpenRequest, Sink, StreamedTokens, token_logprob
+from tok_core.engine.token_store import TokenStore
+from tok_core.errors import TokError
+from tok_core.messages import Finished, Progress
+from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
+from tok_core.sampling_params import SamplingParams
+from tok_core.text.tokenizer import Tokenizer
+
+FREED = 4096  # log-probabilities, each of which may have 20 likely tokens
+
+
+class UnstreamedRequest(OpenRequest):
+    """A request whose owner is told of each sample once, when it has ended. Until then its tokens are in the ledger.
+
+    Whoever calls `advance` closes its account there when it has ended by that: many do at once.
+    """
+
+    def __init__(
+        self,
+        rid: int,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        sink: Sink,
+        tokenizer: Tokenizer | None,
+        token_store: TokenStore,
+    ) -> None:
+        super().__init__(rid, request_id, prompt, params, sink)
+        self._tokenizer = tokenizer
+        self._token_store = token_store
+        self._done: list[Completion | None] = [None] * params.n
+        self._logprobs: list[list[TokenLogprob]] | None = None
+        self.each_token = params.logprobs is not None
+        if self.each_token:
+            self._logprobs = [[] for _ in range(params.n)]
+        token_store.open(rid, params.n)
+
+    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+        if self._logprobs is not None:
+            for i in range(*told.bounds.get(self.rid, (0, 0))):
+                one = token_logprob(self.params, told.tokens[i], told.rows[i], progress)
+                self._logprobs[told.samples[i]].append(one)
+        if not ends:
+            return
+        if len(ends) < self._left:  # else all of it goes at once
+            self._token_store.drop(self.rid, ends)
+        for end, ids, text in zip(ends.values(), *told.whole[self.rid], strict=True):
+            if isinstance(text, Exception):
+                raise text
+            self._end(end.sample, ids, text, end.reason, end.stop)
+
+    def runs(self, samples: range) -> bool:
+        return any(self._done[index] is None for index in samples)
+
+    def restart(self, samples: range) -> bool:
+        if any(self._done[index] is not None for index in samples):
+            return False
+        for index in samples:
+            self._token_store.take(self.rid, index)
+            if self._logprobs is not None:
+                self._logprobs[index] = []
+        if len(samples) == self.params.n:
+            self.timings.first_token = None
+        return True
+
+    def abort(self, reason: Ending) -> None:
+        for index, done in enumerate(self._done):
+            if done is None:
+                self._end(index, *self._so_far(index), reason)
+        self._token_store.close(self.rid)
+
+    def free(self) -> None:
+        for logprobs in self._logprobs or ():
+            while logprobs:  # freeing millions at once would hold the interpreter
+                del logprobs[-FREED:]
+
+    def fail(self, error: TokError) -> None:
+        super().fail(error)
+        self._token_store.close(self.rid)
+
+    def _so_far(self, index: int) -> tuple[list[int], str]:
+        """Tokens and text of a sample that is ended from outside."""
+        ids = self._token_store.take(self.rid, index)
+        if self._logprobs is not None:
+            ids = ids[: len(self._logprobs[index])]  # an abort may come between the token and its log-probability
+        return ids.tolist(), "" if self._tokenizer is None else self._tokenizer.continuation(ids)
+
+    def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:
+        logprobs = None if self._logprobs is None else self._logprobs[index]
+        self._done[index] = Completion(index, ids, text, logprobs, reason, stop)
+        self.output_tokens += len(ids)
+        self._news.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
+        self._count_end()
+
+    def _completions(self) -> list[Completion]:
+        return [done for done in self._done if done is not None]

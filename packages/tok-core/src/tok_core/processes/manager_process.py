@@ -1,0 +1,104 @@
+"""The manager process: one single-threaded loop between the engine's sockets and the workers'."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import zmq
+
+from tok_core.errors import ModelError
+from tok_core.grammar.checker import GrammarTask
+from tok_core.grammar.processes import WorkerProcesses
+from tok_core.manager.loop import Manager
+from tok_core.messages import (
+    EngineInfo,
+    FromWorker,
+    ProcessLaunch,
+    Progress,
+    StepInput,
+    StepOutput,
+    ToManager,
+    encode,
+)
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.runtime.garbage_collection import settle
+from tok_core.text.tokenizer import Tokenizer
+
+
+class SocketPorts:
+    """The manager's Ports over sockets. Every worker gets every step; one of them returns its tokens."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        launch: ProcessLaunch,
+        requests: Receiver[list[ToManager]],
+        outputs: Receiver[FromWorker],
+    ) -> None:
+        self._requests = requests
+        self._outputs = outputs
+        self._steps = [Sender(context, address) for address in launch.steps]
+        self._reports = Sender(context, launch.reports)
+        self._poller = zmq.Poller()
+        self._poller.register(self._requests.socket, zmq.POLLIN)
+        self._poller.register(self._outputs.socket, zmq.POLLIN)
+
+    def await_worker(self) -> EngineInfo:
+        """The first message of the worker that returns tokens: all are ready."""
+        info = self._outputs.wait(None)
+        assert isinstance(info, EngineInfo)
+        return info
+
+    def announce(self, info: EngineInfo) -> None:
+        """Tells the engine that requests are welcome."""
+        self._reports.send(info)
+
+    def requests(self) -> list[ToManager]:
+        return list(chain.from_iterable(self._requests.all()))
+
+    def outputs(self) -> list[StepOutput]:
+        outputs = self._outputs.all()
+        return [output for output in outputs if isinstance(output, StepOutput)]
+
+    def send(self, step: StepInput) -> None:
+        data = encode(step)
+        for worker in self._steps:
+            worker.send_bytes(data)
+
+    def report(self, progress: Progress) -> None:
+        self._reports.send(progress)
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(int(seconds * 1000))
+
+    def watch(self, descriptor: int) -> None:
+        """Makes `wait` return, too, when the descriptor is readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+
+def load_tokenizer(model: str) -> Tokenizer | None:
+    """Of whose pieces stop strings are found, and whose vocabulary grammars are for; None for a model without a usable
+    one."""
+    try:
+        return Tokenizer.load(model)
+    except ModelError:
+        return None
+
+
+def run_manager(
+    context: zmq.Context[zmq.Socket[bytes]],
+    launch: ProcessLaunch,
+    requests: Receiver[list[ToManager]],
+    outputs: Receiver[FromWorker],
+) -> None:
+    """Never returns."""
+    ports = SocketPorts(context, launch, requests, outputs)
+    tokenizer = load_tokenizer(launch.config.model)
+    info = ports.await_worker()
+    pieces = None if tokenizer is None else tokenizer.pieces
+    workers = WorkerProcesses(GrammarTask(launch.config.model, info.vocab_size, info.eos_token_ids))
+    ports.watch(workers.fileno())
+    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
+    settle()
+    ports.announce(info)
+    manager.run()

@@ -1,0 +1,58 @@
+"""The worker process: launches steps as they come; a second thread sends their tokens back as they are ready."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from pathlib import Path
+
+import torch
+import zmq
+
+from tok_core.mesh import RankCoordinates
+from tok_core.messages import ProcessLaunch, StepInput
+from tok_core.processes.child import report_failure
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.runtime.garbage_collection import settle
+from tok_core.runtime.heartbeat import HEARTBEAT, TURN
+from tok_core.worker.runner import Launched
+from tok_core.worker.setup import set_up
+
+
+def run_worker(
+    context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, place: RankCoordinates, steps: Receiver[StepInput]
+) -> None:
+    """Never returns."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.on_host))
+    rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
+    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.on_host)
+    settle()
+    launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
+    outputs = Sender(context, launch.outputs) if place.returns else None
+    if outputs is not None:
+        outputs.send(info)
+    threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
+    while True:
+        HEARTBEAT.turned()
+        step = steps.wait(TURN)
+        if step is not None:
+            launched.put(runner.launch(step))
+
+
+def leave_one_core(cores: int, workers: int = 1) -> int:
+    """Threads for each of the workers on a CPU: with no core left to manager and server, they wait for each other."""
+    return max(1, (cores - 1) // workers)
+
+
+def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: ProcessLaunch) -> None:
+    """Errors of the device surface here, where its results are waited for: they end the process."""
+    try:
+        while True:
+            output = launched.get().output()
+            if outputs is not None:
+                outputs.send(output)
+    except BaseException as error:
+        report_failure(launch, error)
+        os._exit(1)

@@ -1,0 +1,165 @@
+"""RayActors: the actors of one replica, given room, started, watched and ended together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError
+from tok_core.mesh import RankCoordinates, all_coordinates
+from tok_core.messages import Failed, ProcessLaunch, encode
+from tok_core.replicas.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
+from tok_core.replicas.ray_member import RayManager, RayWorker, Whereabouts
+from tok_core.runtime.log_format import is_json
+
+log = logging.getLogger("tok_core")
+
+GLANCE = 0.2  # seconds between looks at whether they are still wanted
+STARTING = 120.0  # seconds that Ray may take to start them; what they serve is loaded later
+ENDING = 3.0  # seconds that they may take to end: until then nobody is told; those of a host that is gone never do
+
+
+class RayActors:
+    """One bundle of a placement group a worker; the manager is with worker 0. For one thread at a time.
+
+    `closing` tells whether they are not wanted any more: then whatever waits returns early. `members` are actors by
+    role, the manager's last, `whereabouts` where they are, and `nodes` the ids of their workers' nodes.
+    """
+
+    def __init__(self, config: EngineConfig, closing: Callable[[], bool]) -> None:
+        self._config = config
+        self._closing = closing
+        self._group: PlacementGroup | None = None
+        self._runs: dict[Any, str] = {}  # what each actor does, as a reference to its result, and its role
+        self.members: dict[str, Any] = {}
+        self.whereabouts: dict[str, Whereabouts] = {}
+        self.nodes: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Returns when all are there. Raises EngineError where they cannot be."""
+        kind = kind_of_bundle(self._config)
+        self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
+        each = list(all_coordinates(self._config.pp, self._config.tp))
+        self._group = placement_group([{kind: 1.0} for _ in each], strategy="PACK")
+        await_room(self._group, self._closing)
+        if self._closing():
+            return
+        bundles = side_by_side(self._group)
+        own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
+        for place, (index, node) in zip(each, bundles, strict=True):
+            role = "worker" if place.workers == 1 else f"worker {place.number}"
+            self.nodes[role] = node
+            self.members[role] = self._actor(RayWorker, index, own).remote(place)
+        self.members["manager"] = self._actor(RayManager, bundles[0][0], {"num_cpus": 0}).remote()
+        self._locate()
+
+    def run(self, replica: int, reports: str) -> None:
+        """Lets all of them serve, reporting to that address."""
+        each = list(all_coordinates(self._config.pp, self._config.tp))
+        for role, place in zip(self.members, [*each, None], strict=True):
+            launch = self.launch(role, place, replica, reports)
+            self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role
+
+    @property
+    def requests(self) -> str:
+        """The address at which requests are read."""
+        return self.whereabouts["manager"].inboxes[0]
+
+    def ended(self) -> tuple[str, Failed | None] | None:
+        """One that has ended although it should serve, as what to say of it and its own words."""
+        done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)
+        return min(map(self._end_of, done), key=_is_effect, default=None)
+
+    def _end_of(self, run: Any) -> tuple[str, Failed | None]:
+        role = self._runs[run]
+        where = self.whereabouts[role]
+        reason = f"the {role} process {where.pid} on host {where.host}"
+        try:
+            return f"{reason} ended", Failed(*ray.get(run))
+        except RayError:  # Ray itself writes on standard error what it knows
+            return f"{reason} died", None
+
+    def end(self) -> None:
+        """Ends all, waits for that, and gives their room back."""
+        if self._group is None or not ray.is_initialized():  # nothing lives longer than the connection to the cluster
+            return
+        try:
+            for member in self.members.values():
+                ray.kill(member)
+            if self._runs:
+                ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ENDING)
+        except Exception:
+            log.exception("a replica's actors cannot be ended")
+        try:  # which ends those that are left, too
+            give_back_room(self._group)
+        except Exception:
+            log.exception("a replica's room cannot be given back")
+
+    def _actor(self, kind: type, bundle: int, resources: dict[str, int]) -> Any:
+        assert self._group is not None
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return ray.remote(kind).options(**resources, max_restarts=0, scheduling_strategy=where)
+
+    def _locate(self) -> None:
+        asked = {member.whereabouts.remote(): role for role, member in self.members.items()}
+        waiting, deadline = list(asked), time.monotonic() + STARTING
+        while waiting and not self._closing():
+            done, waiting = ray.wait(waiting, timeout=GLANCE)
+            for one in done:
+                try:
+                    self.whereabouts[asked[one]] = ray.get(one)
+                except RayError as error:
+                    raise EngineError(f"the {asked[one]} process cannot be started: {error}") from None
+            if waiting and time.monotonic() > deadline:
+                raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
+
+    def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
+        """What to tell one of them once all have told where they are."""
+        workers, manager = [self.whereabouts[worker] for worker in self.nodes], self.whereabouts["manager"]
+        visible = self.visible(role)
+        return ProcessLaunch(
+            role=role,
+            log_level=log.getEffectiveLevel(),
+            json_log=is_json(),
+            config=self._config,
+            replica=replica,
+            place=place,
+            requests=manager.inboxes[0],
+            reports=reports,
+            steps=[worker.inboxes[0] for worker in workers],
+            outputs=manager.inboxes[1],
+            on_host=1 if place is None else self._most_on(self.nodes[role]),
+            rendezvous=workers[0].meeting or "",
+            device=visible.index(self.whereabouts[role].gpus[0]) if visible else None,
+        )
+
+    def _most_on(self, node: str) -> int:
+        """Workers that a node may have: those of this replica, and those of others for which it has the room."""
+        own, every = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
+        others = min(every - len(self.nodes), room_of(node, kind_of_bundle(self._config)) - own)
+        return own + max(0, others)
+
+    def visible(self, role: str) -> list[str]:
+        """The GPUs of all of the replica's workers on the node of one: those can read each other's memory."""
+        if not self.whereabouts[role].gpus:
+            return []
+        same = (other for other, node in self.nodes.items() if node == self.nodes[role])
+        return [gpu for other in same for gpu in self.whereabouts[other].gpus]
+
+
+def _is_effect(end: tuple[str, Failed | None]) -> int:
+    """The larger, the more likely a process has ended because another has: one that died says nothing, and those that
+    missed it fail of that, but never of what is wrong with a model or a setting."""
+    _, failed = end
+    if failed is None:
+        return 1
+    return 2 if failed.kind == "EngineError" else 0

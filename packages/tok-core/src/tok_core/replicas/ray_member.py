@@ -1,0 +1,149 @@
+"""RayWorker, RayManager: the actors that are the parts of a replica, on whichever hosts Ray has put them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import psutil
+import ray
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import Argument, ModelError, TokError, to_wire
+from tok_core.hub import resolve
+from tok_core.mesh import RankCoordinates, Rendezvous
+from tok_core.messages import FromWorker, ProcessLaunch, StepInput, ToManager, decoder
+from tok_core.processes.child import start_beating
+from tok_core.processes.sockets import Receiver
+from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.runtime.log_format import set_format
+
+log = logging.getLogger("tok_core")
+
+NICENESS = "RAY_worker_niceness"  # a variable that Ray reads where a node starts, and hands on
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Where an actor is: its host's address, the GPUs it was given, what it reads from, and where worker 0 listens."""
+
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+    inboxes: tuple[str, ...]
+    meeting: Rendezvous | None = None
+
+
+class _Member(ABC):
+    """An actor's constructor binds its inboxes, so that all know each other's addresses before any of them runs."""
+
+    def __init__(self) -> None:
+        self.host: str = ray.util.get_node_ip_address()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def inbox(self) -> str:
+        """An address to bind to."""
+        return f"tcp://{self.host}:*"
+
+    def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
+        """Returns only to tell what went wrong, as `to_wire` does. `data`: a Launch; `visible`: GPUs, for CUDA."""
+        launch: ProcessLaunch = decoder(ProcessLaunch).decode(data)
+        set_format(launch.role, launch.log_level, json=launch.json_log)
+        take_usual_priority()
+        if visible:  # before CUDA is asked for the first time
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        start_beating(launch)
+        try:
+            with HEARTBEAT.coarse():  # a model may be fetched
+                config = self._at_home(launch.config)
+            self.serve(msgspec.structs.replace(launch, config=config))
+        except Exception as error:
+            if not isinstance(error, TokError):
+                log.exception("%s failed", launch.role)
+            return to_wire(error)
+        raise AssertionError("what serves never returns")
+
+    @abstractmethod
+    def serve(self, launch: ProcessLaunch) -> None:
+        """Never returns."""
+
+    def _at_home(self, config: EngineConfig) -> EngineConfig:
+        """With the model's directory on this host."""
+        try:
+            return msgspec.structs.replace(config, model=str(resolve(config.model, config.data_dir)))
+        except ModelError as error:
+            raise ModelError(f"{error} (on host {self.host}; each host needs the model)") from None
+
+
+class RayWorker(_Member):
+    """A worker of a replica."""
+
+    def __init__(self, place: RankCoordinates) -> None:
+        super().__init__()
+        self._place = place
+        self._steps: Receiver[StepInput] = Receiver(self.context, self.inbox(), StepInput)
+        self._listener = None
+        if place.number == 0 and place.workers > 1:
+            self._listener = socket.create_server((self.host, 0))
+
+    def whereabouts(self) -> Whereabouts:
+        """What the others are to know."""
+        gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+        meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
+        return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
+
+    def serve(self, launch: ProcessLaunch) -> None:
+        from tok_core.processes.worker_process import run_worker
+
+        if self._listener is not None:
+            assert isinstance(launch.rendezvous, Rendezvous)
+            meeting = msgspec.structs.replace(launch.rendezvous, listener=self._listener.detach())
+            launch = msgspec.structs.replace(launch, rendezvous=meeting)
+        interface = _interface(self.host)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its own choice may be one that others cannot reach
+        run_worker(self.context, launch, self._place, self._steps)
+
+
+class RayManager(_Member):
+    """The manager of a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: Receiver[list[ToManager]] = Receiver(self.context, self.inbox(), list[ToManager])
+        self._outputs: Receiver[FromWorker] = Receiver(self.context, self.inbox(), FromWorker)
+
+    def whereabouts(self) -> Whereabouts:
+        """What the others are to know."""
+        return Whereabouts(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
+
+    def serve(self, launch: ProcessLaunch) -> None:
+        from tok_core.processes.manager_process import run_manager
+
+        run_manager(self.context, launch, self._requests, self._outputs)
+
+
+def _interface(host: str) -> str | None:
+    """The network interface that has the address, if any."""
+    found: dict[str, str] = {
+        one.address: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
+    }
+    return found.get(host)
+
+
+def take_usual_priority() -> None:
+    """Ray lets its processes wait for any other on their host, unless its user says how nice they are to be."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= 0 or NICENESS in os.environ:
+        return
+    try:
+        for thread in psutil.Process().threads():
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread.id, 0)
+    except PermissionError:
+        log.warning("runs at niceness %d, which it may not change: start Ray's nodes with %s=0", niceness, NICENESS)

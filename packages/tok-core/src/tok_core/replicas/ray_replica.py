@@ -1,0 +1,137 @@
+"""RayReplica: a replica whose manager and workers are actors of a Ray cluster, on whichever hosts it places them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import ray
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import TokError, to_wire
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Silence, ToManager
+from tok_core.processes.liveness import Liveness
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.replicas.ray_actors import RayActors
+from tok_core.replicas.replica import Death, Report
+
+log = logging.getLogger("tok_core")
+
+GLANCE = 0.2  # seconds between looks at whether all actors serve
+
+
+class RayReplica:
+    """One thread starts the actors, reads their reports, and ends them all when one of them has ended.
+
+    They die with this process, however it ends: Ray sees to that. `index` counts the engine's replicas. `model`: a
+    directory that all hosts have, or a hub id.
+    """
+
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death, *, model: str) -> None:
+        path = Path(model).expanduser()
+        config = msgspec.structs.replace(config, model=str(path.resolve()) if path.is_dir() else model)
+        self._config = config
+        self._index = index
+        self._report = report
+        self._death = death
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._reports: Receiver[FromProcess] | None = None
+        self._silent = ""
+        self._requests: Sender | None = None
+        self.actors = RayActors(config, self._closing.is_set)
+        self._thread = threading.Thread(target=self._run, name="ray-replica", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, messages: Sequence[ToManager]) -> None:
+        with self._lock:
+            if self._requests is not None:  # else it has just ended: its death is about to be told
+                self._requests.send(messages)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        by_request = False
+        try:
+            reason, by_request = self._serve()
+        except BaseException as error:  # else nobody would hear of the thread's end
+            if not isinstance(error, TokError):
+                log.exception("the replica failed")
+            self._report(Failed(*to_wire(error)))
+            reason = "the replica's actors cannot be started or watched"
+        try:
+            self._end()
+        finally:
+            if not self._closing.is_set():
+                self._death(self, reason, by_request=by_request)
+
+    def _serve(self) -> tuple[str, bool]:
+        """Returns why it ends, and whether a request is to blame."""
+        self.actors.start()
+        if self._closing.is_set():
+            return "", False
+        host = ray.util.get_node_ip_address()  # as others know this one
+        reports = self._reports = Receiver(self._context, f"tcp://{host}:*", FromProcess)
+        with self._lock:
+            self._requests = Sender(self._context, self.actors.requests)
+        self.actors.run(self._index, reports.address)
+        liveness = Liveness(self.actors.members, self._config)
+        while not self._closing.is_set():
+            self._read(reports, liveness, GLANCE)
+            if hung := liveness.hung:
+                return hung, hung.startswith("the manager")
+            ended = self.actors.ended()
+            if ended is not None:
+                reason, failed = ended
+                if failed is not None:
+                    self._report(failed)
+                # The manager's own errors are of other kinds.
+                unforeseen = failed is not None and failed.kind == "EngineError"
+                return reason, unforeseen and reason.startswith("the manager")
+        return "", False
+
+    def _read(self, reports: Receiver[FromProcess], liveness: Liveness, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            message = reports.wait(left)
+            if isinstance(message, Beat):
+                liveness.hear(message)
+            elif message is not None:
+                if isinstance(message, EngineInfo):
+                    liveness.serve()
+                self._report(message)
+        liveness.look()
+        if liveness.silent != self._silent:
+            self._silent = liveness.silent
+            self._report(Silence(self._silent))
+
+    def _end(self) -> None:
+        self.actors.end()
+        if self._reports is not None:
+            self._read_rest(self._reports)
+        with self._lock:
+            if self._requests is not None:
+                self._requests.close(linger=0)
+                self._requests = None
+        self._context.term()
+
+    def _read_rest(self, reports: Receiver[FromProcess]) -> None:
+        """What a dying process had to say."""
+        try:
+            for message in reports.all():
+                if not isinstance(message, Beat):
+                    self._report(message)
+        except Exception:
+            log.exception("a last report of the engine's processes cannot be handled")
+        reports.close()

@@ -1,0 +1,294 @@
+"""Replica: one manager and its workers, started, watched and ended together — as processes, or as one thread."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.errors import TokError, to_wire
+from tok_core.mesh import RankCoordinates, all_coordinates
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, ProcessLaunch, Silence, ToEngine, ToManager
+from tok_core.processes.child import FAULTY, write_launch
+from tok_core.processes.liveness import Liveness
+from tok_core.processes.local_ports import Closed, LocalPorts
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.runtime.lifeline import keep_lifeline
+from tok_core.runtime.log_format import is_json
+from tok_core.runtime.scratch_directory import ScratchDirectory
+
+log = logging.getLogger("tok_core")
+
+if TYPE_CHECKING:
+    from tok_core.manager.loop import Manager
+
+Report = Callable[[ToEngine], None]
+
+
+class Death(Protocol):
+    """Hears of a replica's end, and why. `by_request`: what it was asked to compute is to blame, and not a device."""
+
+    def __call__(self, replica: Replica, reason: str, *, by_request: bool = False) -> None: ...
+
+
+class Replica(Protocol):
+    """What an engine needs of a replica. Reports and the death come on a thread of the replica's own."""
+
+    def start(self) -> None:
+        """Begins; an EngineInfo is reported once it is ready."""
+        ...
+
+    def send(self, messages: Sequence[ToManager]) -> None:
+        """From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Ends it and waits for that; no death is reported."""
+        ...
+
+
+class ThreadReplica:
+    """Manager and worker in a thread of this process; `index` counts the engine's replicas."""
+
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
+        self._config = config
+        self._index = index
+        self._report = report
+        self._death = death
+        self._ports: LocalPorts | None = None
+        self.manager: Manager | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, messages: Sequence[ToManager]) -> None:
+        ports = self._ports
+        if ports is not None:  # else it has just failed: its death is about to be told
+            for message in messages:
+                ports.submit(message)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._ports is not None:
+            self._ports.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        failed, reason, by_request = None, "", False
+        try:
+            self._serve()
+        except Closed:
+            pass
+        except BaseException as error:  # else nobody would hear of the thread's end
+            failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
+            known = isinstance(error, TokError)
+            if not known:
+                log.exception("the replica failed")
+            # The worker's errors may be the device's fault; the manager does nothing but what requests ask for.
+            by_request = self._ports is not None and not self._ports.computing and not known
+        # Free weights and cache before another replica measures memory, and before `close` returns: the thread that
+        # closes a dropped engine must not still be freeing tensors when the interpreter exits.
+        self._ports = self.manager = None
+        if failed is not None:
+            self._report(failed)
+            self._death(self, reason, by_request=by_request)
+
+    def _serve(self) -> None:
+        from tok_core.manager.loop import Manager
+        from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
+        from tok_core.processes.manager_process import load_tokenizer
+        from tok_core.worker.setup import set_up
+
+        runner, info = set_up(self._config, self._index)
+        # As many steps as LocalPorts takes; by their times the manager would wait for room that there never is.
+        config = msgspec.structs.replace(self._config, run_ahead=self._config.run_ahead or MIN_QUEUED_STEPS)
+        self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
+        if self._closed.is_set():
+            return
+        tokenizer = load_tokenizer(self._config.model)
+        pieces = None if tokenizer is None else tokenizer.pieces
+        self.manager = manager = Manager(config, info, ports, pieces, tokenizer=tokenizer)
+        self._report(info)
+        try:
+            manager.run()
+        finally:
+            manager.close()
+
+
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+ENDING = 20.0  # seconds that a killed process may take to be gone; one within the kernel or a driver may take for ever
+
+
+class ProcessReplica:
+    """Manager and workers as child processes. When one ends or hangs, all are ended and the death reported once.
+
+    `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
+    `program` is what they run.
+    """
+
+    program = "from tok_core.processes.child import main; sys.exit(main())"
+
+    def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
+        self._config = config
+        self._index = index
+        self._places = list(all_coordinates(config.pp, config.tp))
+        self._report = report
+        self._death = death
+        self._directory = ScratchDirectory("sockets")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._lock = threading.Lock()
+        self._ending = False
+        self._ended = threading.Event()
+        self._read_on = True
+        self._silent = ""
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self._reports: Receiver[FromProcess] = Receiver(self._context, self._address("reports"), FromProcess)
+        self._requests = Sender(self._context, self._address("requests"))
+        self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
+
+    def start(self) -> None:
+        with self._lock:
+            if self._ending:
+                return
+            for place in self._places:
+                self._spawn("worker" if place.workers == 1 else f"worker {place.number}", place)
+            self._spawn("manager", None)
+            self._liveness = Liveness(self.children, self._config)
+            self._reader.start()
+        for role in self.children:
+            threading.Thread(target=self._watch, args=(role,), name=f"watch-{role}", daemon=True).start()
+
+    def send(self, messages: Sequence[ToManager]) -> None:
+        with self._lock:
+            if not self._ending:
+                self._requests.send(messages)
+
+    def close(self) -> None:
+        if self._begin_end():
+            self._end()
+        else:
+            self._ended.wait()
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory.name}/{name}"
+
+    def _spawn(self, role: str, place: RankCoordinates | None) -> None:
+        # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
+        code = f"import sys; sys.path[:] = {sys.path!r}; {self.program}"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        self.children[role] = child  # before anything that may raise, so that `close` finds it
+        assert child.stdin is not None
+        keep_lifeline(child.stdin)
+        write_launch(child.stdin, self._launch(role, place))
+
+    def _launch(self, role: str, place: RankCoordinates | None) -> ProcessLaunch:
+        return ProcessLaunch(
+            role=role,
+            log_level=logging.getLogger("tok_core").getEffectiveLevel(),
+            json_log=is_json(),
+            config=self._config,
+            replica=self._index,
+            place=place,
+            requests=self._address("requests"),
+            reports=self._address("reports"),
+            steps=[self._address(f"steps-{one.number}") for one in self._places],
+            outputs=self._address("outputs"),
+            on_host=self._config.dp * len(self._places),
+            rendezvous=f"{self._directory.name}/rendezvous",
+        )
+
+    def _read(self) -> None:
+        try:
+            while self._read_on:
+                message = self._reports.wait(0.1)
+                if message is not None:
+                    self._hear(message)
+                if self._look():
+                    return
+        except BaseException:  # nothing would be heard any more: end the processes, and let their watchers tell
+            log.exception("a report of the engine's processes cannot be handled")
+            for child in self.children.values():
+                child.kill()
+
+    def _hear(self, message: FromProcess) -> None:
+        if isinstance(message, Beat):
+            self._liveness.hear(message)
+            return
+        if isinstance(message, EngineInfo):
+            self._liveness.serve()
+        self._report(message)
+
+    def _look(self) -> bool:
+        """Report processes that fall silent or are heard again; return whether one hangs, after seeing to its end."""
+        self._liveness.look()
+        if self._liveness.silent != self._silent:
+            self._silent = self._liveness.silent
+            self._report(Silence(self._silent))
+        if hung := self._liveness.hung:
+            fall = partial(self._fall, hung, by_request=hung.startswith("the manager"))
+            threading.Thread(target=fall, name="fall", daemon=True).start()  # it joins this one
+        return bool(hung)
+
+    def _watch(self, role: str) -> None:
+        status = self.children[role].wait()
+        if status < 0:
+            reason = f"the {role} process was killed by signal {-status}"
+        else:
+            reason = f"the {role} process exited with status {status}"
+        self._fall(reason, by_request=role == "manager" and (status == FAULTY or -status in CRASHES))
+
+    def _fall(self, reason: str, *, by_request: bool) -> None:
+        """End all processes because one has ended or hangs, and report the death; done once."""
+        if self._begin_end():
+            try:
+                self._end()
+            finally:
+                self._death(self, reason, by_request=by_request)
+
+    def _begin_end(self) -> bool:
+        """Whether the caller is the one to end the replica."""
+        with self._lock:
+            first, self._ending = not self._ending, True
+            return first
+
+    def _end(self) -> None:
+        try:
+            for child in self.children.values():
+                child.kill()
+            for role, child in self.children.items():
+                try:
+                    child.wait(ENDING)
+                except subprocess.TimeoutExpired:
+                    log.error("the %s process %d cannot be killed", role, child.pid)
+                assert child.stdin is not None
+                child.stdin.close()
+            self._read_on = False
+            if self._reader.is_alive():
+                self._reader.join()
+            self._clear_up()
+        finally:
+            self._ended.set()
+
+    def _clear_up(self) -> None:
+        try:
+            for message in self._reports.all():  # what a dying process had to say
+                if not isinstance(message, Beat):
+                    self._report(message)
+        except Exception:
+            log.exception("a last report of the engine's processes cannot be handled")
+        self._reports.close()
+        self._requests.close(linger=0)
+        self._context.term()
+        self._directory.cleanup()

@@ -1,0 +1,366 @@
+"""The replicas of an engine: started together, each restarted when it dies, and their combined state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, from_wire
+from tok_core.messages import EMPTY, EngineInfo, Failed, Progress, Silence, Stats, ToEngine, ToManager
+from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
+from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, total
+
+log = logging.getLogger("tok_core")
+
+EngineState = Literal["starting", "ready", "unresponsive", "restarting", "failed", "closed"]
+
+
+class ReplicaHealth(msgspec.Struct, frozen=True):
+    """Whether one replica serves, and if not, why."""
+
+    state: ReplicaState
+    detail: str = ""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether requests are served now, by any replica; `detail` says of each that does not serve why."""
+
+    ok: bool
+    state: EngineState
+    detail: str = ""
+    replicas: tuple[ReplicaHealth, ...] = ()
+
+
+class ReplicaSet:
+    """Thread-safe. `changed` is the engine's lock, told of every change of a state.
+
+    report  called with the number of a replica and what it reports, on a thread of the replica's own
+    lost    called with the number of a replica and the reason after its death, before it is started anew
+    settled called when a replica has begun to serve, or will not be started anew
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        in_process: bool,
+        changed: threading.Condition,
+        report: Callable[[int, Progress], None],
+        lost: Callable[[int, str], None],
+        settled: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._model_id = config.model
+        self._kind = _kind(config, in_process=in_process)
+        self._changed = changed
+        self._report = report
+        self._lost = lost
+        self._settled = settled
+        self._closed = False
+        self._outbox: dict[Replica, list[ToManager]] = {}
+        self.started = False  # whether all have been ready at once
+        self.info: EngineInfo | None = None  # since then; see `together`
+        self.records = [
+            ReplicaRecord(number, config.max_restarts, config.restart_window) for number in range(config.dp)
+        ]
+
+    def start(self, config: EngineConfig, model_id: str) -> None:
+        """Begins to start all. `config`: the engine's, with the model's directory; `model_id`: what it is called.
+
+        Raises InvalidField or EngineError where Ray cannot place them.
+        """
+        if config.ray is not None:
+            from tok_core.replicas.ray_cluster import join_cluster
+
+            join_cluster(config)
+        self._config, self._model_id = config, model_id
+        for record in self.records:
+            self._begin(record)
+
+    def await_start(self) -> None:
+        """Returns once all are ready. Raises what kept one of them, or EngineClosed; the others are then left alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.started or self.state != "starting")
+            if self._closed:
+                raise EngineClosed(self.detail)
+            if not self.started:
+                failed = next(record for record in self.records if record.state == "failed")
+                raise failed.failure or EngineDead(self.detail)
+
+    def drain(self, number: int) -> Replica | None:
+        """From now on the replica gets nothing new. Returns what runs, if it does. Raises EngineError while it begins.
+
+        To be followed by `renew`.
+        """
+        with self._changed:
+            record = self.records[number]
+            if self._closed:
+                raise EngineClosed(self.detail)
+            if record.state not in ("ready", "unresponsive", "failed"):
+                raise EngineError(f"replica {number} is {record.state} already")
+            if record.state != "failed":
+                record.drain()
+                self._changed.notify_all()
+            return record.replica
+
+    def renew(self, number: int, replica: Replica | None) -> None:
+        """Ends what `drain` returned and starts the replica anew; returns once it serves. Raises what kept it from it.
+
+        Where it has died meanwhile, this waits for what was begun because of that.
+        """
+        record = self.records[number]
+        if replica is not None:
+            replica.close()
+        with self._changed:
+            if ours := record.replica is replica and not self._closed and record.state in ("draining", "failed"):
+                record.retire()
+                self._changed.notify_all()
+        if ours:
+            try:
+                self._lost(number, f"the replica was restarted: {record.detail}")
+            finally:
+                while self._begin_again(record):
+                    pass
+                self._settled()
+        self._await_record(record)
+
+    def _await_record(self, record: ReplicaRecord) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or record.state in ("ready", "failed"))
+            if self._closed:
+                raise EngineClosed(self.detail)
+            if record.state == "failed":
+                raise record.failure or EngineDead(f"replica {record.number} is failed: {record.detail}")
+
+    def shut(self) -> list[Replica]:
+        """From now on nothing is started. Returns what the caller has to close."""
+        with self._changed:
+            self._closed = True
+            running = [record.replica for record in self.records if record.replica is not None]
+            for record in self.records:
+                record.replica = None
+            self._changed.notify_all()
+            return running
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut."""
+        return self._closed
+
+    @property
+    def serves(self) -> bool:
+        """Whether its state is "ready"."""
+        return self.started and not self._closed and "ready" in [record.state for record in self.records]
+
+    @property
+    def computes(self) -> bool:
+        """Whether any of them goes on with what it has, be it that it gets nothing new."""
+        return not self._closed and any(
+            record.state in ("ready", "unresponsive", "draining") for record in self.records
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """Ready while any replica is, once all have been."""
+        states = {record.state for record in self.records}
+        if self._closed:
+            return "closed"
+        if not self.started:
+            return "failed" if "failed" in states else "starting"
+        if "ready" in states:
+            return "ready"
+        if "unresponsive" in states:
+            return "unresponsive"
+        return "restarting" if states & {"draining", "restarting"} else "failed"
+
+    @property
+    def detail(self) -> str:
+        """Why not all is well; empty if it is."""
+        if self._closed:
+            return "the engine was closed"
+        if len(self.records) == 1:
+            return self.records[0].detail
+        ill = (record for record in self.records if record.detail)
+        return "; ".join(f"replica {record.number} is {record.state}: {record.detail}" for record in ill)
+
+    def health(self) -> Health:
+        """The state of all, and of each."""
+        with self._changed:
+            each = () if self._closed else tuple(ReplicaHealth(record.state, record.detail) for record in self.records)
+            return Health(self.state == "ready", self.state, self.detail, each)
+
+    def ready(self) -> list[int]:
+        """Numbers of the replicas that serve."""
+        with self._changed:
+            return [] if self._closed else [record.number for record in self.records if record.state == "ready"]
+
+    def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
+        """To a replica; nobody hears it where that has died. `later`: with others, at the next `flush`."""
+        with self._changed:
+            replica = self.records[number].replica
+            if replica is not None:
+                self._outbox.setdefault(replica, []).append(message)
+            if not later:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends what has waited for others to go with it."""
+        with self._changed:
+            outbox, self._outbox = self._outbox, {}
+            for replica, messages in outbox.items():
+                try:
+                    replica.send(messages)
+                except Exception:  # one of them is at fault: send each by itself
+                    self._send_each(replica, messages)
+
+    def _send_each(self, replica: Replica, messages: list[ToManager]) -> None:
+        failed = []
+        for message in messages:
+            try:
+                replica.send([message])
+            except Exception as error:
+                log.exception("a request cannot be sent to its replica")
+                failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
+        number = next((record.number for record in self.records if record.replica is replica), None)
+        if failed and number is not None:  # in a thread: a request's lock comes before the one that is held here
+            threading.Thread(target=self._report, args=(number, failures(failed)), daemon=True).start()
+
+    def stats(self) -> dict[str, float]:
+        """`Stats`, summed over the replicas' lives; `restarts`, `replicas` and `replicas_ready` count replicas."""
+        with self._changed:
+            both = total(record.stats() for record in self.records)
+            restarts, serving = sum(record.restarts for record in self.records), len(self.ready())
+        return {**_dict(both), "restarts": restarts, "replicas": len(self.records), "replicas_ready": serving}
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """`Stats` of each replica, summed over its lives, its `restarts`, and 1 or 0: whether it is `ready`."""
+        with self._changed:
+            ready = self.ready()
+            return [
+                {**_dict(record.stats()), "restarts": record.restarts, "ready": record.number in ready}
+                for record in self.records
+            ]
+
+    def _begin(self, record: ReplicaRecord) -> None:
+        with self._changed:  # `shut` either comes first, and nothing is started, or finds what to close
+            if self._closed:
+                return
+            record.failure = None
+            record.replica = self._kind(
+                self._config, record.number, partial(self._hear, record), partial(self._die, record)
+            )
+            record.replica.start()
+
+    def _hear(self, record: ReplicaRecord, message: ToEngine) -> None:
+        match message:
+            case Progress():
+                with self._changed:
+                    record.count(message.stats)
+                self._report(record.number, message)
+            case EngineInfo():
+                with self._changed:
+                    record.be_ready(message)
+                    self._note_ready()
+                self._settled()
+            case Silence():
+                with self._changed:
+                    record.hear(message)
+                    self._changed.notify_all()
+                if message.detail:
+                    log.warning("replica %d: %s", record.number, message.detail)
+                else:
+                    self._settled()
+            case Failed():
+                # The first to fail tells why; others may fail because of it, before they are ended.
+                record.failure = record.failure or from_wire(message.kind, message.arguments)
+            case _:
+                assert_never(message)
+
+    def _note_ready(self) -> None:
+        self.started |= all(one.state == "ready" for one in self.records)
+        if self.started:
+            infos = [record.info for record in self.records if record.info is not None]
+            self.info = msgspec.structs.replace(together(infos), model_id=self._model_id)
+        self._changed.notify_all()
+
+    def _die(self, record: ReplicaRecord, replica: Replica, reason: str, *, by_request: bool = False) -> None:
+        """Tells of the death, and starts the replica anew unless that has been done too often."""
+        with self._changed:
+            if self._closed or replica is not record.replica:
+                return
+            started = record.state != "starting"
+            again = record.die(reason, by_request=by_request)
+            detail = record.detail
+            self._changed.notify_all()
+        if started:
+            log.error("replica %d ended: %s", record.number, reason)
+        try:
+            self._lost(record.number, detail)
+        finally:
+            while again:
+                again = self._begin_again(record)
+            self._settled()
+
+    def _begin_again(self, record: ReplicaRecord) -> bool:
+        """Whether that failed, and is to be tried once more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, record.pause())
+        try:
+            self._begin(record)
+            return False
+        except Exception as error:
+            log.exception("replica %d cannot be started anew", record.number)
+            with self._changed:
+                begun, again = record.replica, not self._closed and record.die(f"{type(error).__name__}: {error}")
+                self._changed.notify_all()
+        if begun is not None:
+            begun.close()
+        return again
+
+
+def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, int, Report, Death], Replica]:
+    """What makes a replica: of threads, of processes, or of processes that Ray places."""
+    if config.ray is None:
+        return ThreadReplica if in_process else ProcessReplica
+    if in_process:
+        raise InvalidField("ray", config.ray, "nothing within one process")
+    if find_spec("ray") is None:
+        raise InvalidField("ray", config.ray, "nothing unless Ray is installed: pip install 'tok-server[ray]'")
+    # Else Ray would send a project run by `uv run` to all hosts and run that there. It reads this when it is imported.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    from tok_core.replicas.ray_replica import RayReplica
+
+    return partial(RayReplica, model=config.model)
+
+
+def failures(failed: list[tuple[int, str]]) -> Progress:
+    """A report that tells of nothing but requests that failed, and why."""
+    numbers, none, some = np.empty(0, np.int64), EMPTY, np.empty(0, np.float32)
+    return Progress(numbers, none, none, some, EMPTY.reshape(0, 0), some.reshape(0, 0), [], [], [], [], Stats(), failed)
+
+
+def _dict(stats: Stats) -> dict[str, float]:
+    return msgspec.structs.asdict(stats)
+
+
+def together(infos: list[EngineInfo]) -> EngineInfo:
+    """Of all replicas: pages and samples that run at once are summed, limits are the least.
+
+    What else is in it is alike, or the first replica's.
+    """
+    return msgspec.structs.replace(
+        infos[0],
+        num_pages=sum(info.num_pages for info in infos),
+        max_running=sum(info.max_running for info in infos),
+        max_model_len=min(info.max_model_len for info in infos),
+        max_step_tokens=min(info.max_step_tokens for info in infos),
+    )

@@ -1,0 +1,93 @@
+"""An engine whose worker process computes nothing: to measure what a server costs. Manager and processes are real."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import zmq
+
+from tok_core.config import EngineConfig
+from tok_core.engine.engine import AsyncEngine
+from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
+from tok_core.processes import child
+from tok_core.processes.sockets import Receiver, Sender
+from tok_core.replicas.replica import Death, ProcessReplica, Report
+from tok_core.runtime.heartbeat import HEARTBEAT, TURN
+from tok_core.simulation.manager import SimulatedWorker
+from tok_core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PAGE, MAX_MODEL_LEN = 16, 1024
+
+
+class SimulatedEngine(AsyncEngine):
+    """Serves `model`'s tokenizer; tokens are random and without end. The model's own length is ignored.
+
+    step_seconds  what each step takes, during which the worker sleeps
+    """
+
+    def __init__(self, model: str, max_running: int, *, step_seconds: float = 0.0) -> None:
+        super().__init__(EngineConfig(model=model, device="cpu", max_running=max_running))
+        self._core._replica_set._kind = partial(_SimulatedReplica, step_seconds)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of manager and worker until now."""
+        found = 0.0
+        for life in self._core._replica_set.records:
+            assert isinstance(life.replica, _SimulatedReplica)
+            for process in life.replica.children.values():
+                times = psutil.Process(process.pid).cpu_times()
+                found += times.user + times.system
+        return found
+
+
+class _SimulatedReplica(ProcessReplica):
+    def __init__(self, step_seconds: float, config: EngineConfig, index: int, report: Report, death: Death) -> None:
+        super().__init__(config, index, report, death)
+        self.program = f"from tok_core.simulation.engine import main; sys.exit(main({step_seconds!r}))"
+
+
+def main(step_seconds: float) -> int:
+    """A child process of the engine; as `tok_core.processes.child.main`."""
+    return child.main(partial(_run_worker, step_seconds))
+
+
+def _run_worker(
+    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[StepInput]
+) -> None:
+    """Never returns."""
+    tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
+    assert running is not None
+    info = EngineInfo(
+        vocab_size=len(tokenizer.pieces),
+        eos_token_ids=(len(tokenizer.pieces) - 1,),
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=running * (MAX_MODEL_LEN // PAGE + 2),
+        page_size=PAGE,
+        max_running=running,
+        max_step_tokens=2 * running,
+        device="none",
+        dtype="none",
+        backend="simulated",
+    )
+    worker, outputs = SimulatedWorker(info, _for_ever), Sender(context, launch.outputs)
+    outputs.send(info)
+    over = time.monotonic()
+    while True:
+        HEARTBEAT.turned()
+        step = steps.wait(TURN)
+        if step is not None:
+            over = max(over, time.monotonic()) + step_seconds
+            output = worker.run(step, step_seconds)
+            time.sleep(max(over - time.monotonic(), 0.0))
+            outputs.send(output)
+
+
+def _for_ever(u: NDArray[np.float64]) -> Int64:
+    return np.full(len(u), 1 << 40)
