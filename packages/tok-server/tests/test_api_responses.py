@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from itertools import count
@@ -36,6 +37,8 @@ from tok_client.types import (
     ResponseRequest,
     known_fields,
 )
+from tok_core import Delta, RequestOutput
+from tok_core.text import Detokeniser
 from tok_server.errors import unavailable
 from tok_server.job import Job
 from tok_server.logprobs import TokenTexts
@@ -212,6 +215,31 @@ def test_log_probabilities_are_those_of_the_text(server: Server, fields: dict[st
     assert "".join(one.token for one in part.logprobs).strip() == part.text
     assert {len(one.top_logprobs) for one in part.logprobs} == {2}
     assert all(one.logprob == one.top_logprobs[0].logprob for one in part.logprobs)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+def test_log_probabilities_do_not_depend_on_how_many_tokens_come_together(server: Server, together: int) -> None:
+    asked = {"input": "§calls", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    job, begun = parsed(server, **asked, temperature=0)
+
+    async def computed() -> RequestOutput:
+        return await server.engine.generate(job.prompts[0], job.params).output()
+
+    output = asyncio.run_coroutine_threadsafe(computed(), server.loop).result(PATIENCE)
+    (sample,) = output.outputs
+    texts, detokeniser = TokenTexts(server.engine.tokenizer), Detokeniser(server.engine.tokenizer)  # type: ignore[arg-type]
+    form, events = ResponseForm(job, begun, texts), list[ResponseEvent]()
+    for first in range(0, len(sample.token_ids), together):
+        ids = sample.token_ids[first : first + together]
+        last = first + together >= len(sample.token_ids)
+        text = detokeniser.push(ids[:-1] if last else ids) + (detokeniser.finish() if last else "")
+        logprobs = (sample.logprobs or [])[first : first + together]
+        events += events_of(form.events(0, Delta(0, ids, text, logprobs, sample.finish_reason if last else None)))
+    wanted = msgspec.json.decode(ResponseForm(job, begun, texts).whole([output]), type=Response)
+    (said,) = (one.item for one in events if isinstance(one, OutputItemDone) and isinstance(one.item, OutputMessage))
+    (message,) = (item for item in wanted.output if isinstance(item, OutputMessage))
+    assert "".join(one.token for one in message.content[0].logprobs) == "Let me see.\n"
+    assert said.content[0].logprobs == message.content[0].logprobs
 
 
 def prompt_of(server: Server, **fields: Any) -> str:

@@ -24,7 +24,7 @@ from tok_client.types import (
     StopWhenResult,
     Usage,
 )
-from tok_core import Completion, Delta, RequestOutput, TokenLogprob
+from tok_core import Delta, RequestOutput, TokenLogprob
 from tok_core.text.detokenise import Detokeniser
 from tok_server.answer import MAX_RESPONSE_LOGPROBS, event
 from tok_server.errors import ApiError
@@ -52,6 +52,7 @@ class ResponseForm:
         self._numbers = count()
         self._reader = SampleReader(job, texts)
         self._output = ResponseOutput(self._numbers)
+        self._detokeniser = self._make_detokeniser()
         self._cut = False  # it ended early
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
@@ -59,8 +60,9 @@ class ResponseForm:
         (output,) = outputs
         (sample,) = output.outputs
         reader, written = SampleReader(self._job, self._texts), ResponseOutput(count())
-        for delta in self._steps(sample):
-            _read(delta, reader, written, self._logprobs(delta))
+        delta = Delta(0, sample.token_ids, sample.text, sample.logprobs, sample.finish_reason)
+        for step in _steps(delta, self._make_detokeniser()):
+            _read(step, reader, written, self._logprobs(step))
         used = usage(outputs, len(sample.token_ids))
         return encode(self._ended(written, sample.finish_reason == "length", _usage(used, reader.reasoning_tokens)))
 
@@ -80,7 +82,10 @@ class ResponseForm:
     def events(self, prompt: int, delta: Delta) -> bytes:
         """What the one sample gained."""
         self._cut = delta.finish_reason == "length"
-        return _events(_read(delta, self._reader, self._output, self._logprobs(delta)))
+        events: list[ResponseEvent] = []
+        for step in _steps(delta, self._detokeniser):
+            events += _read(step, self._reader, self._output, self._logprobs(step))
+        return _events(events)
 
     def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
         """It has ended."""
@@ -106,18 +111,12 @@ class ResponseForm:
             usage=used,
         )
 
-    def _steps(self, sample: Completion) -> Iterator[Delta]:
-        """The sample at once; token by token where their log-probabilities are to be told from those of its markup."""
-        ids, reason = sample.token_ids, sample.finish_reason
+    def _make_detokeniser(self) -> Detokeniser | None:
+        """Return one if text is to be read token by token: log-probabilities of text and of markup are told apart."""
         tokenizer = self._texts.tokenizer
-        if sample.logprobs is None or not self._job.markup or tokenizer is None:
-            yield Delta(0, ids, sample.text, sample.logprobs, reason)
-            return
-        detokeniser = Detokeniser(tokenizer)
-        for place, (token, logprob) in enumerate(zip(ids, sample.logprobs, strict=True)):
-            end = reason == "stop" and place == len(ids) - 1  # the token of the end, which is not shown
-            yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
-        yield Delta(0, [], detokeniser.finish(), finish_reason=reason)
+        if self._job.params.logprobs is None or not self._job.markup or tokenizer is None:
+            return None
+        return Detokeniser(tokenizer)
 
     def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
         """Of the tokens that text is made of."""
@@ -125,6 +124,19 @@ class ResponseForm:
             return []
         shown: Sequence[TokenLogprob] = [one for one in delta.logprobs or () if self._texts.shown(one.token_id)]
         return chat_logprobs(shown, self._texts).content or []
+
+
+def _steps(delta: Delta, detokeniser: Detokeniser | None) -> Iterator[Delta]:
+    """The delta itself, or, given the sample's detokeniser, each of its tokens as a delta."""
+    if detokeniser is None:
+        yield delta
+        return
+    ids, reason = delta.token_ids, delta.finish_reason
+    for place, (token, logprob) in enumerate(zip(ids, delta.logprobs or [], strict=True)):
+        end = reason == "stop" and place == len(ids) - 1  # the token of the end, which is not shown
+        yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
+    if reason is not None:
+        yield Delta(0, [], detokeniser.finish(), finish_reason=reason)
 
 
 def _read(
