@@ -134,7 +134,7 @@ def hurry(manager: Manager, hurries: Iterable[bool], deferred: DeferredWork | No
 
 def kept(manager: Manager) -> list[RetainedPrompt]:
     """The prompts that are kept for samples that have not started."""
-    return list(manager.scheduler.retained_prompts._stems.values())
+    return list(manager.scheduler.retained_prompts._retained.values())
 
 
 def check(manager: Manager) -> None:
@@ -149,7 +149,7 @@ def check(manager: Manager) -> None:
         assert request is None or request.salt == salt
         for page in table.pages[slot, : table.num_pages[slot]].tolist():
             assert salts.setdefault(page, salt) == salt
-    tails = [page for stem in retained_prompts for page in stem.tail.tolist()]
+    tails = [page for retained in retained_prompts for page in retained.tail.tolist()]
     own = [
         page
         for slot in np.flatnonzero(table.num_pages)
@@ -158,9 +158,13 @@ def check(manager: Manager) -> None:
     assert len(set(own + tails)) == len(own + tails)
     assert len(own + tails) + paging.tree.pages + paging.allocator.free == paging.num_pages
     assert manager.scheduler.retained_prompts.tails == len(tails)
-    for stem in retained_prompts:
-        assert stem.request.undrawn > 0
-        assert paging.tree.node(stem.node).depth == len(stem.pages) == (len(stem.request.prompt) - 1) // table.page_size
+    for retained in retained_prompts:
+        assert retained.request.undrawn > 0
+        assert (
+            paging.tree.node(retained.node).depth
+            == len(retained.pages)
+            == (len(retained.request.prompt) - 1) // table.page_size
+        )
     assert table.requests_running == len(set(table.rid[np.isin(table.state, (State.FREE, State.ENDED), invert=True)]))
     assert table.ended == np.count_nonzero(table.state == State.ENDED)
     paging.tree.check()

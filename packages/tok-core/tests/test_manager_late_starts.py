@@ -115,7 +115,7 @@ def test_an_idle_engine_gives_up_what_is_kept_for_the_youngest_rather_than_wait_
     younger = Request(6, np.array(PROMPT[9:12], np.int32), SamplingParams(seed=1), 2, 64)
     rest = paging.allocator.allocate(paging.available)
     paging.tree.lock(paging.tree.root)
-    scheduler.retained_prompts._stems[6] = RetainedPrompt(younger, paging.tree.root.id, EMPTY, rest, EMPTY, 1)
+    scheduler.retained_prompts._retained[6] = RetainedPrompt(younger, paging.tree.root.id, EMPTY, rest, EMPTY, 1)
     scheduler.retained_prompts.tails += len(rest)
     step = scheduler.next_step()
     assert step is not None

@@ -53,7 +53,7 @@ def all_coordinates(pp: int, tp: int) -> Iterator[RankCoordinates]:
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where workers on hosts without a common file system meet: worker 0 listens at `host` and `port`.
+    """Address at which workers on hosts without a common file system meet: worker 0 listens there.
 
     listener  file descriptor of worker 0's listening socket; None for the others
     """

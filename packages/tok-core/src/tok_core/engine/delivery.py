@@ -18,18 +18,18 @@ from tok_core.text.tokenizer import Tokenizer
 class Delivery(NamedTuple):
     """What a report brings.
 
-    counted: rids, and how many tokens of each, int64 [U]; `begun`: rids of samples that begin; `told`: tokens for
+    counted: rids, and how many tokens of each, int64 [U]; `begun`: rids of samples that begin; `streamed`: tokens for
     requests told of each; `ends` by rid.
     """
 
     counted: tuple[list[int], Int64]
     begun: list[int]
-    told: StreamedTokens
+    streamed: StreamedTokens
     ends: dict[int, dict[int, Finished]]
 
     def rids(self) -> list[int]:
         """Requests that are told something."""
-        return [*self.told.bounds, *(rid for rid in self.ends if rid not in self.told.bounds)]
+        return [*self.streamed.bounds, *(rid for rid in self.ends if rid not in self.streamed.bounds)]
 
 
 def sort_out(
@@ -45,10 +45,10 @@ def sort_out(
     for end in progress.finished:
         ends.setdefault(end.rid, {})[end.sample] = end
     counted = rids, np.bincount(which, minlength=len(rids))
-    told = _told(progress, rids, which, each_token) if each_token else NOTHING
+    streamed = _streamed_tokens(progress, rids, which, each_token) if each_token else NOTHING
     if progress.finished:
-        told = told._replace(whole=transcribe(progress.finished, token_store, tokenizer))
-    return Delivery(counted, begun, told, ends)
+        streamed = streamed._replace(whole=transcribe(progress.finished, token_store, tokenizer))
+    return Delivery(counted, begun, streamed, ends)
 
 
 def _grouped(rid: Int64) -> tuple[list[int], Int64]:
@@ -62,17 +62,17 @@ def _grouped(rid: Int64) -> tuple[list[int], Int64]:
     return ordered[differs].tolist(), which
 
 
-def _told(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> StreamedTokens:
+def _streamed_tokens(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> StreamedTokens:
     wanted = np.array([rid in each_token for rid in rids], np.bool_)
     rows = np.flatnonzero(wanted[which])
     rows = rows[np.argsort(which[rows], kind="stable")]
     stops = np.searchsorted(which[rows], np.flatnonzero(wanted), side="right").tolist()
-    told = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
+    streamed = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
     return StreamedTokens(
         progress.sample[rows].tolist(),
         progress.token[rows].tolist(),
         rows.tolist(),
-        dict(zip(told, pairwise([0, *stops]), strict=True)),
+        dict(zip(streamed, pairwise([0, *stops]), strict=True)),
     )
 
 

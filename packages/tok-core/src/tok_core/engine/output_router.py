@@ -95,7 +95,7 @@ class OutputRouter:
                 if request.ended():
                     continue
                 try:
-                    request.advance(brought.told, ends, progress)
+                    request.advance(brought.streamed, ends, progress)
                 except Exception as error:
                     faults.append((request, error))
                     continue

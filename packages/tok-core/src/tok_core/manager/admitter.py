@@ -150,12 +150,12 @@ class Admitter:
         self, builder: BatchBuilder, pending: Pending, most: int, room: int, priority: int | None
     ) -> tuple[Sequence[int] | Int64, int, int]:
         """Start samples that have been taken from the queue; returns slots, samples started, and tokens of the step."""
-        stem = self._scheduler.retained_prompts.find(pending.request) if pending.fresh else None
-        if stem is not None:
+        retained = self._scheduler.retained_prompts.find(pending.request) if pending.fresh else None
+        if retained is not None:
             most = min(most, room)
             if priority is not None:
                 self._clear(most, priority, builder)
-            slots = self._starts.start_late(stem, pending, most, self._scheduler.steps + 1)
+            slots = self._starts.start_late(retained, pending, most, self._scheduler.steps + 1)
             if len(slots):
                 builder.start(slots)
                 self._scheduler.deferred.concern(len(slots), "regrouping")

@@ -63,7 +63,7 @@ class Microbatches:
         return slots if self.count == 1 else slots[table.microbatch[slots] == self.turn]
 
     def next_turn(self) -> None:
-        """It is the next microbatch's turn."""
+        """Pass the turn to the next microbatch."""
         self.turn = (self.turn + 1) % self.count
 
     def waits(self, depth: int) -> bool:

@@ -54,7 +54,7 @@ class Paging:
         return self.num_pages - self.available
 
     def depth_in_common(self, slots: Int64) -> Int64:
-        """Pages at the beginning of each slot's sequence that other slots or stems hold, too; int64 [n]."""
+        """Pages at the beginning of each slot's sequence that other slots or retained prompts hold, too; int64 [n]."""
         table, tree = self.table, self.tree
         node = table.node[slots]
         rows = tree.alone[node].nonzero()[0]

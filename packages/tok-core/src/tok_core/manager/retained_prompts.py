@@ -41,18 +41,18 @@ class RetainedPrompts:
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
         self.tails = 0  # pages that are tails
-        self._stems: dict[int, RetainedPrompt] = {}  # by request
+        self._retained: dict[int, RetainedPrompt] = {}  # by request
 
     def find(self, request: Request) -> RetainedPrompt | None:
-        """The request's stem."""
-        return self._stems.get(request.rid)
+        """Return the request's retained prompt, if there is one."""
+        return self._retained.get(request.rid)
 
     def keep(self, request: Request, leader: int, step: int) -> None:
         """Keeps the prompt of `request`, which slot `leader` finishes to prefill in `step`, if there is room."""
         paging, size = self.paging, self.paging.page_size
         depth, rest = divmod(len(request.prompt) - 1, size)
         match = paging.tree.match(request.prompt[: depth * size], request.salt)
-        assert request.rid not in self._stems
+        assert request.rid not in self._retained
         if match.length < depth * size:
             return  # other sequences' pages, which the leader computed too, do not reach so far
         paging.tree.lock(match.node)
@@ -64,42 +64,42 @@ class RetainedPrompts:
             tail, source = paging.allocator.allocate(1), paging.table.pages[leader, depth : depth + 1].copy()
             paging.copies.add_later(source, tail)
         self.tails += len(tail)
-        self._stems[request.rid] = RetainedPrompt(request, match.node.id, match.pages, tail, source, step + 1)
+        self._retained[request.rid] = RetainedPrompt(request, match.node.id, match.pages, tail, source, step + 1)
 
-    def start(self, stem: RetainedPrompt, samples: list[int], step: int) -> Int64:
+    def start(self, retained: RetainedPrompt, samples: list[int], step: int) -> Int64:
         """Slots for `samples`, decoding from `step` on. There must be as many free slots and pages."""
-        paging, table, request = self.paging, self.paging.table, stem.request
+        paging, table, request = self.paging, self.paging.table, retained.request
         count = len(samples)
         slots = table.claim(request, samples, request.prompt)
         own = paging.allocator.allocate(count)
-        paging.share(slots, stem.node, stem.pages)
+        paging.share(slots, retained.node, retained.pages)
         paging.grow(slots, own)
-        if len(stem.tail):
-            origin = stem.source if step == stem.ready else stem.tail
+        if len(retained.tail):
+            origin = retained.source if step == retained.ready else retained.tail
             paging.copies.add(np.repeat(origin, count), own)
         table.length[slots] = len(request.prompt) - 1
         table.state[slots] = State.DECODE
         return slots
 
     def drop(self, rid: int) -> None:
-        """The request has no use for its stem any more, if it has one."""
-        stem = self._stems.pop(rid, None)
-        if stem is not None:
-            self.tails -= len(stem.tail)
-            self.paging.allocator.release(stem.tail)
-            self.paging.tree.unlock(self.paging.tree.node(stem.node))
+        """Give up the request's retained prompt, if it has one."""
+        retained = self._retained.pop(rid, None)
+        if retained is not None:
+            self.tails -= len(retained.tail)
+            self.paging.allocator.release(retained.tail)
+            self.paging.tree.unlock(self.paging.tree.node(retained.node))
 
     def held(self, priority: int) -> tuple[Int64, int]:
         """Return the nodes, int64 [n], where prompts of this and higher classes are kept, and the number of tails."""
-        kept = [stem for stem in self._stems.values() if stem.request.params.priority <= priority]
-        return np.array([stem.node for stem in kept], np.int64), sum(len(stem.tail) for stem in kept)
+        kept = [retained for retained in self._retained.values() if retained.request.params.priority <= priority]
+        return np.array([retained.node for retained in kept], np.int64), sum(len(retained.tail) for retained in kept)
 
     def drop_youngest(self, below: int | None = None) -> bool:
-        """Give up the stem of the last request of the lowest class; returns whether there was one.
+        """Give up the prompt of the last request of the lowest class; returns whether there was one.
 
         below  only of classes lower than this one
         """
-        requests = (stem.request for stem in self._stems.values())
+        requests = (retained.request for retained in self._retained.values())
         last = max(requests, key=lambda one: (one.params.priority, one.arrival), default=None)
         if last is None or (below is not None and last.params.priority <= below):
             return False

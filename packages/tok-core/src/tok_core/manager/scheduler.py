@@ -348,7 +348,7 @@ class Scheduler:
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
         table, deferred = self.table, self.deferred
-        # Of microbatches it might be the same that does without each time.
+        # With several microbatches, the same one might go without each time.
         hurried = hurried and self.microbatches.count == 1
         puts_off = partial(deferred.puts_off, "regrouping", hurried=hurried, running=len(decode))
         grouping = self.groupings[self.microbatches.turn]

@@ -95,16 +95,16 @@ class SequenceStarter:
         table.length[forks] = table.length[slot]
         return forks
 
-    def start_late(self, stem: RetainedPrompt, pending: Pending, allowed: int, step: int) -> Int64:
+    def start_late(self, retained: RetainedPrompt, pending: Pending, allowed: int, step: int) -> Int64:
         """Slots of as many of the samples as there are pages for; `step` has their first decode row."""
         request = pending.request
-        room = min(allowed, self.paging.available) if stem.ready <= step else 0
+        room = min(allowed, self.paging.available) if retained.ready <= step else 0
         samples = _take(pending.samples, room)
         self._put_back(pending)
         if not samples:
             return NOBODY
         assert self.paging.room_for(len(samples))
-        slots = self.retained_prompts.start(stem, samples, step)
+        slots = self.retained_prompts.start(retained, samples, step)
         request.undrawn -= len(samples)
         if not request.undrawn:
             self.retained_prompts.drop(request.rid)

@@ -1,1 +1,1 @@
-"""What every process needs: heartbeat, lifeline to its parent, log format, scratch directories, garbage collection."""
+"""Primitives of every process: heartbeat, lifeline to its parent, log format, scratch directories, collector."""

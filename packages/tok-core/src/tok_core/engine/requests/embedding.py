@@ -32,7 +32,7 @@ class EmbedRequest(OpenRequest):
         if isinstance(news, Embedded):
             self._vector = news.vector
 
-    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+    def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         for _ in ends:
             self._count_end()
 

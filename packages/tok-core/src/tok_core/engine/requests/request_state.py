@@ -101,7 +101,7 @@ class OpenRequest(ABC):
         return None if self._prompt_logprobs is None else self._prompt_logprobs.whole()
 
     @abstractmethod
-    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+    def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
 
     @abstractmethod

@@ -73,18 +73,18 @@ class StreamedRequest(OpenRequest):
         with self.lock:
             self._keeps, self._most_unread = False, most // each
 
-    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
-        first, end = told.bounds.get(self.rid, NOTHING)
+    def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+        first, end = streamed.bounds.get(self.rid, NOTHING)
         if first < end and not self.output_tokens:
             self.begin(time.monotonic())
         self.output_tokens += end - first
         for i in range(first, end):
-            index, token = told.samples[i], told.tokens[i]
+            index, token = streamed.samples[i], streamed.tokens[i]
             sample = self._samples[index]
             sample.fresh.append(token)
             self._changed[index] = None
             if sample.logprobs is not None:
-                sample.logprobs.append(token_logprob(self.params, token, told.rows[i], progress))
+                sample.logprobs.append(token_logprob(self.params, token, streamed.rows[i], progress))
         for index, how in ends.items():
             self._end(index, how)
         if self._most_unread is not None and self.output_tokens - self._taken > self._most_unread:

@@ -41,16 +41,16 @@ class UnstreamedRequest(OpenRequest):
             self._logprobs = [[] for _ in range(params.n)]
         token_store.open(rid, params.n)
 
-    def advance(self, told: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+    def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         if self._logprobs is not None:
-            for i in range(*told.bounds.get(self.rid, (0, 0))):
-                one = token_logprob(self.params, told.tokens[i], told.rows[i], progress)
-                self._logprobs[told.samples[i]].append(one)
+            for i in range(*streamed.bounds.get(self.rid, (0, 0))):
+                one = token_logprob(self.params, streamed.tokens[i], streamed.rows[i], progress)
+                self._logprobs[streamed.samples[i]].append(one)
         if not ends:
             return
         if len(ends) < self._left:  # else all of it goes at once
             self._token_store.drop(self.rid, ends)
-        for end, ids, text in zip(ends.values(), *told.whole[self.rid], strict=True):
+        for end, ids, text in zip(ends.values(), *streamed.whole[self.rid], strict=True):
             if isinstance(text, Exception):
                 raise text
             self._end(end.sample, ids, text, end.reason, end.stop)
