@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -68,7 +70,10 @@ def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker:
     assert checker.begin(HARD).done()  # nobody is asked a second time
 
 
-def test_a_process_that_is_killed_is_replaced(examiner: ProcessExaminer, checker: Checker) -> None:
+def test_a_process_that_is_killed_is_replaced(task: GrammarTask) -> None:
+    # Whoever is lost was compiling: with these limits the grammar would take minutes.
+    examiner = ProcessExaminer(msgspec.structs.replace(task, cpu_seconds=WAIT, memory=16 << 30))
+    checker = Checker(examiner)
     assert verdict(checker, Grammar(kind="regex", value="before")) == ""
     process = examiner.processes._process
     assert process is not None
@@ -83,6 +88,30 @@ def test_a_process_that_is_killed_is_replaced(examiner: ProcessExaminer, checker
     with pytest.raises(EngineError, match="has died"):
         lost.result(WAIT)
     assert verdict(checker, Grammar(kind="regex", value="last")) == ""
+    checker.close()
+
+
+def test_a_worker_whose_parent_died_before_it_could_ask_for_a_signal_ends_at_once() -> None:
+    """The first process forks a second, which forks a third and is killed; the third then asks to end with it."""
+    script = """
+import os, signal, sys
+from tok_core.grammar.worker import end_with
+dead, die = os.pipe()
+parent = os.fork()
+if not parent:
+    second = os.getpid()
+    if os.fork():
+        os.kill(second, signal.SIGKILL)
+    os.read(dead, 1)
+    end_with(second)
+    print("it lives", flush=True)
+    os._exit(0)
+os.waitpid(parent, 0)
+os.write(die, b".")
+"""
+    # Its output ends when the last of the three has.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: GrammarTask) -> None:

@@ -130,8 +130,9 @@ def main(number: int) -> int:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             continue
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if not pid:
+            end_with(parent)
             orders.close()
             _work(compiler, failed, task, *descriptors)
         forks[order] = pid
@@ -139,10 +140,16 @@ def main(number: int) -> int:
             os.close(descriptor)
 
 
+def end_with(parent: int) -> None:
+    """Have this process end when the process that forked it does, or at once where that has already ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended between the fork and this call, which came too late to be signalled
+        os._exit(1)
+
+
 def _work(compiler: Compiler | None, failed: str, task: GrammarTask, connection: int, shared: int) -> Never:
     """In the fork, which ends with it, in one way or another."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         mark = mmap.mmap(shared, mmap.PAGESIZE)
         with socket.socket(fileno=connection) as peer:
             _serve(Channel(peer), mark, compiler, failed, task)
