@@ -13,7 +13,7 @@ import pytest
 from support.documents import Reader, blocks_of, indented_commands, same_every_time
 from support.workspace import ROOT
 from tok_server.cli import make_parser
-from tok_server.flags import add_serve
+from tok_server.flags.engine_flags import add_serve
 
 DOCS = ROOT / "packages" / "tok-server" / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

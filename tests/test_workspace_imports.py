@@ -5,28 +5,23 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from support.workspace import ROOT, sources
+from support.workspace import PACKAGES, ROOT, sources
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """No module of `package` imports any of `forbidden`, except below the folder `unless`."""
+    """No module of `package` imports any of `forbidden`."""
 
     package: str
     forbidden: frozenset[str]
-    unless: str = ""
-
-    def files(self) -> list[Path]:
-        root = ROOT / "packages" / self.package / "src"
-        excepted = root / self.unless if self.unless else None
-        return [path for path in sources(self.package) if excepted is None or excepted not in path.parents]
 
 
 RULES = [
@@ -34,7 +29,7 @@ RULES = [
     Rule("tok-core", frozenset({"tok_server", "tok_client", "aiohttp"})),
     Rule("tok-client", frozenset({"tok_kernels", "tok_core", "tok_server", "torch", "numpy"})),
     Rule("tok-server", frozenset({"tok_kernels"})),
-    Rule("tok-server", frozenset({"torch", "triton", "flashinfer"}), unless="tok_server/demo"),
+    Rule("tok-server", frozenset({"torch", "triton", "flashinfer"})),
 ]
 
 
@@ -74,7 +69,7 @@ if True:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.package}: no {' '.join(sorted(rule.forbidden))}")
 def test_no_package_imports_against_the_arrows(rule: Rule) -> None:
-    checked = rule.files()
+    checked = sources(rule.package)
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in checked
@@ -85,33 +80,58 @@ def test_no_package_imports_against_the_arrows(rule: Rule) -> None:
     assert found == []
 
 
-def parts_imported(source: str) -> Iterator[str]:
-    """The modules and subpackages of tok_core that `source` imports, except for type checkers alone."""
+def modules_of(package: str) -> dict[str, Path]:
+    """The modules of a package, by their dotted names; a subpackage is its __init__."""
+    root = ROOT / "packages" / package / "src"
+    names = {path: path.relative_to(root).with_suffix("").parts for path in sources(package)}
+    return {".".join(name[:-1] if name[-1] == "__init__" else name): path for path, name in names.items()}
+
+
+def modules_imported(source: str, modules: Iterable[str]) -> Iterator[str]:
+    """Which of `modules` the source imports, inside functions too, except for type checkers alone."""
     tree = ast.parse(source)
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     for_types = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
-            names = [node.module] if node.module != "tok_core" else [f"tok_core.{alias.name}" for alias in node.names]
-            yield from (name.split(".")[1] for name in names if name.startswith("tok_core."))
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else node.module
 
 
 def test_an_import_for_type_checkers_makes_no_arrow() -> None:
-    source = "from tok_core import hub\nfrom tok_core.text import a\nif TYPE_CHECKING:\n    from tok_core.x import b"
-    assert list(parts_imported(source)) == ["hub", "text"]
+    source = "from a import b\nfrom a.c import d\nif TYPE_CHECKING:\n    from a.x import y"
+    assert list(modules_imported(source, {"a", "a.b", "a.c", "a.x"})) == ["a.b", "a.c"]
 
 
-def test_no_parts_of_the_engine_import_each_other_in_a_circle() -> None:
-    root = ROOT / "packages" / "tok-core" / "src" / "tok_core"
-    arrows: dict[str, set[str]] = {}
-    for path in sources("tok-core"):
-        part = path.relative_to(root).parts[0].removesuffix(".py")
-        arrows.setdefault(part, set()).update(parts_imported(path.read_text(encoding="utf-8")))
-    del arrows["__init__"]
-    for part, imported in arrows.items():
-        imported.discard(part)
-    assert len(arrows) > 15
-    TopologicalSorter(arrows).prepare()  # raises CycleError
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_two_parts_of_a_folder_import_each_other_in_a_circle(package: str) -> None:
+    """The modules and subpackages of every folder have an order: each imports earlier ones only."""
+    modules = modules_of(package)
+    imported = {
+        name: set(modules_imported(path.read_text(encoding="utf-8"), modules)) for name, path in modules.items()
+    }
+    folders = [name for name, path in modules.items() if path.name == "__init__.py"]
+    assert folders
+    for folder in folders:
+        arrows: dict[str, set[str]] = {}
+        for name, targets in imported.items():
+            if name.startswith(f"{folder}."):
+                part = name.removeprefix(f"{folder}.").partition(".")[0]
+                below = {
+                    one.removeprefix(f"{folder}.").partition(".")[0] for one in targets if one.startswith(f"{folder}.")
+                }
+                arrows.setdefault(part, set()).update(below - {part})
+        TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
+MAX_FOLDER_FILES = 16
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_holds_more_modules_than_a_reader_takes_in_at_a_glance(package: str) -> None:
+    counts = Counter(path.parent for path in sources(package) if path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_FOLDER_FILES} == {}
 
 
 HEAVY = ("torch", "triton", "transformers", "numpy", "tok_core")

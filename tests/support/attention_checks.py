@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from support.attention_cases import Case, oracle
-from tok_kernels.triton import attention
+from tok_kernels.attention.triton import attention
 
 # ‖out − expected‖ / ‖expected‖: scores and sums are float32; weights and results are of the queries' type.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}

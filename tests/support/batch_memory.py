@@ -17,7 +17,7 @@ import psutil
 from support.batching import NAME, completion_line, jsonl
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig
-from tok_server.batch.offline import Offline
+from tok_server.batch.offline.offline import Offline
 
 TENTHS = 10
 PADDING = 600

@@ -21,13 +21,13 @@ from support.serving import serving
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings
 from tok_server import serve as serve_module
-from tok_server.batch.offline import Offline
+from tok_server.batch.offline.offline import Offline
 
 TESTS = Path(__file__).resolve().parents[1]
 LOADED = [
     "tok_core.processes.manager_process",
-    "tok_core.worker.setup",
-    "tok_kernels.reference",
+    "tok_core.worker.startup.setup",
+    "tok_kernels.backends.reference",
     "support.batch_process",
 ]
 

@@ -12,12 +12,12 @@ from support.batching import NAME, Line, completion_line, jsonl
 from support.patience import PATIENCE
 from tok_client.types import UNSET, Batch, FileObject
 from tok_core import AsyncEngine, EngineConfig
-from tok_server.batch.clock import Clock
-from tok_server.batch.service import BatchLimits, BatchService
-from tok_server.batch.store import ENDED, StoredJob
-from tok_server.endpoints import ServedModel
-from tok_server.ids import new_id
-from tok_server.tools.formats import Formats
+from tok_server.batch.api.service import BatchLimits, BatchService
+from tok_server.batch.storage.clock import Clock
+from tok_server.batch.storage.store import ENDED, StoredJob
+from tok_server.openai.endpoints import ServedModel
+from tok_server.parsing.formats import Formats
+from tok_server.wire.ids import new_id
 
 RUNNING = 16
 LINES = [completion_line(number, max_tokens=6, ignore_eos=True) for number in range(80)]

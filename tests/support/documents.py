@@ -18,7 +18,7 @@ import msgspec
 
 from support.serving import serving
 from tok_server.cli import make_parser
-from tok_server.flags import engine_config, server_settings
+from tok_server.flags.engine_flags import engine_config, server_settings
 
 PORT = "10210"
 """The one that documents name."""

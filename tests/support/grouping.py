@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tok_core.manager.cascade import COSTS
-from tok_core.manager.grouping import Grouping
 from tok_core.manager.loop import Manager
+from tok_core.manager.prefix_groups.cascade import COSTS
+from tok_core.manager.prefix_groups.grouping import Grouping
 
 
 def group_eagerly(manager: Manager) -> None:

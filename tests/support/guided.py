@@ -17,8 +17,8 @@ from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
-from tok_core.grammar.processes import WorkerLost
-from tok_core.grammar.worker import COMPILING, IDLE
+from tok_core.grammar.worker_processes.processes import WorkerLost
+from tok_core.grammar.worker_processes.worker import COMPILING, IDLE
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import Request
 from tok_core.messages import EngineInfo, StepInput, StepOutput

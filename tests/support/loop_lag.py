@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tok_server.pauses import SWITCH
+from tok_server.http.pauses import SWITCH
 
 TICK = 0.002  # seconds between looks
 
@@ -34,7 +34,7 @@ class LoopLag:
 
 @contextmanager
 def server_pauses() -> Iterator[None]:
-    """Treat garbage and threads as in a server (`tok_server.pauses`) meanwhile."""
+    """Treat garbage and threads as in a server (`tok_server.http.pauses`) meanwhile."""
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from support.sequences import Sequences
 from tok_core.mesh import RankCoordinates
-from tok_core.model import CausalLM, build, load, read_config
+from tok_core.models import CausalLM, build, load, read_config
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.parallel.tensor import TensorParallel
-from tok_core.worker.dummy_steps import dummy_step
-from tok_core.worker.gemm_warmup import warm_up_gemms
 from tok_core.worker.sampling import CHUNK, sample_tokens, sampling_arrays
+from tok_core.worker.startup.dummy_steps import dummy_step
+from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.state import WorkerState
 from tok_kernels import choose
 

@@ -11,9 +11,9 @@ import numpy as np
 from support.grouping import group_eagerly
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.deferred_work import DeferredWork
+from tok_core.manager.batch.deferred_work import DeferredWork
+from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.loop import Manager
-from tok_core.manager.retained_prompts import RetainedPrompt
 from tok_core.manager.sequences import State
 from tok_core.messages import EngineInfo, Submit, ToManager
 

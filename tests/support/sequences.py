@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tok_core.model import CausalLM
+from tok_core.models import CausalLM
 from tok_kernels import AttentionBatch, LayerCache
 
 

@@ -20,10 +20,10 @@ from support.patience import PATIENCE
 from support.patience import wait_until as wait_until
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings, make_app
-from tok_server.connections import listening
-from tok_server.context import CONTEXT, Context
+from tok_server.http.connections import listening
+from tok_server.http.context import CONTEXT, Context
+from tok_server.http.tls import server_context
 from tok_server.serve import listen
-from tok_server.tls import server_context
 
 NAME = "tiny"
 

@@ -17,8 +17,8 @@ from tok_client import (
     StreamError,
     TokError,
 )
-from tok_client.backoff import may_retry
 from tok_client.errors import event_error, status_error
+from tok_client.transport.backoff import may_retry
 
 BROKEN = APIConnectionError("broken")
 

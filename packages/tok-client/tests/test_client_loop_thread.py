@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.patience import PATIENCE, until
-from tok_client import loop_thread
-from tok_client.loop_thread import LoopThread
+from tok_client.transport import loop_thread
+from tok_client.transport.loop_thread import LoopThread
 
 
 async def nothing() -> None:

@@ -26,7 +26,7 @@ from tok_client import (
     TokError,
 )
 from tok_client.mapping.progress import MappingProgress
-from tok_client.params import Conversation
+from tok_client.requests.params import Conversation
 
 
 @pytest_asyncio.fixture

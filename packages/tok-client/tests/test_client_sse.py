@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_client.errors import APIResponseError
-from tok_client.sse import ServerSentEvent, SSEDecoder
+from tok_client.transport.sse import ServerSentEvent, SSEDecoder
 
 WHOLE = (
     "\ufeff: a comment\r\n"

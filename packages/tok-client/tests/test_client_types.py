@@ -16,7 +16,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from pydantic import BaseModel
 
 from tok_client import types as wire
-from tok_client.params import ChatCompletionParams, CompletionParams
+from tok_client.requests.params import ChatCompletionParams, CompletionParams
 from tok_client.types import UNSET, known_fields
 
 EXTENSIONS = {

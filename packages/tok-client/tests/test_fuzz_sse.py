@@ -15,11 +15,11 @@ from yarl import URL
 
 from support.fuzzing import VALUES, fuzzed, torn
 from tok_client import TokError
-from tok_client.call import Call
 from tok_client.errors import APIResponseError
-from tok_client.generation import CHAT, COMPLETION, RESPONSE
-from tok_client.sse import SSEDecoder
-from tok_client.streaming import AsyncStream
+from tok_client.requests.generation import CHAT, COMPLETION, RESPONSE
+from tok_client.transport.call import Call
+from tok_client.transport.sse import SSEDecoder
+from tok_client.transport.streaming import AsyncStream
 
 LINES = [b"data: ", b"data:", b"data", b"event: ", b"event: error", b"id: 1", b"retry: x", b":", b": hi", b"[DONE]"]
 ENDS = [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r", b"\r\n\r\n"]

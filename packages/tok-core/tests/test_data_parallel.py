@@ -22,8 +22,8 @@ from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, RequestOutpu
 from tok_core.messages import StepInput
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.replicas.replica_record import ReplicaRecord
-from tok_core.worker import setup
 from tok_core.worker.runner import Launched, Runner
+from tok_core.worker.startup import setup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

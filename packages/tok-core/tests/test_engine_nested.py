@@ -10,8 +10,8 @@ import pytest
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import RequestOutput, SamplingParams
-from tok_core.manager.cascade import CascadeCosts
-from tok_core.manager.grouping import Grouping
+from tok_core.manager.prefix_groups.cascade import CascadeCosts
+from tok_core.manager.prefix_groups.grouping import Grouping
 from tok_core.messages import StepInput
 
 PARAMS = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)

@@ -21,8 +21,8 @@ from tok_core.errors import InvalidField
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask
 from tok_core.grammar.compiler import Compiler
-from tok_core.grammar.examiner import ProcessExaminer
 from tok_core.grammar.kinds import Kind
+from tok_core.grammar.worker_processes.examiner import ProcessExaminer
 from tok_core.text.tokenizer import Tokenizer
 
 VOCABULARY = 512

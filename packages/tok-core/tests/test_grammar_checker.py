@@ -20,7 +20,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
-from tok_core.grammar.examiner import ProcessExaminer, process_checker
+from tok_core.grammar.worker_processes.examiner import ProcessExaminer, process_checker
 
 GOOD = Grammar(kind="regex", value="a|b")
 BAD = Grammar(kind="regex", value="(a")
@@ -95,7 +95,7 @@ def test_a_worker_whose_parent_died_before_it_could_ask_for_a_signal_ends_at_onc
     """The first process forks a second, which forks a third and is killed; the third then asks to end with it."""
     script = """
 import os, signal, sys
-from tok_core.grammar.worker import end_with
+from tok_core.grammar.worker_processes.worker import end_with
 dead, die = os.pipe()
 parent = os.fork()
 if not parent:
@@ -226,7 +226,7 @@ def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: GrammarTas
 def test_where_no_process_can_be_started_nobody_waits_for_ever(
     task: GrammarTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_core.grammar.processes.sys.executable", "/no/such/python")
+    monkeypatch.setattr("tok_core.grammar.worker_processes.processes.sys.executable", "/no/such/python")
     checker = Checker(ProcessExaminer(task))
     with pytest.raises(EngineError, match=r"cannot be checked: .*No such file"):
         verdict(checker, GOOD)

@@ -36,9 +36,9 @@ from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.masks import MaskCache
-from tok_core.grammar.worker import IDLE
-from tok_core.manager import grouping
+from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.manager.loop import Manager
+from tok_core.manager.prefix_groups import grouping
 from tok_core.manager.sequences import State
 from tok_core.messages import Cancel, Finished, ToManager
 

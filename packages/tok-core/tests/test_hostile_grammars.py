@@ -25,7 +25,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.checker import GrammarTask
-from tok_core.grammar.processes import WorkerProcesses
+from tok_core.grammar.worker_processes.processes import WorkerProcesses
 from tok_core.runtime.garbage_collection import settle
 
 VOCABULARY = 512

@@ -9,9 +9,8 @@ import pytest
 from support.backlog import Lengths, LengthWorker, bimodal, fill, geometric, log_normal
 from support.schedules import engine_info, make_manager, submit
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.forecast import admissible
-from tok_core.manager.loop import Manager
-from tok_core.manager.page_watermark import (
+from tok_core.manager.admission.forecast import admissible
+from tok_core.manager.admission.page_watermark import (
     INITIAL_SEQUENCES,
     MAX_PAGE_SHARE,
     MAX_SEQUENCES,
@@ -21,7 +20,8 @@ from tok_core.manager.page_watermark import (
     SEQUENCES_STEP,
     PageWatermark,
 )
-from tok_core.manager.staggered_admission import CURVE_STEPS, FULL_SHARE, STREAM_SHARE, StaggeredAdmission
+from tok_core.manager.admission.staggered_admission import CURVE_STEPS, FULL_SHARE, STREAM_SHARE, StaggeredAdmission
+from tok_core.manager.loop import Manager
 from tok_core.messages import Int64
 
 INFO = engine_info(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.schedules import check, drive, engine_info, hurry, make_manager, submit
 from support.simulated_worker import SimulatedPorts
 from tok_core import SamplingParams
-from tok_core.manager.deferred_work import BOUNDS, WORK, DeferredWork, WorkKind, runs_low
+from tok_core.manager.batch.deferred_work import BOUNDS, WORK, DeferredWork, WorkKind, runs_low
 from tok_core.manager.loop import Manager
 from tok_core.messages import Cancel, StepInput, Submit
 

@@ -20,7 +20,7 @@ from support.schedules import (
 )
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
-from tok_core.manager.fair_shares import MAX_LOST_SHARE, MAX_SHARING_REQUESTS, QUANTUM
+from tok_core.manager.admission.fair_shares import MAX_LOST_SHARE, MAX_SHARING_REQUESTS, QUANTUM
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
 from tok_core.messages import EngineInfo, ToManager

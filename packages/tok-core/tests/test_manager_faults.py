@@ -17,15 +17,17 @@ from tok_core import SamplingParams
 from tok_core.grammar import Grammar
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import Followed, MatcherCall, MatcherReply, Verdict
-from tok_core.grammar.worker import IDLE
-from tok_core.manager import admission, prompt_outputs, scheduler
-from tok_core.manager.admission import Admission
-from tok_core.manager.batch_builder import BatchBuilder
+from tok_core.grammar.worker_processes.worker import IDLE
+from tok_core.manager import scheduler
+from tok_core.manager.admission import admission
+from tok_core.manager.admission.admission import Admission
+from tok_core.manager.admission.sequence_starter import SequenceStarter
+from tok_core.manager.batch import prompt_outputs
+from tok_core.manager.batch.batch_builder import BatchBuilder
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.grammar_manager import GrammarManager
-from tok_core.manager.grammar_state import GrammarWorker
+from tok_core.manager.grammar.grammar_manager import GrammarManager
+from tok_core.manager.grammar.grammar_state import GrammarWorker
 from tok_core.manager.loop import Manager
-from tok_core.manager.sequence_starter import SequenceStarter
 from tok_core.manager.sequences import NEVER, State
 from tok_core.messages import Cancel, StepInput, ToManager
 

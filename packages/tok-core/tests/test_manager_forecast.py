@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_core.manager import forecast
-from tok_core.manager.forecast import admissible, peak_pages
+from tok_core.manager.admission import forecast
+from tok_core.manager.admission.forecast import admissible, peak_pages
 from tok_core.messages import Int64
 
 Demand = tuple[Int64, Int64, Int64]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tok_core.manager import branch_points, grouping
-from tok_core.manager.cascade import COSTS, CascadeCosts, best_cascade, choices
-from tok_core.manager.grouping import Grouping, Groups, find_groups
-from tok_core.manager.prefix_tree import PrefixTree
-from tok_core.manager.tree_nodes import Node
+from tok_core.manager.kv_cache.prefix_tree import PrefixTree
+from tok_core.manager.kv_cache.tree_nodes import Node
+from tok_core.manager.prefix_groups import branch_points, grouping
+from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
+from tok_core.manager.prefix_groups.grouping import Grouping, Groups, find_groups
 from tok_core.messages import Int32, Int64
 
 PAGE = 2

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.schedules import assert_all_given_back, drive, engine_info, expected, hurry, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.cascade import CascadeCosts
-from tok_core.manager.deferred_work import WORK, DeferralLimit, DeferredWork
-from tok_core.manager.grouping import Grouping
+from tok_core.manager.batch.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.manager.loop import Manager
+from tok_core.manager.prefix_groups.cascade import CascadeCosts
+from tok_core.manager.prefix_groups.grouping import Grouping
 from tok_core.messages import StepInput, Submit
 
 SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]

@@ -10,7 +10,7 @@ import pytest
 from support.schedules import assert_all_given_back, drive, engine_info, expected, kept, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.retained_prompts import RetainedPrompt
+from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.sequences import Pending, Request
 from tok_core.messages import EMPTY, Cancel, Progress, StepInput
 

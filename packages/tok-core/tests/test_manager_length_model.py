@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_core.manager import length_model as length_model_module
-from tok_core.manager.length_model import SCALE, SHAPE, LengthModel
-from tok_core.manager.prompt_length_stats import ALONE, PromptLengthStats
+from tok_core.manager.admission import length_model as length_model_module
+from tok_core.manager.admission.length_model import SCALE, SHAPE, LengthModel
+from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
+from tok_core.manager.sequences import SINGLE_SAMPLE
 
 LIMIT = 4000
 
@@ -22,7 +23,7 @@ def finish(
     *,
     cut: np.ndarray | None = None,
     limit: int = LIMIT,
-    family: int = ALONE,
+    family: int = SINGLE_SAMPLE,
 ) -> None:
     """Samples that the model has heard nothing of before finish."""
     count = len(lengths)
@@ -30,13 +31,13 @@ def finish(
     model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, family))
 
 
-def ask(model: LengthModel, generated: int, limit: int, share: float, family: int = ALONE) -> int:
+def ask(model: LengthModel, generated: int, limit: int, share: float, family: int = SINGLE_SAMPLE) -> int:
     """The further length that `share` of such samples run less than."""
     columns = np.array([generated]), np.array([limit]), np.array([family])
     return int(model.remaining(*columns, np.array([share]))[0])
 
 
-def mean(model: LengthModel, generated: int, limit: int, family: int = ALONE) -> float:
+def mean(model: LengthModel, generated: int, limit: int, family: int = SINGLE_SAMPLE) -> float:
     """The expected further length."""
     shares = (np.arange(1000) + 0.5) / 1000
     many = np.ones(1000, np.int64)
@@ -177,7 +178,7 @@ def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() ->
     finish(model, random.geometric(1 / 20, 100), family=short)
     assert mean(model, 0, LIMIT, long) == pytest.approx(250, rel=0.3)
     assert mean(model, 0, LIMIT, short) == pytest.approx(20, rel=0.4)
-    assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, ALONE)
+    assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, SINGLE_SAMPLE)
 
 
 def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() -> None:
@@ -185,13 +186,13 @@ def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() ->
     finish(model, random.geometric(1 / 100, 5000))
     family = np.full(50, model.prompt_stats.acquire(50))
     model.prompt_stats.run(family, model.hazard(np.full(50, 200), np.full(50, LIMIT)))
-    assert mean(model, 200, LIMIT, int(family[0])) > 3 * mean(model, 200, LIMIT, ALONE)
+    assert mean(model, 200, LIMIT, int(family[0])) > 3 * mean(model, 200, LIMIT, SINGLE_SAMPLE)
 
 
 def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
     families = PromptLengthStats()
     first = [families.acquire(2) for _ in range(5)]
-    assert len({*first, ALONE}) == 6
+    assert len({*first, SINGLE_SAMPLE}) == 6
     families.finish(np.array(first), np.full(5, 50.0), np.ones(5, np.bool_))
     assert (families.rate(np.array(first)) < 0.5).all()
     for family in first:
@@ -199,7 +200,7 @@ def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
     again = [families.acquire(2) for _ in range(5)]
     assert set(again) <= {*range(1, 8)}
     assert families.rate(np.array(again)).tolist() == [1.0] * 5
-    assert families.acquire(1) == ALONE
+    assert families.acquire(1) == SINGLE_SAMPLE
 
 
 def test_what_finished_lately_weighs_more() -> None:

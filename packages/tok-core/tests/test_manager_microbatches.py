@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.schedules import drive, engine_info, make_manager, submit
 from tok_core import SamplingParams
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.manager.microbatches import CONTEXT, SLACK, SPARE, Microbatches
-from tok_core.manager.run_ahead import MIN_QUEUED_STEPS, RunAhead
+from tok_core.manager.batch.microbatches import CONTEXT, SLACK, SPARE, Microbatches
+from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS, RunAhead
+from tok_core.manager.batch.token_budget import MIN_STEP_TOKENS, TokenBudget
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.token_budget import MIN_STEP_TOKENS, TokenBudget
 
 FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_core.manager.page_allocator import OutOfPages, PageAllocator
+from tok_core.manager.kv_cache.page_allocator import OutOfPages, PageAllocator
 
 NUM_PAGES = 12
 

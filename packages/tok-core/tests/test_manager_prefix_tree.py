@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from tok_core.manager.page_allocator import PageAllocator
-from tok_core.manager.prefix_tree import PrefixTree
-from tok_core.manager.tree_nodes import Insertion, Node
+from tok_core.manager.kv_cache.page_allocator import PageAllocator
+from tok_core.manager.kv_cache.prefix_tree import PrefixTree
+from tok_core.manager.kv_cache.tree_nodes import Insertion, Node
 from tok_core.messages import EMPTY, Int32
 
 PAGE = 2

@@ -22,7 +22,7 @@ from support.schedules import (
 )
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.deferred_work import WORK, DeferralLimit, DeferredWork
+from tok_core.manager.batch.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.messages import Cancel, EngineInfo, ToManager
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.own_memory import own_memory
-from tok_core.manager.sparse import sparse_zeros
+from tok_core.manager.sequences import sparse_zeros
 
 ROWS, WIDTH, USED = 2048, 1 << 17, 100
 

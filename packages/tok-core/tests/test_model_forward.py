@@ -14,7 +14,7 @@ from torch import Tensor
 from support.sequences import Sequences
 from support.tiny_models import KINDS, make_model, reference_greedy, reference_logits
 from tok_core.errors import ModelError
-from tok_core.model import CausalLM, build, load, read_config
+from tok_core.models import CausalLM, build, load, read_config
 from tok_kernels import choose
 
 CPU = torch.device("cpu")

@@ -19,11 +19,12 @@ from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import make_model
 from tok_core.mesh import all_coordinates
-from tok_core.model import CausalLM, build, load, read_config
-from tok_core.model.decoder import DecoderLayer
-from tok_core.model.float16 import LIMIT
-from tok_core.model.targets import targets
-from tok_kernels import choose, reference
+from tok_core.models import CausalLM, build, load, read_config
+from tok_core.models.decoder import DecoderLayer
+from tok_core.models.weights.float16 import LIMIT
+from tok_core.models.weights.targets import targets
+from tok_kernels import choose
+from tok_kernels.backends import reference
 
 LAYER = "model.layers.1."
 Q = LAYER + "self_attn.q_proj."

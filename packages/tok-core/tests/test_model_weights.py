@@ -18,9 +18,10 @@ from support.engines import cpu_engine
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import SamplingParams
 from tok_core.errors import ModelError
-from tok_core.model import CausalLM, build, dummy, load, read_config, weights
-from tok_core.model.targets import targets
-from tok_core.model.weights import as_stored
+from tok_core.models import CausalLM, build, dummy, load, read_config
+from tok_core.models.weights import loading as weights
+from tok_core.models.weights.loading import as_stored
+from tok_core.models.weights.targets import targets
 from tok_kernels import choose
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from tok_core import EngineConfig
 from tok_core.parallel import host
 from tok_core.parallel.host import this_host
-from tok_core.worker.memory import cache_tokens
+from tok_core.worker.startup.memory import cache_tokens
 
 PER_TOKEN = 1 << 16
 

@@ -25,14 +25,14 @@ from tok_core.engine.requests.prompt_logprobs import PromptLogprobs
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.engine.requests.streamed_request import StreamedRequest
 from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
-from tok_core.manager.admission import Admission
+from tok_core.manager.admission.admission import Admission
+from tok_core.manager.admission.sequence_starter import SequenceStarter
+from tok_core.manager.kv_cache.paging import Paging
 from tok_core.manager.loop import Manager
-from tok_core.manager.output_processor import OutputProcessor
-from tok_core.manager.paging import Paging
-from tok_core.manager.prompt_output_processor import PromptOutputProcessor
+from tok_core.manager.outputs.output_processor import OutputProcessor
+from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
 from tok_core.manager.scheduler import Scheduler
-from tok_core.manager.sequence_starter import SequenceStarter
-from tok_core.manager.stops import StopSets
+from tok_core.manager.stops.stop_sets import StopSets
 from tok_core.messages import Submit, ToManager
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.text.detokenise import Detokeniser

@@ -12,7 +12,7 @@ import pytest
 from support.engines import cpu_engine
 from support.tiny_models import make_model
 from tok_core import SamplingParams
-from tok_core.worker.cache_error import MAX_TOKENS
+from tok_core.worker.startup.cache_error import MAX_TOKENS
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
 

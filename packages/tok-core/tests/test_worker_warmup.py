@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from support.tiny_models import make_model
 from tok_core.mesh import RankCoordinates
-from tok_core.model.config import read_config
-from tok_core.model.decoder import DecoderLayer
-from tok_core.model.registry import build
-from tok_core.model.weights import load
+from tok_core.models.config.model_config import read_config
+from tok_core.models.decoder import DecoderLayer
+from tok_core.models.registry import build
+from tok_core.models.weights.loading import load
 from tok_core.worker import sampling
 from tok_core.worker.cuda_graphs import kept_rows, sizes
-from tok_core.worker.dummy_steps import dummy_step, run_dummy_step
-from tok_core.worker.gemm_warmup import numbers, warm_up_gemms
-from tok_core.worker.memory import StepMemory, graph_rows, largest_step, measured_len
 from tok_core.worker.runner import Runner
+from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.gemm_warmup import numbers, warm_up_gemms
+from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
+from tok_core.worker.startup.warmup import kinds, warm_up
 from tok_core.worker.state import WorkerState, page_table_bytes
-from tok_core.worker.warmup import kinds, warm_up
 from tok_kernels import Sampled, choose
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     runner, asked = runner_of(directory, 3, 64, 16, 64), []
-    monkeypatch.setattr("tok_core.worker.warmup.warm_up_gemms", lambda model, *most: asked.append(most))
+    monkeypatch.setattr("tok_core.worker.startup.warmup.warm_up_gemms", lambda model, *most: asked.append(most))
     for tokens in (100, 700):
         warm_up(runner, StepMemory(step_bytes=1, graph_rows=0, graph_bytes=0), tokens)
     assert asked == [(100, 3), (3 * 64, 3)]

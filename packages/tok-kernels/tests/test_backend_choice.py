@@ -11,12 +11,12 @@ from torch import Tensor
 
 from support.attention_cases import Shape, build
 from tok_kernels import BACKENDS, AttentionBatch, LayerCache, choose
+from tok_kernels.attention.phases import PHASES, PhaseKernel
+from tok_kernels.attention.reference import attention
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.backends.composed import ComposedBackend
+from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.calibration.compose import compose
-from tok_kernels.composed import ComposedBackend
-from tok_kernels.phases import PHASES, PhaseKernel
-from tok_kernels.reference import attention
-from tok_kernels.shape import AttentionShape
-from tok_kernels.triton.backend import TritonBackend
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(8, 2, 64, 16, 2, torch.float32, torch.float32)

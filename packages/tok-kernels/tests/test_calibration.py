@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from tok_kernels import AttentionBatch, LayerCache
+from tok_kernels import launch_config as config
+from tok_kernels.attention.phases import PHASES, Phase, PhaseKernel
+from tok_kernels.attention.reference import attention
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known, store
 from tok_kernels.calibration.launches import Search, searches
+from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure import TimedWork, Timing
 from tok_kernels.measure.steps import AttentionStep
-from tok_kernels.phases import PHASES, Phase, PhaseKernel
-from tok_kernels.reference import attention
-from tok_kernels.shape import AttentionShape
-from tok_kernels.triton import config
-from tok_kernels.triton.config import AttentionLaunch, Kernel
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)

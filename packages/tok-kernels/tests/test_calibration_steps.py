@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tok_kernels import choose
+from tok_kernels.attention.reference import attention
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
 from tok_kernels.measure.gemms import forward_gemms, layer_gemms
 from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
 from tok_kernels.measure.machine import Machine
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork
-from tok_kernels.reference import attention
-from tok_kernels.shape import AttentionShape
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4, 10, torch.float32, torch.float32)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tok_kernels.attention.flashinfer import unusable
+from tok_kernels.attention.flashinfer.groups import level_items
+from tok_kernels.attention.flashinfer.pages import page_lists
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import HostLevel
-from tok_kernels.flashinfer import unusable
-from tok_kernels.flashinfer.groups import level_items
-from tok_kernels.flashinfer.pages import page_lists
-from tok_kernels.shape import AttentionShape
 
 PAGE = 4
 SHAPE = AttentionShape(8, 2, 64, PAGE, 2, torch.bfloat16, torch.bfloat16)

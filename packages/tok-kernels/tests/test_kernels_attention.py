@@ -13,7 +13,8 @@ from torch import Tensor
 
 from support.attention_cases import Case, Shape, build, flat, oracle, spoil, without_unseen
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, choose
-from tok_kernels.reference import attention_with_lse, pieces
+from tok_kernels.attention import reference_pieces as pieces
+from tok_kernels.attention.reference import attention_with_lse
 
 suffixes = st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)
 subruns = st.lists(st.tuples(st.integers(0, 2), suffixes), min_size=1, max_size=2).map(tuple)

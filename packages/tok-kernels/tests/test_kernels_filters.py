@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from tok_kernels import Exchange, Filters, Masks, SamplingBatch, choose, reference
-from tok_kernels.reference.filters import kept
+from tok_kernels import Exchange, Filters, Masks, SamplingBatch, choose
+from tok_kernels.sampling.reference.filters import kept
+from tok_kernels.sampling.reference.philox import uniforms
 
 INF = np.inf
 
@@ -87,7 +88,7 @@ def test_a_token_that_is_kept_stays_and_another_comes_from_what_is_kept_at_the_s
         assert found[~keeps].sum() == 0
         assert stats.chisquare(found[keeps], expected * part.sum()).pvalue > 1e-4
     running = special.softmax(np.where(keeps, logits.astype(float), -INF)).cumsum()
-    second = reference.philox.uniforms(batch.seed, batch.sample, batch.position)[1].cpu().numpy()
+    second = uniforms(batch.seed, batch.sample, batch.position)[1].cpu().numpy()
     clear = np.abs(running[:, None] - second[~stays]).min(0) > 1e-5
     at_second = np.searchsorted(running, second[~stays], side="right")
     assert (token[~stays][clear] == at_second[clear]).all()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tok_kernels.reference import philox4x32, uniform
-from tok_kernels.reference.philox import uniforms
+from tok_kernels.sampling.reference.philox import philox4x32, uniform, uniforms
 
 # The known-answer vectors that Random123 publishes for philox4x32-10: counter, key, result.
 VECTORS = [

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from support.contexts import contexts_of
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, choose
-from tok_kernels.reference import edits, invert_cdf, uniform
-from tok_kernels.reference.edits import apply_penalties
+from tok_kernels.sampling.reference import edits
+from tok_kernels.sampling.reference.edits import apply_penalties
+from tok_kernels.sampling.reference.inversion import invert_cdf
+from tok_kernels.sampling.reference.philox import uniform
 
 INF = torch.inf
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tok_kernels import LayerCache
-from tok_kernels.triton import config, varlen_attention
-from tok_kernels.triton.operands import Operands
-from tok_kernels.triton.split_kv import no_split_kv, plan_split_kv
+from tok_kernels import launch_config as config
+from tok_kernels.attention.triton import varlen_attention
+from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.attention.triton.split_kv import no_split_kv, plan_split_kv
 
 
 def operands(rows: int) -> Operands:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_kernels.triton.linear_config import LinearLaunch, linear_launch, streams
+from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
 
 
 @pytest.mark.parametrize(

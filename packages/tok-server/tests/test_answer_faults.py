@@ -10,8 +10,8 @@ import pytest
 from support.patience import wait_until
 from support.serving import Server
 from tok_core.text.detokenise import Detokeniser
-from tok_server.chat_form import ChatForm
-from tok_server.completion_form import CompletionForm
+from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.completions.form import CompletionForm
 
 GUILTY_TOKENS = 13
 MESSAGES = [{"role": "user", "content": "one"}]

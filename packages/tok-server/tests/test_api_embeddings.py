@@ -16,7 +16,7 @@ import torch
 from support.near import near
 from support.serving import NAME, Answer, Server
 from support.tiny_models import reference_model
-from tok_server.endpoints import ENDPOINTS, ServedModel
+from tok_server.openai.endpoints import ENDPOINTS, ServedModel
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog and runs away"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from support.serving import Server
 from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
-from tok_server.request_fields import HARMLESS
-from tok_server.unsupported import CHAT, COMPLETION, Refused
+from tok_server.openai.generation.request_fields import HARMLESS
+from tok_server.openai.generation.unsupported_fields import CHAT, COMPLETION, Refused
 
 
 def words(text: str) -> frozenset[str]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
-from tok_server.logprobs import LOWEST, Offsets, TokenTexts, chat_logprobs, completion_logprobs
-from tok_server.wire import encode
+from tok_server.openai.generation.logprobs import LOWEST, Offsets, TokenTexts, chat_logprobs, completion_logprobs
+from tok_server.wire.json import encode
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from support.serving import Server, serving
 from tok_core.text import Tokenizer
-from tok_server.errors import ApiError
-from tok_server.prompt_size import check_size, most_bytes
+from tok_server.limits.prompt_size import check_size, most_bytes
+from tok_server.wire.errors import ApiError
 
 MIB = 1 << 20
 LENGTH = 1024  # of the tiny model

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from support.patience import PATIENCE
 from support.serving import NAME, Server, serving
 from tok_server.app import OPERATIONS
-from tok_server.openapi import Operation
+from tok_server.wire.openapi import Operation
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = int(os.environ.get("TOK_SCHEMA_EXAMPLES", "6"))

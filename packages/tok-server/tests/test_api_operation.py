@@ -13,7 +13,7 @@ import pytest
 
 from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
-from tok_core.manager.deferred_work import WORK
+from tok_core.manager.batch.deferred_work import WORK
 
 LONG = {"prompt": "one", "n": 16, "max_tokens": 1000, "ignore_eos": True}
 SAMPLE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [-+0-9.eE]+(inf|NaN)?$")

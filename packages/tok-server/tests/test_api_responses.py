@@ -39,14 +39,14 @@ from tok_client.types import (
 )
 from tok_core import Delta, RequestOutput
 from tok_core.text import Detokeniser
-from tok_server.errors import unavailable
-from tok_server.job import Job
-from tok_server.logprobs import TokenTexts
-from tok_server.responses.endpoint import parse
-from tok_server.responses.form import ResponseForm
-from tok_server.responses.output import ResponseOutput
-from tok_server.tools.formats import Formats
-from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.openai.responses.endpoint import parse
+from tok_server.openai.responses.form import ResponseForm
+from tok_server.openai.responses.output import ResponseOutput
+from tok_server.parsing.formats import Formats
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.wire.errors import unavailable
 
 # The user's last words name the script; pieces are the tokens that the model writes one by one.
 SCRIPTS = {

@@ -9,7 +9,7 @@ import pytest
 
 from support.serving import NAME, Server
 from tok_core.text.template import ChatTemplate
-from tok_server.tools.formats import CallFormat, Formats
+from tok_server.parsing.formats import CallFormat, Formats
 
 TEXT = "the quick brown fox, naïve 日本"
 USER = [{"role": "user", "content": "hi"}]

@@ -10,13 +10,13 @@ import xgrammar
 from tok_client.types import ChatCompletionRequest, FunctionTool
 from tok_core.grammar import Grammar
 from tok_core.grammar.text import ebnf
-from tok_server.errors import ApiError
-from tok_server.markup import NO_MARKUP, Markup
-from tok_server.message_reader import MessageReader, message
-from tok_server.tools.formats import CallFormat
-from tok_server.tools.grammar import answer_shape
-from tok_server.tools.offer import Offer, offer
-from tok_server.wire import decode, encode
+from tok_server.openai.chat.answer_grammar import answer_shape
+from tok_server.openai.chat.tool_offer import Offer, offer
+from tok_server.parsing.formats import CallFormat
+from tok_server.parsing.markup import NO_MARKUP, Markup
+from tok_server.parsing.message_reader import MessageReader, message
+from tok_server.wire.errors import ApiError
+from tok_server.wire.json import decode, encode
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 END = 256

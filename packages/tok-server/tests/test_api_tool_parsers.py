@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from support.fuzzing import fuzzed
 from tok_client.types import FunctionToolCall
-from tok_server.markup import Markup
-from tok_server.message_reader import MessageReader, message
-from tok_server.reasoning import ReasoningReader
-from tok_server.tools.call_object import CallObject
-from tok_server.tools.formats import CallFormat, call_parser
-from tok_server.tools.json_scan import JsonScanner
-from tok_server.tools.pieces import Arguments, CallBegin, Piece, Text, Thought, joined
+from tok_server.parsing.call_object import CallObject
+from tok_server.parsing.formats import CallFormat, call_parser
+from tok_server.parsing.json_scan import JsonScanner
+from tok_server.parsing.markup import Markup
+from tok_server.parsing.message_reader import MessageReader, message
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought, joined
+from tok_server.parsing.reasoning import ReasoningReader
 
 TOOLS = frozenset({"f", "get_weather"})
 JSON = st.recursive(

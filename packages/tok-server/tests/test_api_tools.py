@@ -307,9 +307,9 @@ def test_what_cannot_be_done_is_refused_by_name(server: Server, fields: dict[str
 
 
 def test_the_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tok_server.chat import parse
-    from tok_server.errors import ApiError
-    from tok_server.tools.formats import Formats
+    from tok_server.openai.chat.endpoint import parse
+    from tok_server.parsing.formats import Formats
+    from tok_server.wire.errors import ApiError
 
     body = json.dumps({"messages": USER, "tools": TOOLS}).encode()
     assert parse(body, server.engine, NAME).markup.calls == "hermes"

@@ -424,7 +424,7 @@ def test_without_a_directory_the_answer_says_how_to_get_one(
 
 
 def test_a_second_server_on_the_same_directory_is_refused(kept: Server, tiny_model: Path) -> None:
-    from tok_server.batch.database import StoreError
+    from tok_server.batch.storage.database import StoreError
 
     with (
         pytest.raises(StoreError, match="in use by another tok"),

@@ -26,11 +26,12 @@ from support.batch_services import (
 from support.batching import assert_each_once, completion_line
 from support.patience import PATIENCE
 from tok_core import AsyncEngine
-from tok_server.batch import run, service
-from tok_server.batch.answers import Answers, LineAnswer
-from tok_server.batch.database import is_full
-from tok_server.batch.quota import Quota, QuotaExceeded
-from tok_server.batch.store import Store
+from tok_server.batch.api import service
+from tok_server.batch.execution import run
+from tok_server.batch.storage.answers import Answers, LineAnswer
+from tok_server.batch.storage.database import is_full
+from tok_server.batch.storage.quota import Quota, QuotaExceeded
+from tok_server.batch.storage.store import Store
 
 
 @pytest.fixture(scope="module")

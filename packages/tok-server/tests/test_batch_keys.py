@@ -14,7 +14,7 @@ import pytest
 
 from support.batching import completion_line, jsonl
 from support.serving import Answer, Server, serving, wait_until
-from tok_server.batch import database, store
+from tok_server.batch.storage import database, store
 
 ONE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("one-secret", "other-secret"))
 QUOTA = 4 << 20

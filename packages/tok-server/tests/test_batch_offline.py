@@ -15,17 +15,17 @@ from support.batching import NAME, assert_each_once, chat_line, completion_line,
 from support.tiny_models import make_model
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, EngineConfig, InvalidField
-from tok_server.batch import validation
-from tok_server.batch.answers import Answers, LineAnswer, Totals
-from tok_server.batch.database import StoreError
-from tok_server.batch.lines import Stopped, read_lines
-from tok_server.batch.offline import BadInput, Offline
-from tok_server.batch.progress import duration
-from tok_server.batch.resume import kept_of
-from tok_server.batch.run import LineSource
-from tok_server.batch.validation import MAX_ERRORS, validate
+from tok_server.batch.execution.run import LineSource
+from tok_server.batch.offline.offline import BadInput, Offline
+from tok_server.batch.offline.progress import duration
+from tok_server.batch.offline.resume import kept_of
+from tok_server.batch.storage import validation
+from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
+from tok_server.batch.storage.database import StoreError
+from tok_server.batch.storage.lines import Stopped, read_lines
+from tok_server.batch.storage.validation import MAX_ERRORS, validate
 from tok_server.cli import main
-from tok_server.endpoints import ENDPOINTS
+from tok_server.openai.endpoints import ENDPOINTS
 
 MIXED = [completion_line(0), chat_line(1), completion_line(2, top_p=7), chat_line(3, n=2), completion_line(4)]
 

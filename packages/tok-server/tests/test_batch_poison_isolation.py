@@ -18,9 +18,9 @@ from support.patience import PATIENCE, until
 from support.tiny_models import change_weights, make_model
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_core.grammar import Grammar
-from tok_server.batch.poison_isolation import PoisonIsolation, PoisonRequest
-from tok_server.batch.uninterrupted import uninterrupted
-from tok_server.endpoints import BEHIND, GRAMMARS, GenerationTask
+from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
+from tok_server.batch.execution.uninterrupted import uninterrupted
+from tok_server.openai.endpoints import BEHIND, GRAMMARS, GenerationTask
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ async def test_a_line_whose_logits_are_not_finite_fails_at_once_and_alone(tmp_pa
 async def test_a_guilty_request_of_a_client_makes_no_innocent_line_guilty(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_server.batch.poison_isolation.PAUSE", 0.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.PAUSE", 0.0)
     engine, computed, deaths = made_engine(tiny_model, max_restarts=10), GenerationTask._outputs, list[int]()
 
     async def beside_a_guilty_one(self: GenerationTask, tenant: str) -> list[RequestOutput]:
@@ -152,8 +152,8 @@ async def until_open(engine: AsyncEngine, requests: int) -> None:
 async def test_a_line_waits_for_a_quiet_moment_to_be_computed_alone_and_is_not_guilty_of_what_it_was_not_open_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tok_server.batch.poison_isolation.LOOK_EVERY", 0.0)
-    monkeypatch.setattr("tok_server.batch.poison_isolation.QUIET", 60.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.QUIET", 60.0)
     looks, tries = 0, list[int]()
 
     def quiet() -> bool:

@@ -32,16 +32,16 @@ from support.batch_services import (
 from support.batching import completion_line
 from tok_client.types import FileObject
 from tok_core import AsyncEngine
-from tok_server.batch import service
-from tok_server.batch.answers import Answers
-from tok_server.batch.blobs import durable
-from tok_server.batch.clock import Clock, Reading
-from tok_server.batch.database import DamagedError, StoreError, check_database
-from tok_server.batch.place import Place
-from tok_server.batch.recovery import check_index, recover
-from tok_server.batch.service import GRACE_SECONDS
-from tok_server.batch.store import FROM_VERSION_1, Missing, Store, StoredJob
-from tok_server.ids import new_id
+from tok_server.batch.api import service
+from tok_server.batch.api.service import GRACE_SECONDS
+from tok_server.batch.storage.answers import Answers
+from tok_server.batch.storage.blobs import durable
+from tok_server.batch.storage.clock import Clock, Reading
+from tok_server.batch.storage.database import DamagedError, StoreError, check_database
+from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.recovery import check_index, recover
+from tok_server.batch.storage.store import FROM_VERSION_1, Missing, Store, StoredJob
+from tok_server.wire.ids import new_id
 
 MONTH = 31 * 86_400
 

@@ -33,21 +33,21 @@ from support.batching import NAME, assert_each_once, completion_line, custom_ids
 from support.patience import PATIENCE, wait_until
 from tok_core import AsyncEngine, EngineClosed
 from tok_core.sampling_params import SamplingParams
-from tok_server.batch import service as service_module
-from tok_server.batch import states
-from tok_server.batch.answers import Answers, LineAnswer
-from tok_server.batch.batch_run import BatchRun
-from tok_server.batch.blobs import Blobs
-from tok_server.batch.budget import Budget
-from tok_server.batch.gate import Gate
-from tok_server.batch.run import AHEAD, LineSource, Means, Run, _Ready
-from tok_server.batch.service import GRACE_SECONDS, BatchLimits, BatchService
-from tok_server.batch.store import ENDED, Missing, Store, StoredJob
-from tok_server.batch.validation import Validated
-from tok_server.endpoints import BEHIND, ENDPOINTS, ServedModel, behind
-from tok_server.errors import ApiError
-from tok_server.ids import new_id
-from tok_server.tools.formats import Formats
+from tok_server.batch.api import service as service_module
+from tok_server.batch.api.service import GRACE_SECONDS, BatchLimits, BatchService
+from tok_server.batch.execution.batch_run import BatchRun
+from tok_server.batch.execution.budget import Budget
+from tok_server.batch.execution.gate import Gate
+from tok_server.batch.execution.run import AHEAD, LineSource, Means, Run, _Ready
+from tok_server.batch.storage import states
+from tok_server.batch.storage.answers import Answers, LineAnswer
+from tok_server.batch.storage.blobs import Blobs
+from tok_server.batch.storage.store import ENDED, Missing, Store, StoredJob
+from tok_server.batch.storage.validation import Validated
+from tok_server.openai.endpoints import BEHIND, ENDPOINTS, ServedModel, behind
+from tok_server.parsing.formats import Formats
+from tok_server.wire.errors import ApiError
+from tok_server.wire.ids import new_id
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from tok_client.types import UNSET, Batch, BatchError, FileObject
-from tok_server.batch import states
-from tok_server.batch.answers import Answers, LineAnswer, Totals
-from tok_server.batch.blobs import Blobs, durable
-from tok_server.batch.database import StoreError
-from tok_server.batch.lock import FileLock
-from tok_server.batch.place import Place
-from tok_server.batch.store import InUse, Missing, Store, StoredJob
-from tok_server.batch.validation import Validated
+from tok_server.batch.storage import states
+from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
+from tok_server.batch.storage.blobs import Blobs, durable
+from tok_server.batch.storage.database import StoreError
+from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.lock import FileLock
+from tok_server.batch.storage.store import InUse, Missing, Store, StoredJob
+from tok_server.batch.storage.validation import Validated
 
 GONE = "file-" + 24 * "0"
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tok_core.manager.profiler import PARTS
-from tok_server.bench.manager import PAIRS, STEPS, run_manager
-from tok_server.bench.manager_load import LOADS
-from tok_server.bench.manager_result import table
+from tok_server.bench.manager.load import LOADS
+from tok_server.bench.manager.manager import PAIRS, STEPS, run_manager
+from tok_server.bench.manager.result import table
 from tok_server.cli import main, make_parser
 from tok_server.commands.bench_manager import MAX_BENCH_SEQUENCES
 

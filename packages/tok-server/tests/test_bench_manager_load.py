@@ -10,11 +10,11 @@ import pytest
 
 from tok_core import SamplingParams
 from tok_core.manager.profiler import PARTS, TIMED, ManagerProfiler
-from tok_core.manager.stops import MAYBE_STRING, StopSets
+from tok_core.manager.stops.stop_sets import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
 from tok_core.simulation.manager import Lives, Simulation
-from tok_server.bench.manager_drive import ManagerDriver
-from tok_server.bench.manager_load import END, LOADS, VOCABULARY, Load, live_prompts, vocabulary
+from tok_server.bench.manager.drive import ManagerDriver
+from tok_server.bench.manager.load import END, LOADS, VOCABULARY, Load, live_prompts, vocabulary
 
 INFO = EngineInfo(
     vocab_size=100,

@@ -21,21 +21,21 @@ from support.grouping import group_eagerly
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
-from tok_server.bench import offline
-from tok_server.bench.bare import without_tokenizer
-from tok_server.bench.counted import COUNTED, with_counted
 from tok_server.bench.gpu import first_visible
-from tok_server.bench.offline import measure, warm_up
-from tok_server.bench.plot import plot_results
-from tok_server.bench.result import Result, Timeline, percentile, table
-from tok_server.bench.timeline import timeline
 from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import seldom
-from tok_server.bench.workload import Workload, WorkloadRequest
+from tok_server.bench.workloads import offline
+from tok_server.bench.workloads.bare import without_tokenizer
+from tok_server.bench.workloads.counted import COUNTED, with_counted
+from tok_server.bench.workloads.offline import measure, warm_up
+from tok_server.bench.workloads.plot import plot_results
+from tok_server.bench.workloads.result import Result, Timeline, percentile, table
+from tok_server.bench.workloads.timeline import timeline
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 from tok_server.cli import make_parser
 from tok_server.commands.bench import _config
-from tok_server.flags import ENGINE_FLAGS
+from tok_server.flags.engine_flags import ENGINE_FLAGS
 
 SHARED = list(range(10, 58))
 WORKLOAD = Workload(

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.serving import NAME, Server, serving
-from tok_server.bench.histogram import histogram
-from tok_server.bench.plot import plot_results
-from tok_server.bench.result import Result
-from tok_server.bench.scrape import parse
-from tok_server.bench.serve import ServerError, ServerTarget, run_serve
-from tok_server.bench.workload import Workload, WorkloadRequest
+from tok_server.bench.workloads.histogram import histogram
+from tok_server.bench.workloads.plot import plot_results
+from tok_server.bench.workloads.result import Result
+from tok_server.bench.workloads.scrape import parse
+from tok_server.bench.workloads.serve import ServerError, ServerTarget, run_serve
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 
 WORKLOAD = Workload(

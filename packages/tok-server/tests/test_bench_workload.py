@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tok_core import InvalidField
-from tok_server.bench.random_ids import HIGH, LOW, random_ids
-from tok_server.bench.timeline import timeline, timeline_of_requests
-from tok_server.bench.workload import WorkloadError, WorkloadRequest, backwards, read_workload
+from tok_server.bench.workloads.random_ids import HIGH, LOW, random_ids
+from tok_server.bench.workloads.timeline import timeline, timeline_of_requests
+from tok_server.bench.workloads.workload import WorkloadError, WorkloadRequest, backwards, read_workload
 
 LINES = """{"meta": {"name": "mine", "temperature": 0.5, "top_p": 0.9}}
 {"i": 0, "ids": [1, 2, 3], "text": "abc", "n": 4, "max_tokens": 64}

@@ -21,11 +21,11 @@ from support.patience import PATIENCE, wait_until
 from support.scripted_model import make_scripted_model
 from support.serving import Server, serving
 from tok_core import AsyncEngine
-from tok_server import chat_backends
-from tok_server.chat_backends import LocalChatBackend
 from tok_server.cli import main, make_parser
+from tok_server.commands import chat_backends
 from tok_server.commands.chat import Terminal, converse
-from tok_server.dialogue import Dialogue
+from tok_server.commands.chat_backends import LocalChatBackend
+from tok_server.commands.dialogue import Dialogue
 
 WORDS = [f"w{number}. " for number in range(1, 61)]
 

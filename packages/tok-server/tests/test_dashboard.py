@@ -19,10 +19,10 @@ from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
 from tok_server.dashboard import page
 from tok_server.dashboard.history import COLUMNS, EACH, HOUR, LATENCY, SECONDS, History
-from tok_server.dashboard.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, Took
 from tok_server.dashboard.page import FILES
-from tok_server.dashboard.ring import Ring
-from tok_server.metrics import EngineStats
+from tok_server.observability.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, Took
+from tok_server.observability.metrics import EngineStats
+from tok_server.observability.ring import Ring
 
 KEY = {"Authorization": "Bearer secret"}
 NOTHING = [math.nan] * len(LATENCY)

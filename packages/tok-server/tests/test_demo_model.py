@@ -6,6 +6,9 @@ import json
 
 import pytest
 import torch
+from demo_training.dialogue import BEGIN, END, TURN_END, Message, plain_prompt, render
+from demo_training.evaluate import Solver, count_right
+from demo_training.problems import held_out
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -13,9 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tok_core.text.template import ChatTemplate
 from tok_server.demo import MODEL_DIR
-from tok_server.demo.dialogue import BEGIN, END, TURN_END, Message, plain_prompt, render
-from tok_server.demo.evaluate import Solver, count_right
-from tok_server.demo.problems import held_out
 
 LIBRARY = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 CHAT = (

@@ -10,13 +10,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from demo_training.problem import ProblemSampler, WordProblem
+from demo_training.problems import held_out, is_held_out, training_problem, write_held_out
+from demo_training.templates import TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.demo.problem import ProblemSampler, WordProblem
-from tok_server.demo.problems import held_out, is_held_out, training_problem, write_held_out
-from tok_server.demo.templates import TEMPLATES
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (-?\d+)")
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}

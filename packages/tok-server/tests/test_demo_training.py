@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 import torch
+from demo_training.batches import IGNORED, pack
+from demo_training.dialogue import BEGIN, END, TURN_END, document
+from demo_training.smalltalk import small_talk
+from demo_training.tokenizer import save_tokenizer, train_tokenizer
+from demo_training.train import own_document, train
 from tokenizers import Tokenizer
 
 from tok_server.demo import MODEL_DIR
-from tok_server.demo.batches import IGNORED, pack
-from tok_server.demo.dialogue import BEGIN, END, TURN_END, document
-from tok_server.demo.smalltalk import small_talk
-from tok_server.demo.tokenizer import save_tokenizer, train_tokenizer
-from tok_server.demo.train import own_document, train
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from support.fuzzing import TEXTS, VALUES, fuzzed
 from support.serving import Server
-from tok_server import json_limits
-from tok_server.body import members
-from tok_server.errors import ApiError
-from tok_server.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES, _Scan, check_json
-from tok_server.messages import MAX_MESSAGES
+from tok_server.http.body import members
+from tok_server.openai.chat.messages import MAX_MESSAGES
+from tok_server.wire import json_limits
+from tok_server.wire.errors import ApiError
+from tok_server.wire.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES, _Scan, check_json
 
 MARKED = st.text(st.sampled_from('\\"[]{},a日'), max_size=12)
 
@@ -112,6 +112,6 @@ def test_more_messages_than_a_chat_may_have_are_refused_by_name(
 
 def test_the_error_says_what_is_allowed_and_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
-    monkeypatch.setattr("tok_server.body.decode", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr("tok_server.http.body.decode", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match=f"the body has more than {MAX_MEMBERS} strings, objects and arrays"):
         members(body)

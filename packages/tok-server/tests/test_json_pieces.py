@@ -15,12 +15,15 @@ from support.serving import Server
 from tok_core import Completion, RequestOutput, TokenLogprob
 from tok_core.outputs import Timings
 from tok_core.text import Tokenizer
-from tok_server import answer, chat, completions, json_pieces
-from tok_server.batch.output_lines import answer_of
-from tok_server.chat_form import ChatForm
-from tok_server.completion_form import CompletionForm
-from tok_server.json_pieces import elements, filled, next_piece, separated, slices, taken
-from tok_server.logprobs import TokenTexts
+from tok_server.batch.storage.output_lines import answer_of
+from tok_server.openai.chat import endpoint as chat
+from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.completions import endpoint as completions
+from tok_server.openai.completions.form import CompletionForm
+from tok_server.openai.generation import answer
+from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.wire import json_pieces
+from tok_server.wire.json_pieces import elements, filled, next_piece, separated, slices, taken
 
 ASKED: Sequence[tuple[str, dict[str, object]]] = [
     ("completions", {}),
@@ -57,7 +60,7 @@ def test_an_answer_in_pieces_says_what_a_whole_one_says(
     assert whole.status == 200, whole.body
     assert "content-length" in whole.headers
     for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
-        for module in (answer, json_pieces, __import__("tok_server.embeddings").embeddings):
+        for module in (answer, json_pieces, __import__("tok_server.openai.embeddings").embeddings):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)
     pieces = server.call("POST", f"/v1/{path}", asked)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from tok_core.model.config import read_config
-from tok_core.worker.backend import attention_shape
-from tok_core.worker.kernel_choice import KernelsMeasured, KernelTime, PhaseReport
+from tok_core.models.config.model_config import read_config
+from tok_core.worker.startup.backend import attention_shape
+from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport
 from tok_kernels.calibration import Measurement
 from tok_kernels.measure import Timing
 from tok_server.cli import main, make_parser
 from tok_server.commands.bench_kernels import as_json
 from tok_server.commands.bench_kernels import show as show_kernels
 from tok_server.commands.kernels import show
-from tok_server.default_model import DEMO_MODEL
+from tok_server.flags.default_model import DEMO_MODEL
 
 SHAPE = attention_shape(read_config(DEMO_MODEL), 16, torch.bfloat16, torch.float8_e4m3fn)
 TIMES = [

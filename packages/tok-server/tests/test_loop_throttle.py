@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from support.patience import PATIENCE
-from tok_server.deadlines import Deadlines
-from tok_server.errors import ApiError
-from tok_server.loop import new_event_loop, run
-from tok_server.loop_throttle import LoopThrottle
-from tok_server.pauses import SWITCH, keep_short
+from tok_server.http.event_loop import new_event_loop, run
+from tok_server.http.pauses import SWITCH, keep_short
+from tok_server.limits.deadlines import Deadlines
+from tok_server.limits.loop_throttle import LoopThrottle
+from tok_server.wire.errors import ApiError
 
 LONG = 3600.0
 

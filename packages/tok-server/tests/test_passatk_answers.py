@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from demo_training.problems import held_out
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.demo.problems import held_out
 from tok_server.passatk.answers import EvalTask, FinalAnswerPattern, normalise, read_tasks
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_training.dialogue import Message, render
 
 from support.engines import cpu_engine
 from tok_core import Engine, InvalidField
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
-from tok_server.demo.dialogue import Message, render
 from tok_server.passatk.answers import FinalAnswerPattern, read_tasks
 from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
 from tok_server.passatk.estimator import Coverage, coverage

@@ -20,11 +20,11 @@ from support.scripted_model import make_scripted_model
 from support.serving import NAME, Server, serving
 from tok_client.types import Distinct, FirstMatch, Majority, StopWhen
 from tok_core import Delta
-from tok_server.answer_pattern import MAX_SEARCH_SECONDS, WINDOW, AnswerPattern
-from tok_server.endpoints import ENDPOINTS, ServedModel
-from tok_server.errors import ApiError
-from tok_server.markup import NO_MARKUP
-from tok_server.stop_when_rule import StopWhenJudge, StopWhenRule
+from tok_server.openai.endpoints import ENDPOINTS, ServedModel
+from tok_server.parsing.answer_pattern import MAX_SEARCH_SECONDS, WINDOW, AnswerPattern
+from tok_server.parsing.markup import NO_MARKUP
+from tok_server.parsing.stop_when_rule import StopWhenJudge, StopWhenRule
+from tok_server.wire.errors import ApiError
 
 LETTER = "([a-e])"
 N = 48

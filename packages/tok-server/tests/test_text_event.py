@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tok_core import SamplingParams
 from tok_core.outputs import Delta
-from tok_server.chat_form import ChatForm
-from tok_server.completion_form import CompletionForm
-from tok_server.job import Job
-from tok_server.logprobs import TokenTexts
+from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.completions.form import CompletionForm
+from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.logprobs import TokenTexts
 
 Form = CompletionForm | ChatForm
 Chunk = dict[str, Any]  # JSON as it comes

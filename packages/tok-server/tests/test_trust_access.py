@@ -22,14 +22,14 @@ from support.serving import Server, serving
 from tok_core import InvalidField
 from tok_core.messages import Submit
 from tok_server import Settings
-from tok_server.allowed_hosts import AllowedHosts
-from tok_server.auth import ANYONE, ApiKeys
 from tok_server.cli import main, make_parser
-from tok_server.errors import ApiError
-from tok_server.origins import Origins
-from tok_server.rate_limits import RateLimits, TokenBucket
-from tok_server.server_flags import settings_of
-from tok_server.tls import server_context
+from tok_server.flags.server_flags import settings_of
+from tok_server.http.allowed_hosts import AllowedHosts
+from tok_server.http.auth import ANYONE, ApiKeys
+from tok_server.http.origins import Origins
+from tok_server.http.tls import server_context
+from tok_server.limits.rate_limits import RateLimits, TokenBucket
+from tok_server.wire.errors import ApiError
 
 PAGE = "https://page.example"
 FIRST, SECOND, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("first", "second", "root"))

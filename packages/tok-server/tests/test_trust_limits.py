@@ -26,9 +26,9 @@ from tok_core import InvalidField, SamplingParams
 from tok_core.sampling_params import MAX_N
 from tok_server import Settings
 from tok_server.cli import make_parser
-from tok_server.connections import Connection, Listener
-from tok_server.limits import Limits
-from tok_server.server_flags import LIMITS, settings_of
+from tok_server.flags.server_flags import LIMITS, settings_of
+from tok_server.http.connections import Connection, Listener
+from tok_server.limits.limits import Limits
 
 LIMITED: dict[str, Any] = {
     "max_connections": 24,

@@ -29,7 +29,7 @@ from support.tiny_models import make_model
 from tok_core import InvalidField
 from tok_core.messages import Silence
 from tok_core.runtime.log_format import FIELDS, JsonFormatter
-from tok_server.telemetry import Telemetry
+from tok_server.observability.telemetry import Telemetry
 
 ADMIN = {"Authorization": "Bearer root"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -215,10 +215,10 @@ def test_without_the_extra_spans_are_refused_by_name_and_without_the_flag_nothin
     code = (
         "import sys\n"
         "from tok_server import Settings, make_app\nfrom tok_core import AsyncEngine, EngineConfig, InvalidField\n"
-        "import tok_server.telemetry\n"
+        "import tok_server.observability.telemetry\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "sys.modules['opentelemetry'] = None\n"
-        "try: tok_server.telemetry.Telemetry('http://127.0.0.1:1', 'm')\n"
+        "try: tok_server.observability.telemetry.Telemetry('http://127.0.0.1:1', 'm')\n"
         "except InvalidField as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

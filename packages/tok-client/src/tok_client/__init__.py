@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tok_client.async_client import AsyncClient
-from tok_client.backoff import Backoff
 from tok_client.client import Client
 from tok_client.errors import (
     APIConnectionError,
@@ -25,7 +24,8 @@ from tok_client.mapping.iterate import AsyncMap, Map
 from tok_client.mapping.output import SavedAnswer, read_answers
 from tok_client.mapping.result import MapResult
 from tok_client.scoring import majority, pass_at_k
-from tok_client.streaming import AsyncStream, Stream
+from tok_client.transport.backoff import Backoff
+from tok_client.transport.streaming import AsyncStream, Stream
 from tok_client.types import (
     UNSET,
     Batch,

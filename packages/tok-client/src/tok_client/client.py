@@ -5,9 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from tok_client.backoff import Backoff
-from tok_client.blocking import BlockingTransport
-from tok_client.loop_thread import LoopThread
 from tok_client.resources.batches import Batches
 from tok_client.resources.chat import Chat
 from tok_client.resources.completions import Completions
@@ -16,7 +13,10 @@ from tok_client.resources.files import Files
 from tok_client.resources.models import Models
 from tok_client.resources.operations import Operations
 from tok_client.resources.responses import Responses
-from tok_client.transport import Transport
+from tok_client.transport.backoff import Backoff
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.loop_thread import LoopThread
+from tok_client.transport.transport import Transport
 
 
 class Client(Operations):

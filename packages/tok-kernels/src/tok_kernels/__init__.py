@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tok_kernels.backend import BACKENDS, Backend, choose
+from tok_kernels.attention.merge import merge_states
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.backend import Backend
+from tok_kernels.backend_choice import BACKENDS, choose
 from tok_kernels.batch import (
     AttentionBatch,
     CascadeLevel,
@@ -19,9 +22,8 @@ from tok_kernels.batch import (
     SamplingBatch,
     Shards,
 )
-from tok_kernels.exchange import Exchange
-from tok_kernels.merge import merge_states
-from tok_kernels.rope_table import (
+from tok_kernels.collectives.exchange import Exchange
+from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -31,8 +33,7 @@ from tok_kernels.rope_table import (
     rope_rows,
     rope_table,
 )
-from tok_kernels.shape import AttentionShape
-from tok_kernels.slots import DecodeRows, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
     "BACKENDS",

@@ -1,20 +1,15 @@
-"""The operations a model and a worker call, and the choice of who computes them."""
+"""Backend: the operations that a model and a worker call."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tok_kernels.attention.phases import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
-from tok_kernels.phases import Phase
-from tok_kernels.shape import AttentionShape
-from tok_kernels.slots import DecodeRows, SlotColumns
-
-BACKENDS = ("auto", "reference", "triton", "flashinfer")
+from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
 class Backend(Protocol):
@@ -124,31 +119,3 @@ class Backend(Protocol):
         at the position it is drawn for, the slot's length. Returns int32 `[2, R]` for the host: the tokens, and the
         bits of their log-probabilities."""
         ...
-
-
-def choose(
-    device: torch.device,
-    requested: str = "auto",
-    shape: AttentionShape | None = None,
-    directory: Path | None = None,
-) -> Backend:
-    """The backend for `device`; `requested` is one of `BACKENDS`.
-
-    "auto" is the reference on a CPU. On a CUDA device it is Triton, and where the model's `shape` is given, for each
-    phase of attention whichever of Triton's and FlashInfer's kernels is fastest: measured the first time, and then
-    known from the files in `directory` (`tok_kernels.calibration.calibrate`).
-
-    Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
-    """
-    if requested not in BACKENDS:
-        raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
-    usable = device.type == "cuda" and find_spec("triton") is not None
-    if requested == "reference" or (requested == "auto" and not usable):
-        from tok_kernels.reference import ReferenceBackend
-
-        return ReferenceBackend()
-    if not usable:
-        raise ValueError(f"backend is {requested!r}; allowed on {device.type} here: reference")
-    from tok_kernels.calibration.compose import compose
-
-    return compose(device, requested, shape, directory)

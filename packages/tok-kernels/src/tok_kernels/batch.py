@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_kernels.exchange import Exchange
+from tok_kernels.collectives.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)

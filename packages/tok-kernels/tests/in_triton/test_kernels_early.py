@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, rope_table
-from tok_kernels.triton.backend import TritonBackend
-from tok_kernels.triton.config import early, starts_early
+from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.launch_config import early, starts_early
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
 PAGE, PREFIX, CONTEXT = 16, 512, 700

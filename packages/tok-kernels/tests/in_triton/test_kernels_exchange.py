@@ -19,9 +19,10 @@ from torch import Tensor
 
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
 from tok_kernels import Exchange, SamplingBatch
-from tok_kernels.exchange import SETS, SUM_BYTES, Lane
-from tok_kernels.triton import exchange, sampling_exchange
-from tok_kernels.triton.sampling import sample
+from tok_kernels.collectives import triton_exchange as exchange
+from tok_kernels.collectives.exchange import SETS, SUM_BYTES, Lane
+from tok_kernels.sampling.triton import shard_exchange as sampling_exchange
+from tok_kernels.sampling.triton.sampling import sample
 
 CPU = torch.device("cpu")
 CUT = {torch.bfloat16: 2**-7}  # the interpreter does not round to this dtype, but cuts

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from support.attention_cases import Case, Shape, build, oracle
 from support.interpreted import INTERPRETING, outside, rerun
-from tok_kernels import LayerCache, QKNorm, reference, rope_table
-from tok_kernels.triton import attention, config, operands
-from tok_kernels.triton.kv import write_kv
-from tok_kernels.triton.rope import rope_and_write_kv
+from tok_kernels import LayerCache, QKNorm, rope_table
+from tok_kernels import launch_config as config
+from tok_kernels.attention.triton import attention, operands
+from tok_kernels.backends import reference
+from tok_kernels.norm_rope_kv.triton_kv import write_kv
+from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 FP8 = torch.float8_e4m3fn
 # ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Bfloat16 queries are computed with in float16.

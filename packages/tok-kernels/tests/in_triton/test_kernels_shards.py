@@ -14,8 +14,9 @@ from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
 from support.shards import draw_together
-from tok_kernels import Filters, LogitBias, Sampled, SamplingBatch, choose, reference
-from tok_kernels.triton.sampling import sample as triton_sample
+from tok_kernels import Filters, LogitBias, Sampled, SamplingBatch, choose
+from tok_kernels.backends import reference
+from tok_kernels.sampling.triton.sampling import sample as triton_sample
 
 INF = torch.inf
 CPU = torch.device("cpu")

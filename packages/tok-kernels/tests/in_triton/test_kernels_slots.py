@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.interpreted import outside, rerun
 from tok_kernels import Backend, SlotColumns
-from tok_kernels.reference import ReferenceBackend
-from tok_kernels.triton.backend import TritonBackend
+from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.backends.triton import TritonBackend
 
 SLOTS, PAGES_EACH, PAGE = 9, 3, 4
 ENDS = (5, 11)

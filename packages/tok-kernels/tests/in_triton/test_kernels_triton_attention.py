@@ -16,10 +16,11 @@ from support.attention_cases import Case, Runs, Shape, build, flat, oracle, spoi
 from support.attention_checks import TOLERANCE, attend, check
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
-from tok_kernels.triton import attention, config, split_kv, varlen_attention
-from tok_kernels.triton.decode import decode_by_chunks
-from tok_kernels.triton.operands import Operands
-from tok_kernels.triton.split_kv_partials import new_partials
+from tok_kernels import launch_config as config
+from tok_kernels.attention.triton import attention, split_kv, varlen_attention
+from tok_kernels.attention.triton.decode import decode_by_chunks
+from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.attention.triton.split_kv_partials import new_partials
 
 # The interpreter multiplies no bfloat16.
 DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]

@@ -10,8 +10,8 @@ import torch
 
 from support.attention_cases import Runs, Shape, build, flat, oracle, without_unseen
 from support.attention_checks import TOLERANCE, check
-from tok_kernels.reference import attention as reference
-from tok_kernels.triton import attention
+from tok_kernels.attention.reference import attention as reference
+from tok_kernels.attention.triton import attention
 
 GROUPED = Shape(page_size=16, kv_heads=2, group=4, head_dim=64, runs=(), prefill=(), seed=5)
 CUDA = torch.device("cuda")

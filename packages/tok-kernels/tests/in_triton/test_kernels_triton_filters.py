@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
-from tok_kernels import Filters, Masks, SamplingBatch, reference
-from tok_kernels.reference.masks import forbid as forbid_by_reference
-from tok_kernels.triton import filters as triton_filters
-from tok_kernels.triton.block_sampling import RandomKeys
-from tok_kernels.triton.block_sampling import sample_blocks as draw_whole
-from tok_kernels.triton.filter_check import check_filters
-from tok_kernels.triton.filters import filter_verdicts
-from tok_kernels.triton.masks import forbid
-from tok_kernels.triton.resample import resample
-from tok_kernels.triton.sampling import sample
+from tok_kernels import Filters, Masks, SamplingBatch
+from tok_kernels.backends import reference
+from tok_kernels.sampling.reference.masks import forbid as forbid_by_reference
+from tok_kernels.sampling.triton import filters as triton_filters
+from tok_kernels.sampling.triton.block_sampling import RandomKeys
+from tok_kernels.sampling.triton.block_sampling import sample_blocks as draw_whole
+from tok_kernels.sampling.triton.filter_check import check_filters
+from tok_kernels.sampling.triton.filters import filter_verdicts
+from tok_kernels.sampling.triton.masks import forbid
+from tok_kernels.sampling.triton.resample import resample
+from tok_kernels.sampling.triton.sampling import sample
 
 INF = torch.inf
 CUDA = torch.device("cuda")

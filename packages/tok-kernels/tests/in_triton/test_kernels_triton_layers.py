@@ -8,11 +8,12 @@ from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
-from tok_kernels import LayerCache, QKNorm, reference, rope_table
-from tok_kernels.triton.activation import silu_and_mul
-from tok_kernels.triton.kv import write_kv
-from tok_kernels.triton.norm import rms_norm
-from tok_kernels.triton.rope import rope, rope_and_write_kv
+from tok_kernels import LayerCache, QKNorm, rope_table
+from tok_kernels.backends import reference
+from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
+from tok_kernels.norm_rope_kv.triton_kv import write_kv
+from tok_kernels.norm_rope_kv.triton_norm import rms_norm
+from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
 
 # The interpreter cuts float32 off to bfloat16 instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)

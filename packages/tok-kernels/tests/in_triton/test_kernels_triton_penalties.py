@@ -12,9 +12,9 @@ from torch import Tensor
 from support.contexts import contexts_of
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Penalties
-from tok_kernels.reference.edits import apply_penalties
-from tok_kernels.triton import penalties as triton_penalties
-from tok_kernels.triton.penalties import BLOCK, penalise
+from tok_kernels.sampling.reference.edits import apply_penalties
+from tok_kernels.sampling.triton import penalties as triton_penalties
+from tok_kernels.sampling.triton.penalties import BLOCK, penalise
 
 INF = torch.inf
 CUDA = torch.device("cuda")

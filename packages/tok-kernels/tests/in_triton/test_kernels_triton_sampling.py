@@ -13,9 +13,10 @@ from torch import Tensor
 
 from support.contexts import contexts_of
 from support.interpreted import INTERPRETING, outside, rerun
-from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, reference
-from tok_kernels.triton import sampling_edits
-from tok_kernels.triton.sampling import sample
+from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch
+from tok_kernels.backends import reference
+from tok_kernels.sampling.triton import edits as sampling_edits
+from tok_kernels.sampling.triton.sampling import sample
 
 INF = torch.inf
 CUDA = torch.device("cuda")

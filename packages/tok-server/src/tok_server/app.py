@@ -10,25 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server import (
-    admin,
-    chat,
-    completions,
-    embeddings,
-    health,
-    metrics_endpoint,
-    models,
-    schema_endpoint,
-    tokenise_endpoints,
-)
-from tok_server.batch import batches, files
-from tok_server.batch.app import add_batches
-from tok_server.context import CONTEXT, Context
+from tok_server.batch.api import batches, files
+from tok_server.batch.api.app import add_batches
 from tok_server.dashboard.events import add_dashboard
-from tok_server.metrics import EngineStats, Metrics
-from tok_server.middleware import common, dress
-from tok_server.responses import endpoint as responses
-from tok_server.schema_endpoint import DOCUMENT, OpenAPIDocument
+from tok_server.http.context import CONTEXT, Context
+from tok_server.http.middleware import common, dress
+from tok_server.observability.metrics import EngineStats, Metrics
+from tok_server.openai import embeddings, models, tokenise_endpoints
+from tok_server.openai.chat import endpoint as chat
+from tok_server.openai.completions import endpoint as completions
+from tok_server.openai.responses import endpoint as responses
+from tok_server.operation import admin, health, metrics_endpoint, schema_endpoint
+from tok_server.operation.schema_endpoint import DOCUMENT, OpenAPIDocument
 from tok_server.settings import Settings
 
 OPERATIONS = (

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from typing import cast
 
 from tok_core import InvalidField, TokError
-from tok_server.batch_flags import EXAMPLES as BATCH_EXAMPLES
-from tok_server.batch_flags import add_batch
-from tok_server.flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
-from tok_server.kernel_flags import EXAMPLES as KERNELS_EXAMPLES
-from tok_server.kernel_flags import add_kernels
+from tok_server.flags.batch_flags import EXAMPLES as BATCH_EXAMPLES
+from tok_server.flags.batch_flags import add_batch
+from tok_server.flags.engine_flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
+from tok_server.flags.kernel_flags import EXAMPLES as KERNELS_EXAMPLES
+from tok_server.flags.kernel_flags import add_kernels
 
 PASS_AT_K = "pass-at-k"
 BENCH = "bench"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tok_core import InvalidField
-from tok_server.limits import MIB, Limits
-from tok_server.tools.formats import Formats
+from tok_server.limits.limits import MIB, Limits
+from tok_server.parsing.formats import Formats
 
 __all__ = ["MIB", "Settings"]
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from tok_client.loop_thread import LoopThread
 from tok_client.mapping.result import MapResult
 from tok_client.mapping.run import MapRun
+from tok_client.transport.loop_thread import LoopThread
 
 P = TypeVar("P")
 T = TypeVar("T")

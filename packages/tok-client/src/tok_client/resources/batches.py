@@ -6,11 +6,11 @@ import asyncio
 import time
 from typing import Unpack
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
-from tok_client.bodies import Object
-from tok_client.params import BatchParams
-from tok_client.transport import Transport
+from tok_client.requests import calls
+from tok_client.requests.bodies import Object
+from tok_client.requests.params import BatchParams
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.transport import Transport
 from tok_client.types import Batch, BatchList
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})

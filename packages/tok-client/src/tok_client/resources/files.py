@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
-from tok_client.transport import Transport
+from tok_client.requests import calls
+from tok_client.requests.upload import upload
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.transport import Transport
 from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
-from tok_client.upload import upload
 
 
 class AsyncFiles:

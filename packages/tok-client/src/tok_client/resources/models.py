@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
-from tok_client.transport import Transport
+from tok_client.requests import calls
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.transport import Transport
 from tok_client.types import Model, ModelList
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from tok_client import calls
-from tok_client.blocking import BlockingTransport
-from tok_client.params import TokenizeParams
-from tok_client.transport import Transport
+from tok_client.requests import calls
+from tok_client.requests.params import TokenizeParams
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.transport import Transport
 from tok_client.types import (
     DetokenizeResponse,
     HealthReport,

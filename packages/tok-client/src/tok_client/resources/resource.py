@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import TypeVar
 
-from tok_client.blocking import BlockingTransport
-from tok_client.bodies import Object
-from tok_client.call import Call
-from tok_client.generation import Generation
 from tok_client.mapping.iterate import AsyncMap, Map
 from tok_client.mapping.options import MapOptions
 from tok_client.mapping.run import MapRun
-from tok_client.streaming import AsyncStream, Stream
-from tok_client.transport import Transport
+from tok_client.requests.bodies import Object
+from tok_client.requests.generation import Generation
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.call import Call
+from tok_client.transport.streaming import AsyncStream, Stream
+from tok_client.transport.transport import Transport
 
 A = TypeVar("A")
 C = TypeVar("C")

@@ -23,33 +23,7 @@ from tok_client.types.batches import (
     InputTokensDetails,
     OutputTokensDetails,
 )
-from tok_client.types.chat_request import ChatCompletionRequest
-from tok_client.types.chat_response import (
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChatMessage,
-    ChatTokenLogprob,
-    ChunkChoice,
-    Delta,
-    FunctionCallDelta,
-    ToolCallDelta,
-    TopLogprob,
-)
-from tok_client.types.common import (
-    CompletionTokensDetails,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    StreamOptions,
-    Usage,
-)
-from tok_client.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from tok_client.types.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
-from tok_client.types.error import ErrorBody, ErrorResponse
-from tok_client.types.files import ExpiresAfter, FileDeleted, FileList, FileObject
-from tok_client.types.messages import (
+from tok_client.types.chat.messages import (
     AssistantMessage,
     AudioPart,
     ContentPart,
@@ -68,9 +42,47 @@ from tok_client.types.messages import (
     ToolMessage,
     UserMessage,
 )
+from tok_client.types.chat.request import ChatCompletionRequest
+from tok_client.types.chat.response import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    ChunkChoice,
+    Delta,
+    FunctionCallDelta,
+    ToolCallDelta,
+    TopLogprob,
+)
+from tok_client.types.chat.tools import (
+    AllowedTools,
+    CustomTool,
+    FunctionDefinition,
+    FunctionName,
+    FunctionTool,
+    NamedCustom,
+    NamedFunction,
+    Tool,
+    ToolChoice,
+    ToolSubset,
+)
+from tok_client.types.common import (
+    CompletionTokensDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    StreamOptions,
+    Usage,
+)
+from tok_client.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tok_client.types.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from tok_client.types.error import ErrorBody, ErrorResponse
+from tok_client.types.files import ExpiresAfter, FileDeleted, FileList, FileObject
 from tok_client.types.models import Model, ModelList
 from tok_client.types.reports import HealthReport, ReadyReport, ReplicaReport, VersionReport
-from tok_client.types.response_events import (
+from tok_client.types.responses.events import (
     ContentPartAdded,
     ContentPartDone,
     FunctionCallArgumentsDelta,
@@ -88,7 +100,7 @@ from tok_client.types.response_events import (
     ResponseIncomplete,
     ResponseInProgress,
 )
-from tok_client.types.response_input import (
+from tok_client.types.responses.input import (
     InputFilePart,
     InputImagePart,
     InputItem,
@@ -106,7 +118,7 @@ from tok_client.types.response_input import (
     ResponseToolChoice,
     SummaryTextPart,
 )
-from tok_client.types.responses import (
+from tok_client.types.responses.response import (
     AnyItem,
     AnyPart,
     FunctionCallItem,
@@ -131,18 +143,6 @@ from tok_client.types.structured import (
     TextFormat,
 )
 from tok_client.types.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from tok_client.types.tools import (
-    AllowedTools,
-    CustomTool,
-    FunctionDefinition,
-    FunctionName,
-    FunctionTool,
-    NamedCustom,
-    NamedFunction,
-    Tool,
-    ToolChoice,
-    ToolSubset,
-)
 
 __all__ = [
     "UNSET",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.messages import Message
-from tok_client.types.tools import Tool
+from tok_client.types.chat.messages import Message
+from tok_client.types.chat.tools import Tool
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 
 from tok_core.engine.checks import least_room
-from tok_core.engine.notifications import notify, reported_error
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.requests import request_parts
+from tok_core.engine.requests.notifications import notify, reported_error
 from tok_core.engine.requests.request_parts import RequestPart
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.errors import EngineClosed, EngineDead

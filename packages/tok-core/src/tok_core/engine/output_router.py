@@ -8,9 +8,9 @@ import time
 
 from tok_core.engine.delivery import NO_ENDS, Delivery, sort_out
 from tok_core.engine.dispatcher import Dispatcher
-from tok_core.engine.notifications import notify, reported_error
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.requests import request_parts
+from tok_core.engine.requests.notifications import notify, reported_error
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import InvalidField, RequestFailed, TokError

@@ -16,8 +16,8 @@ import xgrammar
 from numpy.typing import NDArray
 
 from tok_core.errors import InvalidField
-from tok_core.grammar.characters import Unsupported
 from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.regex.characters import Unsupported
 from tok_core.grammar.text import ebnf
 from tok_core.text.tokenizer import Tokenizer
 

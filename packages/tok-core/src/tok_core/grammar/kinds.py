@@ -21,8 +21,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind    what `value` is:
             "json_object"  nothing: any JSON object
-            "json_schema"  a JSON Schema, as JSON (`tok_core.grammar.schema` says which keywords)
-            "regex"        a regular expression that the whole text matches (`tok_core.grammar.regex`)
+            "json_schema"  a JSON Schema, as JSON (`tok_core.grammar.json_schema.schema` says which keywords)
+            "regex"        a regular expression that the whole text matches (`tok_core.grammar.regex.regex`)
             "choice"       a JSON array of texts, one of which it is
             "ebnf"         rules of the form `name ::= …`, of which `root` is the whole text (xgrammar's dialect)
     prefix  text before it, part of the sample's text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tok_core.errors import InvalidField
 from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Matchers, Verdict
-from tok_core.grammar.worker import IDLE
+from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.grammar.xgrammar_imports import preload
 
 if TYPE_CHECKING:

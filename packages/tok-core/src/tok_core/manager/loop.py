@@ -12,16 +12,16 @@ import msgspec
 
 from tok_core.config import EngineConfig
 from tok_core.grammar.local import LocalWorkers, loader
-from tok_core.manager.deferred_work import runs_low
-from tok_core.manager.grammar_manager import GrammarManager
-from tok_core.manager.grammar_state import GrammarWorkers
-from tok_core.manager.length_model import LengthModel
-from tok_core.manager.output_processor import NOTHING, OutputProcessor, Reported, together
-from tok_core.manager.paging import Paging
-from tok_core.manager.run_ahead import RunAhead
+from tok_core.manager.admission.length_model import LengthModel
+from tok_core.manager.batch.deferred_work import runs_low
+from tok_core.manager.batch.run_ahead import RunAhead
+from tok_core.manager.grammar.grammar_manager import GrammarManager
+from tok_core.manager.grammar.grammar_state import GrammarWorkers
+from tok_core.manager.kv_cache.paging import Paging
+from tok_core.manager.outputs.output_processor import NOTHING, OutputProcessor, Reported, together
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
-from tok_core.manager.stops import StopSets
+from tok_core.manager.stops.stop_sets import StopSets
 from tok_core.manager.watchdog import Watchdog
 from tok_core.messages import (
     Cancel,

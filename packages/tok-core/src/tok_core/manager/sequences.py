@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tok_core.manager.accounts import Account
-from tok_core.manager.prompt_length_stats import ALONE
-from tok_core.manager.sparse import sparse_zeros
 from tok_core.messages import Float32, Int32, Int64
 from tok_core.outputs import Pooling
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.grammar_state import GrammarState, MatcherState
+    from tok_core.manager.grammar.grammar_state import GrammarState, MatcherState
+
+
+SINGLE_SAMPLE: Final = 0
+"""The prompt row of requests of one sample in `PromptLengthStats`: it has no siblings to learn from."""
+
+
+def sparse_zeros(shape: Sequence[int]) -> Int32:
+    """Int32 zeros, in small pages of memory.
+
+    NumPy asks the operating system for pages of 2 MiB: each is filled as a whole when one place of it is written, so
+    that a short sequence in each of thousands of long rows would take gigabytes, and seconds. A row keeps what was once
+    written of it. Errors: MemoryError that names the shape.
+    """
+    size = math.prod(shape) * np.dtype(np.int32).itemsize
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system refuses {size / 2**30:.1f} GiB for an array of shape {tuple(shape)}") from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without large pages does not know the advice
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32, math.prod(shape)).reshape(shape)
 
 
 class State:
@@ -71,7 +94,7 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.family = ALONE  # of `PromptLengthStats`; set when the first of its samples starts
+        self.family = SINGLE_SAMPLE  # of `PromptLengthStats`; set when the first of its samples starts
         self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids

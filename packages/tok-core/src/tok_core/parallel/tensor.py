@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tok_core.parallel.host import this_host
 from tok_core.parallel.shard_plan import Slice
-from tok_kernels.exchange import PATIENCE, Exchange
+from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
 DEFAULT_ALL_REDUCE_TOKENS = 64  # where nothing was measured
 _EXCHANGED_BYTES = 512 << 10  # likewise
@@ -68,7 +68,7 @@ class TensorParallel:
         """Whether tensors like `x` are summed by the exchange: a function of size and dtype alone."""
         if self.exchange is None or x.nbytes > self.most_bytes:
             return False
-        from tok_kernels.triton.exchange import can_sum
+        from tok_kernels.collectives.triton_exchange import can_sum
 
         return can_sum(x.nbytes, x.dtype)
 
@@ -78,7 +78,7 @@ class TensorParallel:
         What `exchanges` says so of may come with a `residual`, which all ranks have alike: it gains the sum in place.
         """
         if self.exchange is not None and self.exchanges(x):
-            from tok_kernels.triton.exchange import exchange_sum
+            from tok_kernels.collectives.triton_exchange import exchange_sum
 
             return exchange_sum(x, self.exchange.sums, residual)
         assert residual is None, f"a residual of {x.nbytes} bytes is not exchanged"

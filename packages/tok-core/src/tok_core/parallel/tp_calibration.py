@@ -12,10 +12,10 @@ import torch
 
 from tok_core.errors import InvalidField
 from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, TPLayout
-from tok_kernels.exchange import SUM_BYTES
+from tok_kernels.collectives.exchange import SUM_BYTES
 
 if TYPE_CHECKING:
-    from tok_core.model.decoder import CausalLM, DecoderLayer
+    from tok_core.models.decoder import CausalLM, DecoderLayer
     from tok_core.parallel.process_groups import ProcessGroups
     from tok_core.parallel.tensor import TensorParallel
 

@@ -17,8 +17,9 @@ from typing import IO
 
 import zmq
 
-from tok_core.errors import TokError, to_wire
-from tok_core.messages import Beat, Failed, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
+from tok_core.errors import TokError
+from tok_core.messages import Beat, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
+from tok_core.processes.failure_report import report_failure
 from tok_core.processes.sockets import Receiver, Sender
 from tok_core.runtime.heartbeat import HEARTBEAT
 from tok_core.runtime.log_format import set_format
@@ -77,17 +78,6 @@ def _send_beats(launch: ProcessLaunch) -> None:
     while True:
         reports.send(Beat(launch.role, HEARTBEAT.beat()))
         time.sleep(pause)
-
-
-def report_failure(launch: ProcessLaunch, error: BaseException) -> None:
-    """Tells the engine why this process ends; from any thread."""
-    if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
-        log.error("%s failed", launch.role, exc_info=error)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reports = Sender(context, launch.reports)
-    reports.send(Failed(*to_wire(error)))
-    reports.close(linger=2)
-    context.term()
 
 
 def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: Work | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
+from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
 from tok_core.messages import Progress, StepInput, StepOutput, ToManager
 
 if TYPE_CHECKING:

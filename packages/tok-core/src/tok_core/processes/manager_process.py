@@ -8,7 +8,7 @@ import zmq
 
 from tok_core.errors import ModelError
 from tok_core.grammar.checker import GrammarTask
-from tok_core.grammar.processes import WorkerProcesses
+from tok_core.grammar.worker_processes.processes import WorkerProcesses
 from tok_core.manager.loop import Manager
 from tok_core.messages import (
     EngineInfo,

@@ -16,9 +16,9 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import Argument, ModelError, TokError, to_wire
-from tok_core.hub import resolve
 from tok_core.mesh import RankCoordinates, Rendezvous
 from tok_core.messages import FromWorker, ProcessLaunch, StepInput, ToManager, decoder
+from tok_core.models.weights.hub import resolve
 from tok_core.processes.child import start_beating
 from tok_core.processes.sockets import Receiver
 from tok_core.runtime.heartbeat import HEARTBEAT

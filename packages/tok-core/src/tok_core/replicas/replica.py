@@ -106,10 +106,10 @@ class ThreadReplica:
             self._death(self, reason, by_request=by_request)
 
     def _serve(self) -> None:
+        from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
         from tok_core.manager.loop import Manager
-        from tok_core.manager.run_ahead import MIN_QUEUED_STEPS
         from tok_core.processes.manager_process import load_tokenizer
-        from tok_core.worker.setup import set_up
+        from tok_core.worker.startup.setup import set_up
 
         runner, info = set_up(self._config, self._index)
         # As many steps as LocalPorts takes; by their times the manager would wait for room that there never is.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import StepInput
-from tok_core.model.decoder import CausalLM
+from tok_core.models.decoder import CausalLM
 from tok_core.runtime.heartbeat import HEARTBEAT
 from tok_core.worker import step_tensors
 from tok_core.worker.staging import Staging

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.messages import PromptValues, StepInput, StepOutput
-from tok_core.model.decoder import CausalLM
-from tok_core.model.rope import short_prompt
+from tok_core.models.config.rope import short_prompt
+from tok_core.models.decoder import CausalLM
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.pipeline_tokens import PendingTokens
 from tok_core.runtime.heartbeat import HEARTBEAT

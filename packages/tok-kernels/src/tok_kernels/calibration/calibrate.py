@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tok_kernels import launch_config as config
+from tok_kernels.attention.phases import PHASES, Phase, PhaseKernel
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.calibration import store
 from tok_kernels.calibration.candidates import Candidate
@@ -19,9 +22,6 @@ from tok_kernels.calibration.choice import Choice, Measurement
 from tok_kernels.calibration.launches import Search, searches
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork, Timer, cuda_timer
-from tok_kernels.phases import PHASES, Phase, PhaseKernel
-from tok_kernels.shape import AttentionShape
-from tok_kernels.triton import config
 
 STEPS = (
     AttentionStep(chunks=((214, 0),) * 20),

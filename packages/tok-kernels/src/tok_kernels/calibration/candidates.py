@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tok_kernels.composed import triton_chunks, triton_rows
-from tok_kernels.flashinfer import Adapters, has_fa3, unusable
-from tok_kernels.phases import Phase, PhaseKernel
-from tok_kernels.shape import AttentionShape
+from tok_kernels.attention.flashinfer import Adapters, has_fa3, unusable
+from tok_kernels.attention.phases import Phase, PhaseKernel
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.backends.composed import triton_chunks, triton_rows
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
+from tok_kernels.attention.phases import PHASES, Phase
+from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure.timing import Timing
-from tok_kernels.phases import PHASES, Phase
-from tok_kernels.triton.config import AttentionLaunch, Kernel
 
 
 @dataclass(frozen=True, slots=True)

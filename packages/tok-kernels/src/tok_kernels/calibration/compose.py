@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
+from tok_kernels.attention.phases import PHASES, Phase
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.triton.support import unusable
 from tok_kernels.backend import Backend
+from tok_kernels.backends.composed import ComposedBackend
+from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.calibration.calibrate import calibrate
 from tok_kernels.calibration.candidates import FLASHINFER, TRITON, Candidate, candidates
 from tok_kernels.calibration.choice import Choice
 from tok_kernels.calibration.launches import searches
-from tok_kernels.composed import ComposedBackend
-from tok_kernels.phases import PHASES, Phase
-from tok_kernels.shape import AttentionShape
-from tok_kernels.triton.backend import TritonBackend
-from tok_kernels.triton.support import unusable
 
 
 def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tok_kernels.composed import triton_chunks, triton_rows
+from tok_kernels import launch_config as config
+from tok_kernels.attention.phases import PhaseKernel
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.backends.composed import triton_chunks, triton_rows
+from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep
 from tok_kernels.measure.timing import TimedWork, Timer
-from tok_kernels.phases import PhaseKernel
-from tok_kernels.shape import AttentionShape
-from tok_kernels.triton import config
-from tok_kernels.triton.config import AttentionLaunch, Kernel
 
 _ROWS = (AttentionStep(rows=1024, own=640), AttentionStep(rows=64, own=2048))
 _TILES = (AttentionStep(chunks=((512, 0),) * 16), AttentionStep(rows=2048, own=16, groups=16, prefix=704))

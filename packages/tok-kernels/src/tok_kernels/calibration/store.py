@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import tok_kernels
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.calibration.candidates import Candidate
 from tok_kernels.calibration.choice import Choice
-from tok_kernels.shape import AttentionShape
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "tok-kernels")
 

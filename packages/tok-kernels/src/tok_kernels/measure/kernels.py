@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
 from tok_kernels.measure.case import Case
@@ -16,8 +17,7 @@ from tok_kernels.measure.machine import Machine, measure_machine
 from tok_kernels.measure.model import ModelShape
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import device_ms
-from tok_kernels.rope_table import rope_table
-from tok_kernels.shape import AttentionShape
+from tok_kernels.norm_rope_kv.rope_table import rope_table
 
 POOL_BYTES = 4 << 30
 TOKENS = 8192

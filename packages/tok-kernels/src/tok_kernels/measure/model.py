@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tok_kernels.shape import AttentionShape
+from tok_kernels.attention.shape import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)

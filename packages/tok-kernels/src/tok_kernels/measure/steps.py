@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tok_kernels.attention.phases import Phase
+from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLevel, LayerCache
-from tok_kernels.phases import Phase
-from tok_kernels.shape import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)

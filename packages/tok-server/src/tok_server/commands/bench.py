@@ -15,10 +15,10 @@ import msgspec
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.config import TRACE_STEPS
 from tok_core.worker.trace_files import trace_file
-from tok_server.bench.result import Result, table
-from tok_server.bench.workload import Workload, read_workload
-from tok_server.default_model import model_and_name
-from tok_server.flags import engine_config
+from tok_server.bench.workloads.result import Result, table
+from tok_server.bench.workloads.workload import Workload, read_workload
+from tok_server.flags.default_model import model_and_name
+from tok_server.flags.engine_flags import engine_config
 
 
 def main(options: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.json:
         print(table(results))
     if options.plot is not None:
-        from tok_server.bench.plot import plot_results
+        from tok_server.bench.workloads.plot import plot_results
 
         plot_results(results, options.plot)
     if options.kind == "offline" and options.trace is not None:
@@ -69,7 +69,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
-    from tok_server.bench.offline import run_offline
+    from tok_server.bench.workloads.offline import run_offline
 
     config, (_, name) = _config(options, workload), model_and_name(options.model)
     results = []
@@ -84,7 +84,7 @@ def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
 def _trace(options: argparse.Namespace, workload: Workload, measured: Result) -> None:
     """One more run, traced, and what is in each worker's trace. Errors: InvalidField, TokError."""
     from tok_server.bench.busy import describe
-    from tok_server.bench.offline import trace_offline
+    from tok_server.bench.workloads.offline import trace_offline
 
     assert measured.steps is not None
     config, steps = _config(options, workload), options.trace_steps or TRACE_STEPS
@@ -108,7 +108,7 @@ def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
 
 
 async def _serve(options: argparse.Namespace, workload: Workload) -> list[Result]:
-    from tok_server.bench.serve import ServerTarget, run_serve
+    from tok_server.bench.workloads.serve import ServerTarget, run_serve
 
     target = ServerTarget(
         url=options.url,

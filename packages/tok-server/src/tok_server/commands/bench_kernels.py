@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tok_server.flags import engine_config
+from tok_server.flags.engine_flags import engine_config
 
 if TYPE_CHECKING:
-    from tok_core.worker.kernel_choice import KernelsMeasured, KernelTime
+    from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures and prints. Errors: InvalidField where there is no CUDA device, TokError."""
-    from tok_core.worker.kernel_choice import measure
+    from tok_core.worker.startup.kernel_choice import measure
 
     measured = measure(engine_config(options))
     kernels = list(measured.kernels)

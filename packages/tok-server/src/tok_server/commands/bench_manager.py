@@ -19,8 +19,8 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidField("sequences", sequences, f"integers from 1 to {MAX_BENCH_SEQUENCES}")
     if not math.isfinite(milliseconds) or milliseconds < 0:
         raise InvalidField("step_time", milliseconds, "milliseconds from 0")
-    from tok_server.bench.manager import run_manager
-    from tok_server.bench.manager_result import table
+    from tok_server.bench.manager.manager import run_manager
+    from tok_server.bench.manager.result import table
 
     result = run_manager(options.workload, sequences, options.stop, milliseconds / 1e3)
     print(msgspec.json.encode(result).decode() if options.json else table(result))

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from tok_core import InvalidField
-from tok_server.loop import run
+from tok_server.http.event_loop import run
 
 MAX_CLIENTS = 64
 
@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidField("rate", options.rate, "requests a second, above 0")
     if options.rate is not None and options.scenario is None:
         raise InvalidField("rate", options.rate, "together with --scenario: each has a rate of its own")
-    from tok_server.bench.server import SCENARIOS, run_server, table
+    from tok_server.bench.server.server import SCENARIOS, run_server, table
 
     names = list(SCENARIOS) if options.scenario is None else [options.scenario]
     results = run(run_server(names, options.clients, options.seconds, options.rate or 0.0))

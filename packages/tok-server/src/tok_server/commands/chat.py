@@ -12,8 +12,8 @@ from rich.console import Console
 
 import tok_client
 from tok_core import InvalidField, TokError
-from tok_server.chat_backends import LocalChatBackend, Message, RemoteChatBackend
-from tok_server.dialogue import EXIT, Dialogue
+from tok_server.commands.chat_backends import LocalChatBackend, Message, RemoteChatBackend
+from tok_server.commands.dialogue import EXIT, Dialogue
 
 PROMPT = "[bold cyan]you>[/] "
 GREETING = "/help lists the commands, /exit or Ctrl-D ends"

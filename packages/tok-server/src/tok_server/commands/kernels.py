@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tok_server.flags import engine_config
-from tok_server.kernel_flags import SIZES
+from tok_server.flags.engine_flags import engine_config
+from tok_server.flags.kernel_flags import SIZES
 
 if TYPE_CHECKING:
-    from tok_core.worker.kernel_choice import PhaseReport
+    from tok_core.worker.startup.kernel_choice import PhaseReport
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures, unless it is known, and prints. Errors: InvalidField, TokError."""
-    from tok_core.worker.kernel_choice import phases
+    from tok_core.worker.startup.kernel_choice import phases
 
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     show(phases(engine_config(options), sizes, anew=options.measure), Console())

@@ -9,17 +9,18 @@ from functools import partial
 
 from aiohttp import web
 
-from tok_server.answer import STREAM_HEADERS
-from tok_server.context import Context
 from tok_server.dashboard import page
 from tok_server.dashboard.feed import Feed
-from tok_server.metrics import EngineStats
+from tok_server.http.context import Context
+from tok_server.observability.metrics import EngineStats
+from tok_server.openai.generation.answer import STREAM_HEADERS
 
 FEED = web.AppKey("FEED", Feed)
 
 
 def add_dashboard(app: web.Application, context: Context, stats: Callable[[], EngineStats]) -> None:
     """Serves the page at / and what it shows. These are no part of the API, nor of /openapi.json."""
+    context.keys.open_paths(page.FILES)  # they tell nothing of the server
     app.add_routes([*page.routes(), web.get("/dashboard/events", events, allow_head=False)])
     app.cleanup_ctx.append(partial(_feeding, context, stats))
     app.on_shutdown.append(_close)

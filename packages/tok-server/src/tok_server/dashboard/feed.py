@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tok_server.context import Context
 from tok_server.dashboard.history import COLUMNS, LATENCY, History
-from tok_server.metrics import EngineStats
+from tok_server.http.context import Context
+from tok_server.observability.metrics import EngineStats
 
 if TYPE_CHECKING:
     from tok_core.replicas.replica_set import Health

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tok_server.dashboard.latency import KINDS, SHARES
-from tok_server.dashboard.ring import Ring
-from tok_server.metrics import EngineStats
+from tok_server.observability.latency import KINDS, SHARES
+from tok_server.observability.metrics import EngineStats
+from tok_server.observability.ring import Ring
 
 Floats = npt.NDArray[np.float64]
 Stats = Mapping[str, float]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tok_server.openapi import Handler
+from tok_server.wire.openapi import Handler
 
 FILES = {
     "/": ("index.html", "text/html"),
@@ -17,7 +17,7 @@ FILES = {
     "/dashboard/events.js": ("events.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""URL -> file and content type. Open to all (`tok_server.auth`): they tell nothing of the server."""
+"""URL -> file and content type. Open to all (`ApiKeys.open_paths`)."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

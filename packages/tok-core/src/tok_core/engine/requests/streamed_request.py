@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from tok_core.engine.notifications import reported_error
+from tok_core.engine.requests.notifications import reported_error
 from tok_core.engine.requests.request_state import OpenRequest, Sink, StreamedTokens, token_logprob
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, Ending, TokenLogprob

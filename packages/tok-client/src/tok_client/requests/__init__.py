@@ -1,0 +1,1 @@
+"""Parameters of an endpoint as a call to send."""

@@ -1,0 +1,141 @@
+"""Every endpoint of the API: its parameters made a Call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+from tok_client.requests.bodies import Object, body_of, path_of, query_of
+from tok_client.requests.params import (
+    BatchParams,
+    EmbeddingParams,
+    Prompts,
+    TokenizeParams,
+)
+from tok_client.transport.call import Call
+from tok_client.types import (
+    UNSET,
+    Batch,
+    BatchList,
+    BatchRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EmbeddingList,
+    EmbeddingRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+    HealthReport,
+    Model,
+    ModelList,
+    ReadyReport,
+    ReplicaReport,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionReport,
+)
+
+T = TypeVar("T")
+
+UNAVAILABLE = 503
+
+
+def embedding(input: Prompts, params: EmbeddingParams, extra: Object | None) -> Call[EmbeddingList]:
+    """`POST /embeddings`. In base64, unless the caller says otherwise: a third of the bytes, and exact."""
+    fields = {"encoding_format": "base64", **params, "input": input}
+    return _post("/embeddings", EmbeddingList, body_of(EmbeddingRequest, fields, extra))
+
+
+def models() -> Call[ModelList]:
+    """`GET /models`."""
+    return Call(method="GET", path="/models", kind=ModelList)
+
+
+def model(model: str) -> Call[Model]:
+    """`GET /models/{id}`."""
+    return Call(method="GET", path=path_of("/models", "model", model), kind=Model)
+
+
+def file_list(after: str | None, limit: int | None, order: str | None, purpose: str | None) -> Call[FileList]:
+    """`GET /files`."""
+    query = query_of(after=after, limit=limit, order=order, purpose=purpose)
+    return Call(method="GET", path=f"/files{query}", kind=FileList)
+
+
+def file(id: str) -> Call[FileObject]:
+    """`GET /files/{id}`."""
+    return Call(method="GET", path=path_of("/files", "file_id", id), kind=FileObject)
+
+
+def file_content(id: str) -> Call[bytes]:
+    """`GET /files/{id}/content`."""
+    return Call(method="GET", path=path_of("/files", "file_id", id, "/content"), kind=bytes)
+
+
+def file_deletion(id: str) -> Call[FileDeleted]:
+    """`DELETE /files/{id}`."""
+    return Call(method="DELETE", path=path_of("/files", "file_id", id), kind=FileDeleted)
+
+
+def batch_creation(params: BatchParams, extra: Object | None) -> Call[Batch]:
+    """`POST /batches`."""
+    body = body_of(BatchRequest, {"completion_window": "24h", **params}, extra)
+    return Call(method="POST", path="/batches", kind=Batch, body=body, repeatable=False)
+
+
+def batch_list(after: str | None, limit: int | None) -> Call[BatchList]:
+    """`GET /batches`."""
+    return Call(method="GET", path=f"/batches{query_of(after=after, limit=limit)}", kind=BatchList)
+
+
+def batch(id: str) -> Call[Batch]:
+    """`GET /batches/{id}`."""
+    return Call(method="GET", path=path_of("/batches", "batch_id", id), kind=Batch)
+
+
+def batch_cancellation(id: str) -> Call[Batch]:
+    """`POST /batches/{id}/cancel`."""
+    return Call(method="POST", path=path_of("/batches", "batch_id", id, "/cancel"), kind=Batch)
+
+
+def tokens(params: TokenizeParams) -> Call[TokenizeResponse]:
+    """`POST /tokenize`."""
+    body = body_of(TokenizeRequest, cast(Mapping[str, object], params))
+    return Call(method="POST", path="/tokenize", kind=TokenizeResponse, body=body, at_root=True)
+
+
+def text_of_tokens(tokens: Sequence[int], model: str | None) -> Call[DetokenizeResponse]:
+    """`POST /detokenize`."""
+    body = body_of(DetokenizeRequest, {"tokens": tokens, "model": UNSET if model is None else model})
+    return Call(method="POST", path="/detokenize", kind=DetokenizeResponse, body=body, at_root=True)
+
+
+def health() -> Call[HealthReport]:
+    """`GET /health`. Some servers say it with the status alone."""
+    default = HealthReport(status="ready")
+    return Call(method="GET", path="/health", kind=HealthReport, at_root=True, also=(UNAVAILABLE,), default=default)
+
+
+def ready() -> Call[ReadyReport]:
+    """`GET /ready`."""
+    return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, also=(UNAVAILABLE,))
+
+
+def version() -> Call[VersionReport]:
+    """`GET /version`."""
+    return Call(method="GET", path="/version", kind=VersionReport, at_root=True)
+
+
+def metrics() -> Call[str]:
+    """`GET /metrics`."""
+    return Call(method="GET", path="/metrics", kind=str, at_root=True)
+
+
+def replica_restart(number: int) -> Call[ReplicaReport]:
+    """`POST /admin/replicas/{number}/restart`."""
+    path = f"/admin/replicas/{number}/restart"
+    return Call(method="POST", path=path, kind=ReplicaReport, at_root=True, repeatable=False)
+
+
+def _post(path: str, kind: type[T], body: bytes) -> Call[T]:
+    return Call(method="POST", path=path, kind=kind, body=body)

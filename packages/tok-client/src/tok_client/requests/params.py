@@ -1,0 +1,196 @@
+"""The keyword parameters of `create`, under the names of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Required, TypedDict
+
+from tok_client.requests.bodies import Object
+from tok_client.types import (
+    ChatMessage,
+    ExpiresAfter,
+    InputItem,
+    Maybe,
+    Message,
+    OutputItem,
+    ResponseFormat,
+    ResponseReasoning,
+    ResponseStreamOptions,
+    ResponseText,
+    ResponseTool,
+    ResponseToolChoice,
+    StopWhen,
+    StreamOptions,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+)
+
+Prompt = str | Sequence[int]
+"""One prompt: a text, or the ids of its tokens."""
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+"""A prompt, or several of one kind."""
+
+Messages = Sequence[Message | ChatMessage | Object]
+"""A conversation."""
+
+Conversation = str | Messages
+"""A conversation; a text is what the user says."""
+
+
+class GenerationParams(TypedDict, total=False):
+    """What both endpoints take; see `tok_client.types.GenerationRequest`."""
+
+    model: Required[str]
+    max_tokens: Maybe[int]
+    temperature: Maybe[float]
+    top_p: Maybe[float]
+    n: Maybe[int]
+    stream_options: Maybe[StreamOptions | Object]
+    stop: Maybe[str | Sequence[str]]
+    presence_penalty: Maybe[float]
+    frequency_penalty: Maybe[float]
+    logit_bias: Maybe[Mapping[str, float] | Mapping[int, float]]
+    user: Maybe[str]
+    seed: Maybe[int]
+    top_k: Maybe[int]
+    min_p: Maybe[float]
+    repetition_penalty: Maybe[float]
+    min_tokens: Maybe[int]
+    ignore_eos: Maybe[bool]
+    priority: Maybe[int]
+    cache_salt: Maybe[str]
+    stop_token_ids: Maybe[Sequence[int]]
+    return_token_ids: Maybe[bool]
+    prompt_logprobs: Maybe[int]
+    response_format: Maybe[ResponseFormat | Object]
+    structured_outputs: Maybe[StructuredOutputs | Object]
+    guided_json: Maybe[Object | str]
+    guided_regex: Maybe[str]
+    guided_choice: Maybe[Sequence[str]]
+    guided_grammar: Maybe[str]
+    guided_json_object: Maybe[bool]
+    stop_when: Maybe[StopWhen | Object]
+
+
+class CompletionOptions(GenerationParams, total=False):
+    """What `completions.create` takes but for its prompts; see `tok_client.types.CompletionRequest`."""
+
+    logprobs: Maybe[int]
+    echo: Maybe[bool]
+    best_of: Maybe[int]
+    suffix: Maybe[str]
+
+
+class CompletionParams(CompletionOptions, total=False):
+    """What `completions.create` takes."""
+
+    prompt: Required[Prompts]
+
+
+class ChatCompletionOptions(GenerationParams, total=False):
+    """What `chat.completions.create` takes but for its messages; see `tok_client.types.ChatCompletionRequest`."""
+
+    logprobs: Maybe[bool]
+    top_logprobs: Maybe[int]
+    max_completion_tokens: Maybe[int]
+    tools: Maybe[Sequence[Tool | Object]]
+    tool_choice: Maybe[ToolChoice | Object]
+    parallel_tool_calls: Maybe[bool]
+    functions: Maybe[Sequence[Object]]
+    function_call: Maybe[str | Object]
+    modalities: Maybe[Sequence[Literal["text", "audio"]]]
+    audio: Maybe[Object]
+    prediction: Maybe[Object]
+    reasoning_effort: Maybe[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]]
+    verbosity: Maybe[Literal["low", "medium", "high"]]
+    web_search_options: Maybe[Object]
+    moderation: Maybe[Object]
+    store: Maybe[bool]
+    metadata: Maybe[Mapping[str, str]]
+    service_tier: Maybe[Literal["auto", "default", "flex", "scale", "priority", "fast"]]
+    safety_identifier: Maybe[str]
+    prompt_cache_key: Maybe[str]
+    prompt_cache_retention: Maybe[Literal["in_memory", "in-memory", "24h"]]
+    prompt_cache_options: Maybe[Object]
+    chat_template_kwargs: Maybe[Object]
+    add_generation_prompt: Maybe[bool]
+    continue_final_message: Maybe[bool]
+
+
+class ChatCompletionParams(ChatCompletionOptions, total=False):
+    """What `chat.completions.create` takes."""
+
+    messages: Required[Messages]
+
+
+class ResponseParams(TypedDict, total=False):
+    """What `responses.create` takes; see `tok_client.types.ResponseRequest`. Items of an output may be sent back."""
+
+    input: Required[str | Sequence[InputItem | OutputItem | Object]]
+    model: Maybe[str]
+    instructions: Maybe[str]
+    max_output_tokens: Maybe[int]
+    temperature: Maybe[float]
+    top_p: Maybe[float]
+    text: Maybe[ResponseText | Object]
+    reasoning: Maybe[ResponseReasoning | Object]
+    tools: Maybe[Sequence[ResponseTool | Object]]
+    tool_choice: Maybe[Literal["none", "auto", "required"] | ResponseToolChoice | Object]
+    parallel_tool_calls: Maybe[bool]
+    include: Maybe[Sequence[str]]
+    top_logprobs: Maybe[int]
+    stream_options: Maybe[ResponseStreamOptions | Object]
+    metadata: Maybe[Mapping[str, str]]
+    user: Maybe[str]
+    safety_identifier: Maybe[str]
+    prompt_cache_key: Maybe[str]
+    store: Maybe[bool]
+    truncation: Maybe[Literal["auto", "disabled"]]
+    service_tier: Maybe[Literal["auto", "default", "flex", "scale", "priority", "fast"]]
+    previous_response_id: Maybe[str]
+    conversation: Maybe[str | Object]
+    background: Maybe[bool]
+    prompt: Maybe[Object]
+    max_tool_calls: Maybe[int]
+    context_management: Maybe[Sequence[Object]]
+    moderation: Maybe[Object]
+    prompt_cache_retention: Maybe[Literal["in_memory", "24h"]]
+    prompt_cache_options: Maybe[Object]
+    cache_salt: Maybe[str]
+
+
+class EmbeddingParams(TypedDict, total=False):
+    """What `embeddings.create` takes but for its input; see `tok_client.types.EmbeddingRequest`."""
+
+    model: Required[str]
+    encoding_format: Maybe[Literal["float", "base64"]]
+    dimensions: Maybe[int]
+    user: Maybe[str]
+    pooling: Maybe[Literal["last", "mean"]]
+    cache_salt: Maybe[str]
+
+
+class TokenizeParams(TypedDict, total=False):
+    """What `tokenize` takes: `prompt` or `messages`; see `tok_client.types.TokenizeRequest`."""
+
+    model: Maybe[str]
+    prompt: Maybe[str]
+    messages: Maybe[Messages]
+    tools: Maybe[Sequence[Tool | Object]]
+    add_special_tokens: Maybe[bool]
+    return_token_strs: Maybe[bool]
+    add_generation_prompt: Maybe[bool]
+    continue_final_message: Maybe[bool]
+    chat_template_kwargs: Maybe[Object]
+
+
+class BatchParams(TypedDict, total=False):
+    """What `batches.create` takes; see `tok_client.types.BatchRequest`. `completion_window` is "24h" if not given."""
+
+    input_file_id: Required[str]
+    endpoint: Required[str]
+    completion_window: str
+    metadata: Maybe[Mapping[str, str]]
+    output_expires_after: Maybe[ExpiresAfter | Object]

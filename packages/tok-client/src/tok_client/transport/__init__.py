@@ -1,0 +1,1 @@
+"""Send calls over HTTP: one session, retries, streams, and blocking use of all that."""

@@ -1,0 +1,218 @@
+"""A streamed answer as an iterator of chunks, async or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
+
+import msgspec
+
+from tok_client.decoders import decoder
+from tok_client.errors import NO_JSON, APIConnectionError, TokError, event_error
+from tok_client.transport.call import Call
+from tok_client.transport.loop_thread import LoopThread
+from tok_client.transport.sse import ServerSentEvent, SSEDecoder
+from tok_client.transport.translate import translating
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_DRAIN_SECONDS = 0.2
+
+
+class AsyncStream(Generic[T_co]):
+    """The chunks of a streamed answer, as they arrive; closing it early disconnects, which ends the request.
+
+    Use it as an async context manager, or read it to its end. `request_id` is the header x-request-id.
+
+    Iterating raises StreamError where the server reports an error, APIResponseError where an event makes no
+    sense, both after the chunks ahead of it; APITimeoutError where nothing comes for `timeout` seconds; and
+    APIConnectionError where the stream ends before its [DONE]. Of a connection that is reset, chunks not yet
+    read may be lost.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, call: Call[T_co]) -> None:
+        self.request_id = response.headers.get("x-request-id")
+        self._response = response
+        self._events = SSEDecoder()
+        self._chunks = decoder(call.kind)
+        self._lenient = call.lenient
+        self._ends = call.ends
+        self._tags = _tags(call.kind) if call.ends else frozenset()
+        self._ready: deque[T_co] = deque()
+        self._done = False  # [DONE] has come
+        self._failure: TokError | None = None  # to be raised after the chunks ahead of it
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further chunk will be received."""
+        return self._closed
+
+    async def read(self) -> list[T_co]:
+        """The chunks that arrive next, at least one; none at the end."""
+        chunks: list[T_co] = []
+        while not chunks and not self._closed:
+            if self._failure is not None:
+                self.abandon()
+                raise self._failure
+            if self._done:
+                await self._finish()
+            else:
+                chunks = self._take(await self._receive())
+        return chunks
+
+    def abandon(self) -> None:
+        """Disconnects, unless the stream was read to its end. To be called on the client's event loop."""
+        self._closed = True
+        self._response.close()
+
+    def break_off(self, reason: str) -> None:
+        """Disconnects; the next read raises APIConnectionError, unless all chunks have come."""
+        if not self._done:
+            self._failure = APIConnectionError(reason)
+        self._response.close()
+
+    async def close(self) -> None:
+        """Disconnects, unless the stream has been read to its end. May be called again."""
+        self.abandon()
+        self._ready.clear()
+
+    async def _receive(self) -> bytes:
+        try:
+            with translating(self._response.url):
+                data = await self._response.content.readany()
+        except TokError:
+            self.abandon()
+            raise
+        if not data:
+            self._failure = APIConnectionError("the stream broke off before its [DONE]")
+        return data
+
+    def _take(self, data: bytes) -> list[T_co]:
+        chunks: list[T_co] = []
+        try:
+            for event in self._events.feed(data):
+                if event.data == b"[DONE]":
+                    self._done = True
+                    break
+                chunk = self._decode(event)
+                if chunk is not None:
+                    chunks.append(chunk)
+                if isinstance(chunk, self._ends):
+                    self._done = True
+                    break
+        except TokError as failure:
+            self._failure = failure
+        return chunks
+
+    def _decode(self, event: ServerSentEvent) -> T_co | None:
+        """None: a chunk of a type that is not known."""
+        if event.event == "error":
+            raise event_error(event.data)
+        try:
+            return decoded(event.data, self._chunks, self._lenient)
+        except NO_JSON as error:
+            if self._ends and event.event not in self._tags and event.event != "message":
+                return None
+            raise event_error(event.data) from error
+
+    async def _finish(self) -> None:
+        """Reads to the end of the body, so that the connection can be used again; waits only briefly."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                with translating(self._response.url):
+                    while await self._response.content.readany():
+                        pass  # what comes after the last chunk means nothing
+                    self._response.release()
+        except (TimeoutError, APIConnectionError):
+            pass  # the answer is whole; only the connection is lost
+        finally:
+            self._response.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        if not self._ready:
+            self._ready.extend(await self.read())
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def decoded(data: bytes, decoder: msgspec.json.Decoder[T], lenient: Callable[[bytes], T] | None) -> T:
+    """What the JSON says; read leniently where it is not to the letter what it should be. Errors: MsgspecError."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError:
+        if lenient is None:
+            raise
+        return lenient(data)
+
+
+def _tags(kind: object) -> frozenset[str]:
+    """The types of chunks in a union of them."""
+    return frozenset(str(one.__struct_config__.tag) for one in get_args(kind))
+
+
+class Stream(Generic[T_co]):
+    """The chunks of a streamed answer, as they arrive; closing it early disconnects, which ends the request.
+
+    Use it as a context manager, or read it to its end; one that is dropped half-read closes itself. It raises
+    what `AsyncStream` does.
+    """
+
+    def __init__(self, source: AsyncStream[T_co], thread: LoopThread) -> None:
+        self.request_id = source.request_id
+        self._source = source
+        self._thread = thread
+        self._ready: deque[T_co] = deque()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further chunk will be received."""
+        return self._source.closed
+
+    def close(self) -> None:
+        """Disconnects, unless the stream has been read to its end. May be called again."""
+        self._ready.clear()
+        if not self._source.closed and not self._thread.stopped:
+            self._thread.call(self._source.close)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T_co:
+        if not self._ready and not self._source.closed:
+            self._ready.extend(self._thread.call(self._source.read))  # a batch: threads are switched once for it
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._source.closed:
+            self._thread.post(self._source.abandon)

@@ -1,0 +1,204 @@
+"""One HTTP session: sends a request, tries again where that may help, decodes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BytesIO
+from itertools import count
+from os import PathLike
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakSet
+
+from tok_client.decoders import decoder
+from tok_client.errors import NO_JSON, APIResponseError, TokError, status_error
+from tok_client.transport.backoff import Backoff, may_retry
+from tok_client.transport.call import Call
+from tok_client.transport.streaming import AsyncStream, decoded
+from tok_client.transport.translate import translating
+from tok_client.transport.whole_file import write_whole
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_PIECE = 1 << 20
+
+
+class Transport:
+    """Requests to the API at `base_url`, with `max_retries` retries as `backoff` spaces them.
+
+    `timeout`: seconds without a sign of the server (connecting, or between bytes received) until
+    APITimeoutError. The session belongs to the event loop of the first request. ValueError: an argument is
+    not allowed.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None, timeout: float, max_retries: int, backoff: Backoff) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {base_url!r}; allowed: URLs that begin with http:// or https://")
+        if max_retries < 0:
+            raise ValueError(f"max_retries is {max_retries}; allowed: integers from 0")
+        self._base_url = base_url.rstrip("/")
+        self._root = self._base_url.removesuffix("/v1")
+        self._api_key = api_key
+        self._timeout = checked_timeout(timeout)
+        self._max_retries = max_retries
+        self._backoff = backoff
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: WeakSet[AsyncStream[object]] = WeakSet()
+        self._closed = False
+
+    async def fetch(self, call: Call[T], timeout: float | None = None, max_retries: int | None = None) -> T:
+        """The answer to one call, whole. `max_retries` takes the place of the client's."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+
+        async def once() -> T:
+            response = await self._open(call, seconds)
+            with translating(response.url):
+                content = await response.read()
+            return _answer(call, response, content)
+
+        return await self._retrying(call, once, seconds, max_retries)
+
+    async def stream(self, call: Call[T], timeout: float | None = None) -> AsyncStream[T]:
+        """The answer to one call as a stream; once it has begun there is no retry."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+
+        async def once() -> AsyncStream[T]:
+            response = await self._open(call, seconds)
+            if response.content_type == "text/event-stream":
+                opened = AsyncStream(response, call)
+                self._streams.add(opened)
+                return opened
+            with translating(response.url):
+                content = await response.read()
+            message = f"asked for a stream, got {response.content_type}: {content[:200]!r}"
+            raise APIResponseError(message, body=content)
+
+        return await self._retrying(call, once, seconds)
+
+    async def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
+        """Writes the answer to the file `path`, which appears when it is whole; gives its size in bytes."""
+        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+
+        async def once() -> int:
+            response = await self._open(call, seconds)
+            try:
+                return await write_whole(path, _pieces(response))
+            finally:
+                response.close()  # where the file could not be written; a body that was read has left its connection
+
+        return await self._retrying(call, once, seconds)
+
+    async def close(self) -> None:
+        """Closes all connections, those of open streams too. May be called again."""
+        self._closed = True
+        for stream in list(self._streams):
+            stream.break_off("the client was closed")
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _retrying(
+        self, call: Call[T], once: Callable[[], Awaitable[U]], timeout: float, max_retries: int | None = None
+    ) -> U:
+        most = self._max_retries if max_retries is None else max_retries
+        for retry in count(1):
+            try:
+                return await once()
+            except TokError as error:
+                if retry > most or not may_retry(error, repeatable=call.repeatable):
+                    raise
+                delay = self._backoff.delay(retry, error)
+                if delay > timeout:  # asked to stay away for longer than the caller would wait
+                    raise
+            await self._backoff.sleep(delay)
+        raise AssertionError("unreachable")
+
+    async def _open(self, call: Call[T], timeout: float) -> aiohttp.ClientResponse:
+        """The response, its body still to be read, unless its status is an error."""
+        import aiohttp
+        from yarl import URL
+
+        limits = aiohttp.ClientTimeout(total=None, connect=timeout, sock_read=timeout)
+        headers = {"Content-Type": "application/json"} if call.body is not None else {}
+        url = URL((self._root if call.at_root else self._base_url) + call.path, encoded=True)
+        data = _large(call.body) if call.form is None else call.form()
+        with translating(url):
+            response = await self._opened().request(
+                call.method, url, data=data, headers=headers, timeout=limits, allow_redirects=False
+            )
+            if response.status < 300 or response.status in call.also:
+                return response
+            content = await response.read()
+        raise status_error(response.status, response.headers, content)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        loop = asyncio.get_running_loop()
+        if self._session is None:
+            self._session, self._loop = _session(self._api_key), loop
+        if self._loop is not loop:
+            raise RuntimeError("the client belongs to another event loop; make one in each")
+        return self._session
+
+
+def _session(api_key: str | None) -> aiohttp.ClientSession:
+    from importlib.metadata import version
+
+    import aiohttp
+
+    headers = {"User-Agent": f"tok-client/{version('tok-client')}"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    # No limit on connections: how many requests are open is the caller's choice and the server's.
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def checked_timeout(timeout: float) -> float:
+    """The same. ValueError: it is not allowed."""
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout}; allowed: seconds above 0, finite")
+    return timeout
+
+
+def _large(body: bytes | None) -> bytes | BytesIO | None:
+    """A large body in a form that is written piece by piece."""
+    return BytesIO(body) if body is not None and len(body) > _PIECE else body
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    with translating(response.url):
+        async for piece in response.content.iter_chunked(_PIECE):
+            yield piece
+
+
+def _answer(call: Call[T], response: aiohttp.ClientResponse, content: bytes) -> T:
+    failed = response.status >= 300
+    if call.default is not None and not content and not failed:
+        return call.default
+    try:
+        return _decoded(content, call)
+    except APIResponseError:
+        if not failed:
+            raise
+    raise status_error(response.status, response.headers, content)
+
+
+def _decoded(content: bytes, call: Call[T]) -> T:
+    kind = call.kind
+    if issubclass(kind, bytes):
+        return kind(content)
+    if issubclass(kind, str):
+        return kind(content, "utf-8", "replace")
+    try:
+        return decoded(content, decoder(kind), call.lenient)
+    except NO_JSON as error:
+        message = f"the answer is no {kind.__name__}: {error}; it begins {content[:200]!r}"
+        raise APIResponseError(message, body=content) from error

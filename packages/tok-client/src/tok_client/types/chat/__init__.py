@@ -1,0 +1,1 @@
+"""Chat completions: messages, tools, requests, answers."""

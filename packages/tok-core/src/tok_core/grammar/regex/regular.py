@@ -1,0 +1,69 @@
+"""Regular expressions as xgrammar reads them: each becomes one automaton, whose masks are known beforehand.
+
+Made of rules instead, a token that goes beyond the end of a rule would be looked at anew each time, of which large
+vocabularies have a hundred thousand. An expression is text that may stand beside others as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from tok_core.grammar.regex.characters import LAST, Spans, Unsupported, check_text, common
+
+NOTHING: Final = ""
+MAX_REGEX_CHARS = 100_000
+_LENGTHS: Final[Spans] = ((1, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
+
+
+def literal(text: str) -> str:
+    """Exactly this text. Errors: Unsupported for one with the character 0."""
+    check_text(text)
+    return "".join(map(_written, map(ord, text)))
+
+
+def characters(spans: Spans) -> str:
+    """One character of the set, which must not be empty."""
+    # Apart by the length of their UTF-8: of a range across lengths, xgrammar (0.2.8) accepts overlong forms.
+    groups = [common(spans, (length,)) for length in _LENGTHS]
+    return either(f"[{''.join(_span(*span) for span in group)}]" for group in groups if group)
+
+
+def sequence(*parts: str) -> str:
+    """One after the other."""
+    return "".join(parts)
+
+
+def either(options: Iterable[str]) -> str:
+    """One of the expressions, of which there is at least one."""
+    distinct = list(dict.fromkeys(options))
+    return distinct[0] if len(distinct) == 1 else f"({'|'.join(distinct)})"
+
+
+def maybe(one: str) -> str:
+    """The expression, or nothing."""
+    # Not as "(…)?": of one that ends or begins with a star, xgrammar (0.2.8) then accepts the star alone.
+    return f"({one}|)" if one else NOTHING
+
+
+def repeat(one: str, least: int, most: int | None) -> str:
+    """The expression, so many times; `most` None: without end."""
+    if most == 0 or not one:
+        return NOTHING
+    further = 0 if most is None else most - least
+    if len(one) * (least + further) > MAX_REGEX_CHARS:
+        raise Unsupported(f"repetitions that come to at most {MAX_REGEX_CHARS} characters when written out")
+    end = f"({one})*" if most is None else NOTHING
+    # Written out: of several bounded repetitions in one expression, xgrammar (0.2.8) accepts too much.
+    return one * least + f"({one}" * further + "|)" * further + end
+
+
+def _span(first: int, last: int) -> str:
+    return _written(first) if first == last else f"{_written(first)}-{_written(last)}"
+
+
+def _written(code: int) -> str:
+    character = chr(code)
+    if code > 0xFFFF or (character.isascii() and character.isalnum()):
+        return character
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"

@@ -1,0 +1,1 @@
+"""Compile and follow strangers' grammars in worker processes with limits."""

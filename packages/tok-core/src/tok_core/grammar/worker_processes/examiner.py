@@ -1,0 +1,80 @@
+"""ProcessExaminer: examines grammars of strangers, by worker processes that may be lost to them."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from typing import Final
+
+import msgspec
+
+from tok_core.errors import EngineError
+from tok_core.grammar.checker import Checker, GrammarTask
+from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.matchers import Verdict
+from tok_core.grammar.worker_processes.processes import WorkerLost, WorkerProcess, WorkerProcesses
+from tok_core.grammar.worker_processes.worker import NICENESS
+
+EXAMINERS: Final = 4  # grammars that take their whole time do not keep all others waiting
+PATIENCE: Final = 240.0  # seconds for an answer where the CPU has other things to do, and for a start
+
+
+class ProcessExaminer:
+    """Has each grammar compiled by a worker of its own. Several examiners may share the `processes`."""
+
+    stoppable = True
+
+    def __init__(self, task: GrammarTask, processes: WorkerProcesses | None = None) -> None:
+        self._task = task
+        self.processes = processes or WorkerProcesses(task)
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+
+    def examine(self, grammar: Grammar) -> str:
+        """See `Examiner`."""
+        worker = self.processes.begin(grammar)
+        with self._lock:
+            self._worker = worker
+        try:
+            return self._verdict(worker)
+        finally:
+            with self._lock:
+                self._worker = None
+            worker.close()
+
+    def stop(self) -> None:
+        """See `Examiner`."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop()
+
+    def close(self) -> None:
+        """See `Examiner`."""
+        self.processes.close()
+
+    def _verdict(self, worker: WorkerProcess) -> str:
+        poller = select.poll()  # not `select.select`, which knows no descriptors beyond 1023
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            poller.register(worker.fileno(), select.POLLIN | (select.POLLOUT if worker.blocked else 0))
+            if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                raise EngineError(f"grammars cannot be checked: nothing was said for {PATIENCE:g} s")
+            try:
+                messages = worker.receive()
+            except WorkerLost:
+                if worker.stopped:
+                    raise EngineError("the grammar is not checked any more: nobody waits for it") from None
+                self.processes.require_alive()
+                return self._task.too_much
+            for message in messages:
+                assert isinstance(message, Verdict)
+                if message.failed:
+                    raise EngineError(f"grammars cannot be checked: {message.failed}")
+                return message.allowed
+
+
+def process_checker(task: GrammarTask) -> Checker:
+    """A checker of strangers' grammars, several at a time."""
+    processes = WorkerProcesses(msgspec.structs.replace(task, niceness=NICENESS))
+    return Checker(*(ProcessExaminer(task, processes) for _ in range(EXAMINERS)))

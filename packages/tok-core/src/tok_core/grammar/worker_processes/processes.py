@@ -1,0 +1,259 @@
+"""Processes for grammars: starts the process that forks workers, and talks to the workers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from tok_core.errors import EngineError
+from tok_core.grammar.checker import GrammarTask
+from tok_core.grammar.kinds import Grammar
+from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
+from tok_core.grammar.worker_processes.worker import COMPILING, LENGTH, MARK
+from tok_core.runtime.lifeline import keep_lifeline
+
+PIECE: Final = 1 << 18  # bytes that are read at once
+
+
+class WorkerLost(Exception):
+    """A worker has ended. `sequence`: which it was at, COMPILING, or IDLE."""
+
+    def __init__(self, sequence: int) -> None:
+        super().__init__(sequence)
+        self.sequence = sequence
+
+
+class WorkerProcess:
+    """A worker, as whoever it works for sees it. For one thread at a time; `send` and `receive` never wait."""
+
+    def __init__(self, processes: WorkerProcesses, number: int, peer: socket.socket, mark: mmap.mmap) -> None:
+        self._processes = processes
+        self._number = number
+        self._socket = peer
+        self._mark = mark
+        self._unsent = bytearray()
+        self.blocked = False  # whether it takes no more for now
+        self._read = bytearray()
+        self._begun = False
+        self.stopped = False  # whether somebody has ended it
+
+    def fileno(self) -> int:
+        """Return the file descriptor of its socket."""
+        return self._socket.fileno()
+
+    def send(self, work: MatcherCall) -> None:
+        """Queues work for it."""
+        self._send(msgspec.msgpack.encode(work))
+
+    def receive(self) -> list[Verdict | MatcherReply]:
+        """Return its messages since the last call: a verdict, then answers. Raises WorkerLost after the last."""
+        ended = False
+        try:
+            while data := self._socket.recv(PIECE):
+                self._read += data
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        self._flush()
+        found = [self._decode(data) for data in self._messages()]
+        if ended and not found:
+            raise WorkerLost(self.at)
+        return found
+
+    @property
+    def at(self) -> int:
+        """The sequence that it is at, COMPILING, or IDLE."""
+        sequence: int = MARK.unpack_from(self._mark, 0)[0]
+        return sequence
+
+    def stop(self) -> None:
+        """Ends it, whatever it is at; from any thread."""
+        self.stopped = True
+        self._processes.end(self._number)
+
+    def close(self) -> None:
+        """Ends it, and lets go of what it had."""
+        self._processes.forget(self)
+        self.stop()
+        self._socket.close()
+        self._mark.close()
+
+    def _decode(self, data: bytes) -> Verdict | MatcherReply:
+        if self._begun:
+            return msgspec.msgpack.decode(data, type=MatcherReply)
+        self._begun = True
+        return msgspec.msgpack.decode(data, type=Verdict)
+
+    def _messages(self) -> list[bytes]:
+        found, at = [], 0
+        while len(self._read) - at >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._read, at)
+            if len(self._read) - at - LENGTH.size < size:
+                break
+            at += LENGTH.size
+            found.append(bytes(self._read[at : at + size]))
+            at += size
+        del self._read[:at]
+        return found
+
+    def _send(self, data: bytes) -> None:
+        self._unsent += LENGTH.pack(len(data)) + data
+        self._flush()
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `receive` tells of its end
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        if bool(self._unsent) != self.blocked:
+            self.blocked = not self.blocked
+            self._processes.watch(self, writing=self.blocked)
+
+
+def _is_open(orders: socket.socket) -> bool:
+    """Return whether the process at the other end lives: it sends nothing, and its end closes before its workers'."""
+    try:
+        return bool(orders.recv(1, socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+class WorkerProcesses:
+    """Makes workers, each for one grammar. Starts its process when it is needed first, and anew after it has died.
+
+    Thread-safe. `fileno` is readable when a worker has said something or has ended.
+    """
+
+    wakes = True
+
+    def __init__(self, task: GrammarTask) -> None:
+        self._task = task
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+        self._poll = select.epoll()
+        self._count = 0
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor of its poll object."""
+        return self._poll.fileno()
+
+    def begin(self, grammar: Grammar) -> WorkerProcess:
+        """A worker that compiles the grammar. Raises EngineError where none can be started."""
+        mine, its = socket.socketpair()
+        mine.setblocking(False)
+        shared = os.memfd_create("grammar")
+        try:
+            os.ftruncate(shared, mmap.PAGESIZE)
+            mark = mmap.mmap(shared, mmap.PAGESIZE)
+            MARK.pack_into(mark, 0, COMPILING)
+            number = self._fork(its.fileno(), shared)
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            its.close()
+            os.close(shared)
+        worker = WorkerProcess(self, number, mine, mark)
+        self._poll.register(mine.fileno(), select.EPOLLIN)
+        worker._send(msgspec.msgpack.encode(grammar))
+        return worker
+
+    def watch(self, worker: WorkerProcess, *, writing: bool) -> None:
+        """Whether `fileno` is readable, too, when the worker can take more."""
+        self._poll.modify(worker.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
+
+    def end(self, number: int) -> None:
+        """Ends the worker of this number, if it has not ended."""
+        with self._lock:
+            if self._orders is not None:
+                with suppress(OSError):
+                    self._orders.send(b"%d" % number)
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """Nobody asks about the worker any more."""
+        self._poll.unregister(worker.fileno())
+
+    def require_alive(self) -> None:
+        """Raises EngineError where all workers have ended because the process that forks them has."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("grammars cannot be checked any more: the engine was closed")
+        if self.lost_all():
+            raise EngineError("grammars cannot be checked: the process that checks them has died")
+
+    def lost_all(self) -> bool:
+        """Whether the process that forks them has died, and they with it."""
+        with self._lock:
+            return self._orders is None or not _is_open(self._orders)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _fork(self, *descriptors: int) -> int:
+        with self._lock:
+            if self._closed:
+                raise EngineError("grammars cannot be checked any more: the engine was closed")
+            self._count += 1
+            for _ in range(2):
+                try:
+                    socket.send_fds(self._running(), [b"%d" % self._count], descriptors)
+                    return self._count
+                except OSError:  # it has died: a new one is started, once
+                    self._end()
+            raise EngineError("grammars cannot be checked: the process that forks workers dies")
+
+    def _running(self) -> socket.socket:
+        if self._orders is None:
+            self._start()
+        assert self._orders is not None
+        return self._orders
+
+    def _start(self) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.grammar.worker_processes.worker import main; "
+        code += f"sys.exit(main({its.fileno()}))"
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has only one
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # whoever prints does not answer
+                pass_fds=[its.fileno()],
+                env={**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"},
+            )
+        except OSError as failure:
+            mine.close()
+            raise EngineError(f"grammars cannot be checked: {failure}") from failure
+        finally:
+            its.close()
+        keep_lifeline(mine)
+        mine.send(msgspec.msgpack.encode(self._task))
+        self._orders = mine
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
+        if process is not None:
+            process.send_signal(signal.SIGKILL)  # its workers end with it
+            process.wait()

@@ -1,0 +1,307 @@
+"""Admission: how many waiting samples may start now, so that memory is full but not overfull later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.admission.fair_shares import StartTurn
+from tok_core.manager.admission.forecast import Reserve, admissible
+from tok_core.manager.admission.length_model import Float64, LengthModel
+from tok_core.manager.admission.page_watermark import PageWatermark
+from tok_core.manager.admission.staggered_admission import StaggeredAdmission
+from tok_core.manager.admission.waiting_queue import WaitingQueue
+from tok_core.manager.faults import FaultyRequest
+from tok_core.manager.kv_cache.paging import Paging
+from tok_core.manager.kv_cache.retained_prompts import RetainedPrompts
+from tok_core.manager.sequences import Pending, SequenceTable, State
+from tok_core.messages import Int64
+
+LOOK_AHEAD = 4096  # groups of samples in the queue that are considered a step
+GOLDEN = 0.6180339887498949
+TIMES = 16  # that a sequence is counted, of another further length each, where few run: chance weighs less
+MANY = 2048  # sequences of which that would be too dear
+LATER = 2048  # requests in the queue that say what later samples are like
+TYPICAL = 256  # of these, spread evenly, at most: few would say now this, now that, where requests differ
+DRAWN = 2048  # samples of theirs, each with a further length of its own
+KNOWN = 256  # samples at most that are to finish beyond as many as run, for lengths to be known rather than guessed
+GUESSED = 0.7  # share of the pages in which samples start until then
+
+
+Turns = Callable[[int], Iterator[StartTurn]]
+
+
+class Demand(NamedTuple):
+    """What sequences need: int64 [n] each. `left`: tokens until their limit, where `remaining` are to be expected."""
+
+    length: Int64
+    remaining: Int64
+    shared: Int64
+    left: Int64
+
+    def unending(self) -> Demand:
+        """The same if nobody ends before its limit."""
+        return self._replace(remaining=self.left)
+
+
+class Samples(NamedTuple):
+    """Samples whose further lengths are to be predicted: int64 [n] each. `least`: tokens that each has at its end."""
+
+    length: Int64
+    prompt: Int64
+    limit: Int64
+    least: Int64
+    family: Int64
+    shared: Int64
+
+
+class SampleCosts(NamedTuple):
+    """Pages of the `first` of some samples, and of each of the `others`, that are not its own; tokens to compute."""
+
+    first: int
+    others: int
+    tokens: int
+
+
+class Admission:
+    """Forecasts page use over future time from predicted lengths, and admits as many as stay below the capacity."""
+
+    def __init__(
+        self, table: SequenceTable, paging: Paging, lengths: LengthModel, retained_prompts: RetainedPrompts
+    ) -> None:
+        self.table = table
+        self.paging = paging
+        self.lengths = lengths
+        self.retained_prompts = retained_prompts
+        self.stagger = StaggeredAdmission()
+        self.watermark = PageWatermark()
+
+    def account(self, computed: int, twice: int) -> None:
+        """Tokens so far that were computed, and of these for the second time."""
+        running = self.table.length[self.table.in_state(State.DECODE)]
+        each = float(running.mean()) if len(running) else 1.0
+        self.watermark.observe(computed, twice, each, guessed=self._guesses(len(running)))
+
+    def _guesses(self, running: int) -> bool:
+        return self.lengths.finished <= running + min(running, KNOWN)
+
+    def count(
+        self,
+        turns: Turns,
+        waiting: WaitingQueue,
+        reserved: dict[int, int],
+        step: float,
+        budget: int,
+        priority: int | None = None,
+    ) -> tuple[int, list[StartTurn]]:
+        """Return how many of the waiting samples may start in `step`, and the turns in which they do.
+
+        turns     returns whose turn it is to start, in order, where so many samples may
+        reserved  how many forks each prefilling leader (by slot) still has to come: they count as running
+        budget    tokens that the step may still compute: those are not looked at that no token is left for
+        priority  lower classes than this one give up what they hold; None: nobody does
+        """
+        table = self.table
+        running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        slots = table.free_slots
+        if priority is not None:
+            lower = table.priority[running] > priority
+            slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
+            running = running[~lower]
+            reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
+        slots -= sum(reserved.values())
+        if slots <= 0 or not waiting:
+            return 0, []
+        common = self.paging.depth_in_common(running)
+        held = self._running(running, common, reserved)
+        used = int((-(-held.length // self.paging.page_size) - held.shared).sum())
+        capacity = self._capacity(int((table.num_shared[running] - common).sum()), priority)
+        samples, chosen = self._candidates(turns(slots), capacity - used, budget)
+        fitting = len(samples.length)
+        if self._at_limit(held) + self._at_limit(samples) > capacity:
+            guessed = self._guesses(len(running))
+            stream = priority is None and not guessed and self._stream(waiting, capacity, step)
+            fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
+        if priority is None:
+            self.stagger.observe(used, capacity, waits=fitting < len(samples.length))
+        return (fitting if len(running) else max(1, fitting)), chosen
+
+    def _at_limit(self, samples: Samples) -> int:
+        """Pages that are enough even if nobody ends before its limit, and all do so at once."""
+        return int((-(-samples.limit // self.paging.page_size) - samples.shared).sum())
+
+    def _fitting(self, held: Samples, samples: Samples, capacity: int, *, guessed: bool, stream: bool) -> int:
+        """How many of the samples fit into `capacity` pages beside those `held`, by what is to be expected of all."""
+        count, size = len(held.length), self.paging.page_size
+        times = min(TIMES, max(1, MANY // (count + 1)))
+        demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
+        used = int((-(-held.length // size) - held.shared).sum())
+        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
+        room = int((GUESSED if guessed else 1) * capacity) * times
+        fitting = admissible(*demand[:3], *candidates[:3], room, size, reserve, together=times)
+        if guessed and fitting < len(candidates.length):
+            unending = *demand.unending()[:3], *candidates.unending()[:3]
+            fitting = max(fitting, admissible(*unending, capacity * times, size, together=times))
+        return fitting // times
+
+    def _reserve(self, capacity: int, times: int, each: float, *, stream: bool) -> Reserve:
+        """What those that start now are to leave free, all counted `times` times.
+
+        `each`: pages that a running sequence has of its own. `stream`: later ones are to find room, too.
+        """
+
+        def pages(moments: Int64) -> Int64:
+            kept = times * self.watermark.pages(each, self.paging.num_pages, moments)
+            return kept + self.stagger.reserve(capacity * times, moments) if stream else kept
+
+        return pages
+
+    def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
+        """Whether those that start in `step` are to leave room for later ones like those `waiting`."""
+        if not self.stagger.binds:
+            return False
+        if self.stagger.outdated(step):
+            self.stagger.draw(step, *self._typical(waiting), self.paging.page_size)
+        return self.stagger.bears(capacity)
+
+    def _capacity(self, freed: int, priority: int | None = None) -> int:
+        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each.
+
+        priority  lower classes than this one give up what they hold; None: nobody does
+        """
+        table, draining = self.table, self.table.in_state(State.DRAIN)
+        locked, tails = int(self.paging.locked), self.retained_prompts.tails
+        if priority is not None:
+            draining = draining[table.priority[draining] <= priority]
+            nodes, tails = self.retained_prompts.held(priority)
+            holding = (table.state != State.FREE) & (table.num_pages > 0) & (table.priority <= priority)
+            locked = self.paging.tree.pages_down_to(np.concatenate((table.node[holding], nodes)))
+        own = table.num_pages[draining] - table.num_shared[draining]
+        return self.paging.num_pages - (locked + tails + int(own.sum()) - freed)
+
+    def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int]) -> Samples:
+        """Those that run, and the forks that they still have to come."""
+        table = self.table
+        length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
+        columns = table.prompt_len, table.limit, table.least
+        prompt, limit, least = (column[slots].astype(np.int64) for column in columns)
+        family = table.family[slots]
+        if reserved:
+            each, shared = self._with_forks(slots, reserved, length, shared)
+            length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
+            least, family = np.repeat(least, each), np.repeat(family, each)
+        return Samples(length, prompt, limit, least, family, shared)
+
+    def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
+        """What the samples need, each `times` times, of which so many stand `before` them."""
+        if times > 1:
+            samples = Samples(*(np.repeat(column, times) for column in samples))
+        remaining = self._remaining(samples, _shares(before, len(samples.length)))
+        return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
+
+    def _remaining(self, samples: Samples, shares: Float64) -> Int64:
+        length, prompt, limit, least, family, _ = samples
+        remaining = self.lengths.remaining(length - prompt, limit - prompt, family, shares)
+        surely: Int64 = np.maximum(remaining, least - length)
+        return surely
+
+    def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
+        """Lengths, further tokens and shared pages of what later samples are like, int64 [DRAWN] each."""
+        spread = list(islice(waiting, 0, LATER, -(-min(len(waiting), LATER) // TYPICAL)))
+        until = np.cumsum([len(pending.samples) for pending in spread])
+        drawn = np.searchsorted(until, (np.arange(DRAWN) + 0.5) / DRAWN * until[-1])
+        rows = np.array([self._row(pending) for pending in spread], np.int64)
+        samples = Samples(*rows[drawn].T)
+        return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
+
+    def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
+        """Return the known columns of its samples, and the shared pages of each."""
+        try:
+            return *_known(pending), self._shared(pending)
+        except Exception as error:
+            raise FaultyRequest(pending.request.rid, error) from error
+
+    def _pages(self, pending: Pending) -> int:
+        """Pages that hold the tokens of one of the samples."""
+        return -(-len(pending.tokens) // self.paging.page_size)
+
+    def _shared(self, pending: Pending) -> int:
+        """Pages that most of the samples do not have of their own."""
+        costs = self._costs(pending, len(pending.samples))
+        return costs.first if len(pending.samples) == 1 else costs.others
+
+    def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
+        """How many sequences each of `slots` stands for, itself first, and the shared pages of all of these."""
+        forks = np.zeros(self.table.slots, np.int64)
+        forks[list(reserved)] = list(reserved.values())
+        forks = forks[slots]
+        whole = np.where(forks > 0, length // self.paging.page_size, shared)
+        times = forks + 1
+        first = np.cumsum(times) - times  # the leader itself, before its forks
+        repeated = np.repeat(whole, times)
+        repeated[first] = shared
+        return times, repeated
+
+    def refresh(self) -> None:
+        """Tells the length model how far the running sequences are; without it, it knows them as they were."""
+        table = self.table
+        slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
+        seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
+        self.lengths.follow(seen, generated, most)
+        table.followed[slots] = generated
+        self.lengths.prompt_stats.run(table.family[slots], self.lengths.hazard(generated, most))
+
+    def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
+        """Samples whose turn it is, and their turns.
+
+        None after the first that `room` pages cannot hold even before anybody grows, or that are not started in a step
+        that has no more than `budget` tokens left.
+        """
+        rows, chosen = [], []
+        for turn in islice(turns, LOOK_AHEAD):
+            pending, here = turn
+            chosen.append(turn)
+            try:
+                pages, (first, others, computed) = self._pages(pending), self._costs(pending, here)
+                rows.append((here, first, *_known(pending), others))
+            except Exception as error:
+                raise FaultyRequest(pending.request.rid, error) from error
+            room -= here * (pages - others) + others - first
+            budget -= computed
+            if room < 0 or budget <= 0:
+                break
+        counts, firsts, *columns = np.array(rows, np.int64).reshape(-1, 8).T
+        found = Samples(*(np.repeat(column, counts) for column in columns))
+        found.shared[np.cumsum(counts) - counts] = firsts
+        return found, chosen
+
+    def _costs(self, pending: Pending, samples: int) -> SampleCosts:
+        """Of the first so many samples. The first, where it has to prefill, shares what running sequences hold anyway;
+        pages only cached count as its own. Others share the prompt's full pages with it, or, starting late, with what
+        is kept of the prompt.
+        """
+        size, tokens = self.paging.page_size, len(pending.tokens)
+        full, others = (tokens - 1) // size, tokens // size
+        if pending.fresh and self.retained_prompts.find(pending.request) is not None:
+            return SampleCosts(full, full, samples)
+        if pending.fresh and pending.request.leader is not None:
+            return SampleCosts(others, others, 0)
+        if pending.fresh and pending.request.needs_all:
+            return SampleCosts(0, others, tokens)
+        locked, cached = self.paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
+        return SampleCosts(locked, others, tokens - cached * size)
+
+
+def _known(pending: Pending) -> tuple[int, int, int, int, int]:
+    """What is known of its samples, in the order of the first columns of `Samples`."""
+    request = pending.request
+    return len(pending.tokens), len(request.prompt), request.limit, request.least, request.family
+
+
+def _shares(first: int, count: int) -> Float64:
+    """Shares in [0, 1) that any stretch of numbers spreads evenly: multiples of the golden ratio (Weyl 1916)."""
+    return np.mod(np.arange(first, first + count, dtype=np.float64) * GOLDEN + 0.5, 1.0)

@@ -1,0 +1,241 @@
+"""Share slots fairly: choose whose samples start next within a class, and whose slots are taken back.
+
+A free slot goes to the caller with the fewest running samples. Requests of one caller are served first come, first
+served. If fewer than `MAX_SHARING_REQUESTS` requests hold all of a caller's slots and another has waited for `QUANTUM`,
+requests that run fewer samples than their share come before those with more, and a first sample before all others.
+
+If no slot becomes free, callers below their share, and waiting requests without a running sample, get slots by
+preempting the largest holder. A slot moves only to a holder that still has fewer afterwards, so slots never move back
+and forth. `MAX_LOST_SHARE` bounds the tokens that preemption may waste.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.accounts import Account, Accounts
+from tok_core.manager.admission.waiting_queue import CallerQueue, WaitingQueue
+from tok_core.manager.kv_cache.paging import Paging
+from tok_core.manager.kv_cache.preemption import rank_victims
+from tok_core.manager.sequences import Pending, Request, SequenceTable, State
+from tok_core.messages import Int64
+
+QUANTUM = (
+    0.5  # seconds: half of the second within which a request is to begin, the other half is for the step under way
+)
+LOOKS = 2  # in a quantum
+MAX_SHARING_REQUESTS = (
+    32  # requests that share a caller's slots before they are served first come, first served: groups stay large
+)
+LOOK_AHEAD = 1024  # groups of waiting samples of one caller that are compared
+MAX_LOST_SHARE = 0.01  # of the computed tokens that taking slots back may lose: less than figures vary by
+
+
+class StartTurn(NamedTuple):
+    """So many of the samples are to start."""
+
+    pending: Pending
+    samples: int
+
+
+class FairShares:
+    """Orders the samples in `waiting`, and looks from time to time whether slots must be taken back.
+
+    due  samples that have waited too long and start although the forecast speaks against it
+    """
+
+    def __init__(self, table: SequenceTable, paging: Paging, waiting: WaitingQueue, clock: Callable[[], float]) -> None:
+        self.accounts = Accounts()
+        self.due = 0
+        self._table = table
+        self._paging = paging
+        self._waiting = waiting
+        self._clock = clock
+        self._looked = clock()
+        self._computed = 0  # tokens at the last look
+        self._allowance = 0.0  # tokens that may be lost now
+
+    def open(self, request: Request) -> None:
+        """Note a new request."""
+        self.accounts.open(request)
+        request.arrived = self._clock()
+
+    def turns(self, most: int, classes: Iterable[int]) -> Iterator[StartTurn]:
+        """Yield whose samples of these classes are to start, in order, where `most` may. May be stopped early.
+
+        The queue must not change meanwhile.
+        """
+        now = self._clock()
+        for priority in classes:
+            lines = self._waiting.lines(priority)
+            for line, count in _levelled(lines, most) if len(lines) > 1 else [(line, most) for line in lines]:
+                left = count
+                for turn in self._of_line(line, count, now):
+                    taken = min(turn.samples, left)
+                    yield turn if taken == turn.samples else StartTurn(turn.pending, taken)
+                    left, most = left - taken, most - taken
+                    if not left:
+                        break
+            if most <= 0:
+                return
+
+    def _of_line(self, line: CallerQueue, most: int, now: float) -> Iterable[StartTurn]:
+        account, head = line.account, line.first
+        share = max(1, (account.running + most) // min(max(1, len(account.open)), MAX_SHARING_REQUESTS))
+        if head.request.running + len(head.samples) > share and account.holders < MAX_SHARING_REQUESTS:
+            others = islice(line, 1, LOOK_AHEAD)
+            if any(one.request.running < share and _aged(one.request, now) for one in others):
+                return _capped(line, share, MAX_SHARING_REQUESTS - account.holders, now)
+        return (StartTurn(pending, len(pending.samples)) for pending in line)
+
+    def look(self, computed: int) -> list[int]:
+        """Return slots to be preempted for those who have waited too long; most often at once, and none.
+
+        computed  tokens so far
+        """
+        now = self._clock()
+        if 0 <= now - self._looked < QUANTUM / LOOKS:
+            return []
+        most = float(self._table.slots * self._table.page_size)
+        self._allowance = min(self._allowance + MAX_LOST_SHARE * (computed - self._computed), most)
+        self._looked, self._computed, self.due = now, computed, 0
+        first = self._waiting.first_class
+        return [] if first is None else self._take_back(first, now)
+
+    def _take_back(self, priority: int, now: float) -> list[int]:
+        """Return slots of one class to take: for callers below their share, then for requests of which nothing runs."""
+        lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
+        ledger = _Ledger(self._table, self._paging, priority, self._allowance)
+        accounts = list(self.accounts.of_class(priority))
+        if len(accounts) > 1:
+            self._level_accounts(accounts, lines, ledger)
+        for line in lines:
+            self.due += self._first_starts(line, ledger, now)
+        self._allowance -= ledger.lost
+        return ledger.victims
+
+    def _level_accounts(self, accounts: list[Account], lines: list[CallerQueue], ledger: _Ledger) -> None:
+        """Make room for samples of callers that have waited and hold less than their share."""
+        waiting = {line.account.id: line.samples(self._table.slots) for line in lines}
+        for one in accounts:
+            one.looks = one.looks + 1 if one.id in waiting else 0
+        wanted = np.array([one.running + waiting.get(one.id, 0) for one in accounts], np.int64)
+        share = max(1, _level(np.zeros_like(wanted), wanted, sum(one.running for one in accounts) + ledger.free))
+        for line in lines:
+            account = line.account
+            starts = min(share - account.running, waiting[account.id])
+            if account.looks > LOOKS and starts > 0:
+                holders = ledger.holders(self._table.account)
+                got = sum(ledger.vacate(holders, max(share, account.running + 1), line.first) for _ in range(starts))
+                self.due += got > 0
+
+    def _first_starts(self, line: CallerQueue, ledger: _Ledger, now: float) -> int:
+        """Make room for a sample each of the caller's requests of which nothing runs; returns for how many there is."""
+        account, table = line.account, self._table
+        most = MAX_SHARING_REQUESTS - account.holders
+        if most <= 0 or account.running <= account.holders:
+            return 0
+        late = [one for one in islice(line, LOOK_AHEAD) if not one.request.running and _aged(one.request, now)]
+        holders = ledger.holders(table.rid, account.id) if late else {}
+        return sum(ledger.vacate(holders, 1, one) for one in late[:most])
+
+
+class _Ledger:
+    """Slots and pages of one class as they will be once its victims are preempted, and the tokens lost by that."""
+
+    def __init__(self, table: SequenceTable, paging: Paging, priority: int, allowance: float) -> None:
+        self.victims: list[int] = []
+        self.lost = 0
+        self.free = table.free_slots + table.ended + int(np.count_nonzero(table.state == State.PREEMPTED))
+        self._pages = paging.available
+        self._table = table
+        self._paging = paging
+        self._priority = priority
+        self._allowance = allowance
+
+    def holders(self, owner: Int64, account: int | None = None) -> dict[int, list[tuple[int, int]]]:
+        """Return running slots by `owner`, a column of the table, and the tokens that each would lose, least last."""
+        table = self._table
+        slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        slots = slots[table.priority[slots] == self._priority]
+        if account is not None:
+            slots = slots[table.account[slots] == account]
+        ranked, lost = rank_victims(self._paging, slots[~np.isin(slots, self.victims)])
+        found: dict[int, list[tuple[int, int]]] = {}
+        for one, slot, tokens in zip(
+            owner[ranked[::-1]].tolist(), ranked[::-1].tolist(), lost[::-1].tolist(), strict=True
+        ):
+            found.setdefault(one, []).append((slot, tokens))
+        return found
+
+    def vacate(self, holders: dict[int, list[tuple[int, int]]], least: int, pending: Pending) -> bool:
+        """Make room for one sample; whoever gives it keeps `least` slots. Returns whether there is room.
+
+        The first sample may lose others as many tokens as it computes itself, all of them together the allowance.
+        """
+        size = self._table.page_size
+        pages = -(-len(pending.tokens) // size) + 1
+        while self.free < 1 or self._pages < pages:
+            held = max(holders.values(), key=len, default=[])
+            if len(held) <= least:
+                return False
+            slot, tokens = held[-1]
+            if self.victims and self.lost + tokens > max(self._allowance, len(pending.tokens)):
+                return False
+            held.pop()
+            self.victims.append(slot)
+            self.lost += tokens
+            self.free += 1
+            self._pages += -(-tokens // size)
+        self.free -= 1
+        self._pages -= pages
+        return True
+
+
+def _aged(request: Request, now: float) -> bool:
+    return now - request.arrived >= QUANTUM
+
+
+def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[StartTurn]:
+    """Return a sample each of `begin` late requests of which nothing runs, then each up to its share, then the rest."""
+    given: Counter[int] = Counter()
+    firsts, within, beyond = list[StartTurn](), list[StartTurn](), list[StartTurn]()
+    for pending in islice(line, LOOK_AHEAD):
+        request, left = pending.request, len(pending.samples)
+        first = int(len(firsts) < begin and _aged(request, now))
+        for turns, most in ((firsts, first), (within, share), (beyond, left)):
+            count = min(left, most if turns is beyond else max(0, most - request.running - given[request.rid]))
+            if count:
+                turns.append(StartTurn(pending, count))
+                given[request.rid] += count
+                left -= count
+    return chain(firsts, within, beyond)
+
+
+def _levelled(lines: Collection[CallerQueue], most: int) -> list[tuple[CallerQueue, int]]:
+    """Return lines and how many of their samples are to start, so that the callers' running samples become level."""
+    ordered = sorted(lines, key=lambda line: (line.account.running, line.first.order))
+    running = np.array([line.account.running for line in ordered], np.int64)
+    waiting = np.array([line.samples(most) for line in ordered], np.int64)
+    low = _level(running, waiting, most)
+    gets = np.clip(low - running, 0, waiting)
+    more = ((gets < waiting) & (running <= low)).nonzero()[0][: most - int(gets.sum())]
+    gets[more] += 1
+    return [(line, count) for line, count in zip(ordered, gets.tolist(), strict=True) if count]
+
+
+def _level(running: Int64, waiting: Int64, most: int) -> int:
+    """Return the most samples that each caller can come to run if `most` of those waiting start; both int64 [n]."""
+    low, high = int(running.min()), int(running.max()) + most
+    while low < high:
+        level = (low + high + 1) // 2
+        if np.clip(level - running, 0, waiting).sum() <= most:
+            low = level
+        else:
+            high = level - 1
+    return low

@@ -1,0 +1,64 @@
+"""Per-prompt length statistics: how much earlier or later samples of one prompt end than samples in general.
+
+Samples of one prompt share a factor on their rate of ends (a gamma frailty; Vaupel, Manton and Stallard 1979). It is
+learned from ends that were there against ends that were to be expected of what the samples have run: those that are
+still running speak, too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.manager.sequences import SINGLE_SAMPLE
+from tok_core.messages import Int64
+
+Float64 = NDArray[np.float64]
+
+WEIGHT = 8.0  # ends, expected and seen, that every family begins with
+
+
+class PromptLengthStats:
+    """A row for each open request of several samples; rows given back are used anew."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._seen = np.zeros(1)
+        self._expected = np.zeros(1)
+        self._running = np.zeros(1)
+
+    def acquire(self, samples: int) -> int:
+        """A family for so many samples of one prompt."""
+        if samples == 1:
+            return SINGLE_SAMPLE
+        if not self._free:
+            size = len(self._seen)
+            self._free = list(range(2 * size - 1, size - 1, -1))
+            self._seen, self._expected, self._running = (
+                np.concatenate((column, np.zeros(size))) for column in (self._seen, self._expected, self._running)
+            )
+        family = self._free.pop()
+        self._seen[family] = self._expected[family] = self._running[family] = 0.0
+        return family
+
+    def release(self, family: int) -> None:
+        """All samples of the family have ended, or are not wanted any more."""
+        if family != SINGLE_SAMPLE:
+            self._free.append(family)
+
+    def finish(self, family: Int64, hazard: Float64, ended: NDArray[np.bool_]) -> None:
+        """Samples have finished where so many ends, `hazard` [n], were to be expected of each."""
+        size = len(self._seen)
+        self._seen += np.bincount(family, ended, minlength=size)
+        self._expected += np.bincount(family, hazard, minlength=size)
+
+    def run(self, family: Int64, hazard: Float64) -> None:
+        """All samples that run now, and the ends that were to be expected of each."""
+        self._running = np.bincount(family, hazard, minlength=len(self._seen)).astype(np.float64, copy=False)
+
+    def rate(self, family: Int64) -> Float64:
+        """The factors on the rates of ends, float64 like `family`."""
+        rate = (self._seen + WEIGHT) / (self._expected + self._running + WEIGHT)
+        rate[SINGLE_SAMPLE] = 1.0
+        found: Float64 = rate[family]
+        return found

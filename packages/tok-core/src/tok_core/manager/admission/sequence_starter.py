@@ -1,0 +1,160 @@
+"""Assign slots to waiting samples: lead a prefill, fork from it, or start late as a decode row."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
+from tok_core.manager.admission.waiting_queue import WaitingQueue
+from tok_core.manager.kv_cache.paging import Paging
+from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt, RetainedPrompts
+from tok_core.manager.sequences import Pending, Request, SequenceTable
+from tok_core.manager.stops.stop_sets import StopSets
+from tok_core.messages import Int64
+
+NOBODY: Int64 = np.empty(0, np.int64)
+
+
+class SequenceStarter:
+    """The first sample of a request leads: it prefills the prompt. Samples that may start before it is done follow:
+    they draw their first token from the same logits. The others start later as rows that decode the prompt's last
+    token, from what is kept of the prompt (`RetainedPrompts`); where that had to be given up, one of them leads again.
+
+    So do followers of a leader that has full pages of its own, because it computed what the tree had already: a fork
+    copies the last page and no more.
+    """
+
+    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, families: PromptLengthStats) -> None:
+        self.table = table
+        self.paging = paging
+        self.stops = stops
+        self.prompt_stats = families
+        self.retained_prompts = RetainedPrompts(paging)
+        self.waiting = WaitingQueue()
+        self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
+        self.newly_cached: list[tuple[int, int]] = []  # request, prompt tokens found in the cache
+        self.cached_tokens = 0
+        self.computed_twice = 0  # tokens of preempted samples that were not cached any more
+
+    def lead(self, pending: Pending, allowed: int) -> tuple[int, int]:
+        """A slot for the first of the samples, and how many of the others, at most `allowed − 1`, follow it."""
+        samples, request = pending.samples, pending.request
+        if request.stop_set is None:
+            request.stop_set = self.stops.acquire(request.params)
+            request.family = self.prompt_stats.acquire(request.params.n)
+        sample = samples.popleft()
+        slot = self.table.claim_one(request, sample, pending.tokens)
+        if pending.fresh:
+            request.leader = slot
+        self.paging.start(slot)
+        self.adopt(slot)
+        self._report_cached(request, int(self.table.length[slot]))
+        if sample in request.displaced:
+            request.displaced.discard(sample)
+        elif sample in request.preempted:
+            self.computed_twice += len(pending.tokens) - int(self.table.length[slot])
+        return slot, self.follow(pending, allowed - 1) if samples else 0
+
+    def adopt(self, slot: int) -> None:
+        """The slot takes over what the cache has of its tokens, unless it has to compute them."""
+        request = self.table.requests[slot]
+        assert request is not None
+        if not (request.needs_all and request.leader == slot):
+            self.paging.adopt(slot)
+
+    def follow(self, pending: Pending, allowed: int) -> int:
+        """At most `allowed` of the samples will fork from their request's leader; returns how many."""
+        request = pending.request
+        assert request.leader is not None
+        taken = _take(pending.samples, allowed)
+        if taken:
+            self.followers.setdefault(request.leader, deque()).extend(taken)
+            request.hold(len(taken))
+        self._put_back(pending)
+        return len(taken)
+
+    def finish_prefill(self, slot: int, step: int) -> Int64:
+        """The slot's tokens will all be in the cache after `step`; returns its forks, in the cache as far as it."""
+        table, request = self.table, self.table.requests[slot]
+        assert request is not None
+        if request.leader != slot:
+            return NOBODY
+        request.leader, request.asks = None, False
+        followers = self.followers.pop(slot, deque())
+        request.hold(-len(followers))
+        if self.paging.fork_cost(slot) <= 1:
+            forks = self._fork(slot, request, followers)
+        else:
+            self._put_back(Pending(request, followers, request.prompt))
+            forks = NOBODY
+        request.undrawn -= 1 + len(forks)
+        if request.undrawn:
+            self.retained_prompts.keep(request, slot, step)
+        table.length[forks] = table.length[slot]
+        return forks
+
+    def start_late(self, retained: RetainedPrompt, pending: Pending, allowed: int, step: int) -> Int64:
+        """Slots of as many of the samples as there are pages for; `step` has their first decode row."""
+        request = pending.request
+        room = min(allowed, self.paging.available) if retained.ready <= step else 0
+        samples = _take(pending.samples, room)
+        self._put_back(pending)
+        if not samples:
+            return NOBODY
+        assert self.paging.room_for(len(samples))
+        slots = self.retained_prompts.start(retained, samples, step)
+        request.undrawn -= len(samples)
+        if not request.undrawn:
+            self.retained_prompts.drop(request.rid)
+        return slots
+
+    def requeue(self, slot: int) -> None:
+        """A preempted sequence, all of whose tokens are known, goes back to its place in the queue."""
+        request = self.table.requests[slot]
+        assert request is not None
+        if request.leader == slot:
+            request.leader = None
+        sample = int(self.table.sample[slot])
+        if (follower := self.table.followers.pop(slot, None)) is not None:
+            request.resting[sample] = follower
+        followers = self.followers.pop(slot, deque())
+        request.hold(-len(followers))
+        samples = deque([sample, *followers])
+        tokens = self.table.tokens[slot, : self.table.known[slot]].copy()
+        self.table.free(np.array([slot]))
+        self.waiting.put_back(Pending(request, samples, tokens))
+
+    def _fork(self, leader: int, request: Request, samples: deque[int]) -> Int64:
+        """Slots of as many of the samples as there are slots and pages for; the others wait again."""
+        if not samples:
+            return NOBODY
+        cost, room = self.paging.fork_cost(leader), self.table.free_slots
+        taken = _take(samples, min(room, self.paging.available) if cost else room)
+        self._put_back(Pending(request, samples, request.prompt))
+        if not taken:
+            return NOBODY
+        assert self.paging.room_for(cost * len(taken))
+        forks = self.table.claim(request, taken, request.prompt)
+        self.paging.fork(leader, forks)
+        return forks
+
+    def _put_back(self, pending: Pending) -> None:
+        if pending.samples:
+            self.waiting.put_back(pending)
+
+    def _report_cached(self, request: Request, cached: int) -> None:
+        if not request.reported:
+            request.reported = True
+            self.cached_tokens += cached
+            self.newly_cached.append((request.rid, cached))
+
+
+def _take(samples: deque[int], most: int) -> list[int]:
+    """Removes the first samples, at most so many."""
+    if most >= len(samples):
+        taken = list(samples)
+        samples.clear()
+        return taken
+    return [samples.popleft() for _ in range(min(most, len(samples)))]

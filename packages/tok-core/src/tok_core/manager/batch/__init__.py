@@ -1,0 +1,1 @@
+"""Build each step: rows, token budget, pipeline microbatches, run-ahead."""

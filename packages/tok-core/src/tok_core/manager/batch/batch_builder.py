@@ -1,0 +1,227 @@
+"""Collect what one step computes and write it as a StepInput."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.batch.prompt_outputs import prompt_asks
+from tok_core.manager.faults import Faults
+from tok_core.manager.grammar.grammar_manager import GrammarManager
+from tok_core.manager.prefix_groups.grouping import Groups
+from tok_core.manager.sequences import NEVER, SequenceTable
+from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
+from tok_core.sampling_params import SamplingParams
+
+
+class Changes(NamedTuple):
+    """Page table entries that the step sets, `shared` ones first, and pages that it copies first; all int32 [n]."""
+
+    shared: list[SharedPages]
+    page_slot: Int32
+    page_index: Int32
+    page_id: Int32
+    copy_src: Int32
+    copy_dst: Int32
+
+
+class BatchBuilder:
+    """Collects what a step computes while it is being scheduled."""
+
+    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: GrammarManager, faults: Faults) -> None:
+        self.table = table
+        self.grammars = guides
+        self.faults = faults
+        self.eos_ids = eos_ids
+        self.fresh: list[int] = []  # slots that the worker has not seen with their present owner
+        self.fresh_length: list[int] = []  # positions they have in the cache before the step
+        self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
+        self.draw_slot: list[int] = []  # slots that draw from a chunk's logits
+        self.draw_chunk: list[int] = []
+        self.starts: list[Int64] = []  # slots that begin with a decode row
+        self.asking: list[int] = []  # chunks of prompts of which something is asked
+        self._faulty: set[int] = set()  # requests whose parameters cannot be written down
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that prompts and new sequences compute in the step."""
+        return sum(count for _, _, count in self.chunks) + sum(map(len, self.starts))
+
+    @property
+    def busy(self) -> Int64:
+        """Slots that do so."""
+        return np.concatenate((np.array([slot for slot, _, _ in self.chunks], np.int64), *self.starts))
+
+    def chunk(self, slot: int, start: int, count: int) -> None:
+        """`slot` prefills `count` tokens from `start` on."""
+        if not self.table.announced[slot]:
+            self._announce([slot], start)
+        request = self.table.requests[slot]
+        assert request is not None
+        if request.asks and request.leader == slot:
+            self.asking.append(len(self.chunks))
+        self.chunks.append((slot, start, count))
+
+    def draw(self, slot: int, forks: Int64) -> None:
+        """`slot` and its new `forks` draw their next tokens from the logits that end the last chunk."""
+        if len(forks):
+            self._announce(forks.tolist(), int(self.table.length[slot]))
+        self.draw_slot += [slot, *forks.tolist()]
+        self.draw_chunk += [len(self.chunks) - 1] * (1 + len(forks))
+
+    def start(self, slots: Int64) -> None:
+        """New `slots` of one request begin with a decode row."""
+        self._announce(slots.tolist(), int(self.table.length[slots[0]]))
+        self.starts.append(slots)
+
+    def _announce(self, slots: list[int], length: int) -> None:
+        self.table.announced[slots] = True
+        self.fresh += slots
+        self.fresh_length += [length] * len(slots)
+
+    def build(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+        """The StepInput, with the table's lengths as they will be after the step.
+
+        A request that cannot be written down is at fault. Its rows stay in the step, under parameters that cannot fail:
+        the request ends before their tokens are back. An exception that no request raises alone is passed on.
+        """
+        try:
+            return self._written(step, draws_upto, decode, groups, changes)
+        except Exception:
+            if not self._set_faulty_aside(decode):
+                raise
+        return self._written(step, draws_upto, decode, groups, changes)
+
+    def _set_faulty_aside(self, decode: Int64) -> bool:
+        """Finds the requests that cannot be written down, each alone; returns whether there are any."""
+        table = self.table
+        sampling = np.concatenate((decode, np.array(self.draw_slot, np.int64)))
+        slots = np.concatenate((sampling, self.busy, np.array(self.fresh, np.int64)))
+        for rid in np.unique(table.rid[slots]).tolist():
+            try:
+                self._write_alone(rid, sampling)
+            except Exception as error:
+                self.faults.add(rid, error)
+                self._faulty.add(rid)
+        own = slots[np.isin(table.rid[slots], list(self._faulty))]
+        table.guided[own] = table.filters[own] = table.penalises[own] = False
+        table.bias_until[own] = table.top_logprobs[own] = 0
+        self.asking = [index for index in self.asking if table.rid[self.chunks[index][0]] not in self._faulty]
+        return bool(self._faulty)
+
+    def _write_alone(self, rid: int, sampling: Int64) -> None:
+        """Writes down what a step has of one request; `sampling`: slots that sample in it."""
+        table = self.table
+        own = sampling[table.rid[sampling] == rid]
+        self.grammars.masks(own[table.guided[own]].astype(np.int32))
+        fresh = [(slot, length) for slot, length in zip(self.fresh, self.fresh_length, strict=True)]
+        fresh = [one for one in fresh if table.rid[one[0]] == rid]
+        if fresh:
+            slots, lengths = zip(*fresh, strict=True)
+            self._new_slots(list(slots), list(lengths))
+        prompt_asks(table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid])
+
+    def _written(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+        table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
+        sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
+        chunk_slot, start, count = array(self.chunks).reshape(-1, 3).T
+        computed = decode
+        if self.chunks:
+            sample_slot = np.concatenate((decode_slot, array(self.draw_slot)))
+            sample_row = np.concatenate((sample_row, array(self.draw_chunk) + np.int32(rows)))
+            computed = np.concatenate((decode, chunk_slot))
+        guided = _rows(table.guided[sample_slot])
+        masks = self.grammars.masks(sample_slot[guided])
+        tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
+        return StepInput(
+            step=step,
+            draws_upto=draws_upto,
+            new=self._new_slots(self.fresh, self.fresh_length) if self.fresh else None,
+            page_slot=changes.page_slot,
+            page_index=changes.page_index,
+            page_id=changes.page_id,
+            decode_slot=decode_slot,
+            levels=groups.levels,
+            prefill_slot=chunk_slot,
+            prefill_start=start,
+            prefill_count=count,
+            prefill_token=np.concatenate(tokens) if tokens else EMPTY,
+            copy_src=changes.copy_src,
+            copy_dst=changes.copy_dst,
+            sample_row=sample_row,
+            sample_slot=sample_slot,
+            filter_row=_rows(table.filters[sample_slot]),
+            penalty_row=_rows(table.penalises[sample_slot]),
+            bias_row=_rows(table.length[sample_slot] < table.bias_until[sample_slot]),
+            top_logprobs=int(table.top_logprobs[sample_slot].max(initial=0)),
+            all_greedy=bool(table.greedy[sample_slot].all()),
+            max_kv=int(table.length[computed].max(initial=0)),
+            prompts=prompt_asks(table, self.chunks, self.asking) if self.asking else None,
+            shared=changes.shared,
+            mask_row=guided,
+            mask_of=masks.which,
+            mask=masks.words,
+            top_row=_rows(table.top_logprobs[sample_slot]),
+        )
+
+    def _new_slots(self, fresh: list[int], length: list[int]) -> NewSlots:
+        """Parameters are read once a request, however many of its samples are new."""
+        table, slots = self.table, array(fresh)
+        rids, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
+        params = [PLAIN if rid in self._faulty else self._params(fresh[i]) for rid, i in zip(rids, first, strict=True)]
+
+        def column(values: Iterable[float | None], dtype: type = np.float32) -> np.ndarray:
+            return array(list(values), dtype)[owner]
+
+        return NewSlots(
+            slot=slots,
+            length=array(length),
+            last_token=table.tokens[slots, table.prompt_len[slots] - 1],
+            ends_from=table.ends_from[slots],
+            prompt_len=table.prompt_len[slots],
+            seed=column((one.seed for one in params), np.int64),
+            sample=table.sample[slots],
+            temperature=column(one.temperature for one in params),
+            top_k=column((max(0, min(one.top_k, NEVER)) for one in params), np.int32),
+            top_p=column(one.top_p for one in params),
+            min_p=column(one.min_p for one in params),
+            presence=column(one.presence_penalty for one in params),
+            frequency=column(one.frequency_penalty for one in params),
+            repetition=column(one.repetition_penalty for one in params),
+            **self._bias_columns(fresh, params, owner),
+        )
+
+    def _bias_columns(self, fresh: list[int], params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
+        biased = np.array([bool(one.logit_bias or one.min_tokens) for one in params])
+        entries = [self._biases(fresh[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
+        slot, token, value, until = list(zip(*chain.from_iterable(entries), strict=True)) or [(), (), (), ()]
+        return {
+            "bias_slot": array(slot),
+            "bias_token": array(token),
+            "bias_value": array(value, np.float32),
+            "bias_until": array(until),
+        }
+
+    def _biases(self, slot: int, params: SamplingParams) -> list[tuple[int, int, float, int]]:
+        """Entries of the bias table: logit_bias for ever, and what would end the sample until min_tokens."""
+        entries = [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
+        if params.min_tokens:
+            until = int(self.table.min_total[slot])
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+            entries += [(slot, token, float("-inf"), until) for token in sorted(ends)]
+        return entries
+
+    def _params(self, slot: int) -> SamplingParams:
+        request = self.table.requests[slot]
+        assert request is not None
+        return request.params
+
+
+PLAIN = SamplingParams(temperature=0, seed=0)
+
+
+def _rows(mask: np.ndarray) -> Int32:
+    return mask.nonzero()[0].astype(np.int32)

@@ -1,0 +1,1 @@
+"""Follow the grammars of guided sequences and provide their token masks."""

@@ -1,0 +1,1 @@
+"""Pages of the KV cache: allocation, sharing through the prefix tree, eviction, retained prompts, preemption."""

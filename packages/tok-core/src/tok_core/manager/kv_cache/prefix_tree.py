@@ -1,0 +1,387 @@
+"""PrefixTree: a path-compressed radix tree over whole pages of tokens, evicted in order of last use.
+
+The tree owns the pages in it. A lock on a node keeps the node and all above it; whoever holds pages of the tree
+holds a lock on the node that they end with. When a node is split, its id and its locks stay with the lower part,
+which ends where the whole did, so that what holders remember stays true.
+
+Prompts with different salts share no page: the root finds its children by the salt followed by the tokens of their
+first page. All salts have the same length, except the empty one.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
+
+from tok_core.manager.kv_cache.tree_nodes import Insertion, LeafBatch, Match, Node, head
+from tok_core.messages import EMPTY, Int32, Int64
+
+
+class PrefixTree:
+    """Radix tree with pages of `page_size` tokens. Matching and inserting lock nothing; both count as use.
+
+    pages      pages held
+    evictable  pages of nodes without locks: all of them can be evicted
+    alone      bool by node id: one lock only is on it or below
+    parent     int64 by node id: the parent's id, the root's being its own
+    depth      int64 by node id: the node's depth
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._width = page_size * 4  # bytes of a page's tokens
+        self.root = Node(0, None, EMPTY, EMPTY, b"")
+        self.pages = 0
+        self.evictable = 0
+        self.alone = np.zeros(64, np.bool_)
+        self.parent: Int64 = np.zeros(64, np.int64)
+        self.depth: Int64 = np.zeros(64, np.int64)
+        self._nodes: list[Node | None] = [self.root]
+        self._free_ids: list[int] = []
+        self._clock = 0
+        # Unlocked leaves by time of last use: one entry a node at most, whose time may lag behind the node's, and one
+        # for many leaves at once, a number below 0. Times only grow, so an entry is a lower bound, and is put right
+        # when it comes to the top.
+        self._queue: list[tuple[int, int]] = []
+        self._leaves: dict[int, LeafBatch] = {}  # by number
+
+    def node(self, node_id: int) -> Node:
+        """The node that has `node_id` now."""
+        node = self._nodes[node_id]
+        assert node is not None, f"node {node_id} is gone"
+        return node
+
+    def match(self, tokens: Int32, salt: bytes = b"") -> Match:
+        """The longest prefix of `tokens`, int32 [n], that is cached in whole pages. Splits a node that it ends in."""
+        node, pages = self._descend(self.root, np.asarray(tokens, np.int32), salt)
+        self._touch(node)
+        return Match(node, pages, len(pages) * self.page_size)
+
+    def depths(self, tokens: Int32, salt: bytes = b"") -> tuple[int, int]:
+        """Pages of the longest prefixes of `tokens` under lock and cached. Only looks: no use, and nothing is split."""
+        data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
+        whole = len(data) // width * width
+        while at < whole:
+            child = self._child(node, (b"" if at else salt) + data[at : at + width])
+            if child is None:
+                break
+            common = self._common(child, data, at)
+            at += common * width
+            if child.locks:  # as all above it
+                locked = at
+            if common < len(child.pages):
+                break
+            node = child
+        return locked // width, at // width
+
+    def pages_down_to(self, nodes: Int64) -> int:
+        """Return how many pages stand between the root and any of the nodes, int64 [n], theirs included."""
+        seen = np.zeros(len(self.parent), np.bool_)
+        while len(nodes := np.unique(nodes[~seen[nodes]])):
+            seen[nodes] = True
+            nodes = self.parent[nodes]
+        nodes = seen.nonzero()[0]
+        return int((self.depth[nodes] - self.depth[self.parent[nodes]]).sum())
+
+    def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
+        """Whether a page of `tokens`, int32 [page_size], follows on `node`. Only looks."""
+        return bool(node.children) and self._key(node, tokens, salt) in node.children
+
+    def lock(self, node: Node, count: int = 1) -> None:
+        """Keeps `node` and all above it until as many times `unlock`."""
+        at: Node | None = node
+        while at is not None:
+            if not at.locks:
+                self.evictable -= len(at.pages)
+            at.locks += count
+            self.alone[at.id] = at.locks == 1
+            at = at.parent
+
+    def unlock(self, node: Node, count: int = 1) -> None:
+        """Takes back so many of the times that `node` was locked. Its holders had use of it until now."""
+        self._touch(node)
+        at: Node | None = node
+        while at is not None:
+            assert at.locks >= count, f"node {at.id} is unlocked more often than locked"
+            at.locks -= count
+            if at.locks < 2:
+                self.alone[at.id] = at.locks == 1
+            if not at.locks:
+                self.evictable += len(at.pages)
+            at = at.parent
+        self._queue_if_evictable(node)
+
+    def insert(self, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
+        """The tree takes over `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from the start on.
+
+        Blocks that the tree has already keep their page there; the caller's, where it is another, is a duplicate.
+        """
+        return self._insert_below(self.root, tokens, pages, salt)
+
+    def extend(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
+        """Like `insert`, for tokens that follow on `node`, on which the caller has a lock.
+
+        A leaf that only the caller holds grows in place, so that a sequence's chunks make no chain of nodes.
+        """
+        if not len(pages) or node.parent is None or node.children or node.locks != 1:
+            return self._insert_below(node, tokens, pages, salt)
+        assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
+        node.tokens = np.concatenate((node.tokens, tokens), dtype=np.int32)
+        node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
+        self._deepen(node, len(pages))
+        self.pages += len(pages)
+        return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
+
+    def extend_each(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Int32:
+        """Like `extend` for each row of `tokens`, int32 [n, k · page_size], and `pages`, int32 [n, k], on one node.
+
+        As many callers hold it, who are to leave it next: they get the duplicates of all, and no node.
+        """
+        assert tokens.shape[1] == pages.shape[1] * self.page_size, f"{tokens.shape[1]} tokens in {pages.shape[1]} pages"
+        keys: list[bytes] = np.ascontiguousarray(tokens[:, : self.page_size]).view(f"V{self._width}").ravel().tolist()
+        if salt and node is self.root:
+            keys = [salt + key for key in keys]
+        if len(set(keys)) == len(keys) and node.children.keys().isdisjoint(keys):  # most often so
+            self._add_leaves(node, keys, tokens, pages)
+            return EMPTY
+        first = dict(zip(reversed(keys), range(len(keys))[::-1], strict=True))  # row that a key comes with first
+        others = [row for row, key in enumerate(keys) if key in node.children or first[key] != row]
+        fresh = np.delete(np.arange(len(keys)), others)
+        if len(fresh):
+            self._add_leaves(node, [keys[row] for row in fresh], tokens[fresh], pages[fresh])
+        return np.concatenate([self._insert_below(node, tokens[row], pages[row], salt).duplicates for row in others])
+
+    def evict(self, count: int) -> Int32:
+        """Gives up to `count` pages back to the caller, int32, least recently used first.
+
+        A page goes only when no lock is on or below it and all pages below it are gone: leaves are trimmed from their
+        tail, and only as much as is needed.
+        """
+        freed, left = [EMPTY], count
+        while left > 0 and self._queue:
+            used, node_id = self._queue[0]
+            if node_id < 0:
+                freed.append(self._evict_leaves(self._leaves[node_id], left))
+                left -= len(freed[-1])
+                continue
+            node = self.node(node_id)
+            if node.locks or node.children:
+                heappop(self._queue)
+                node.queued = False
+            elif node.used != used:
+                heapreplace(self._queue, (node.used, node_id))
+            else:
+                freed.append(node.pages[-left:][::-1])
+                left -= len(freed[-1])
+                self._trim(node, len(freed[-1]))
+        return np.concatenate(freed)
+
+    def _descend(self, node: Node, tokens: Int32, salt: bytes) -> tuple[Node, Int32]:
+        """The node below `node` where the cached part of `tokens` ends, and the pages down to there."""
+        if not node.children:
+            return node, EMPTY
+        data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
+        whole = len(data) // width * width
+        while at < whole:
+            child = self._child(node, (salt if node is self.root else b"") + data[at : at + width])
+            if child is None:
+                break
+            common = self._common(child, data, at)
+            node = child if common == len(child.pages) else self._split(child, common)
+            pages.append(node.pages)
+            at += common * width
+        return node, np.concatenate(pages) if len(pages) > 1 else EMPTY
+
+    def _common(self, node: Node, data: bytes, start: int) -> int:
+        """How many of the node's pages stand in `data`, the bytes of tokens, from byte `start` on; not none."""
+        if data.startswith(node.tokens.tobytes(), start):  # as bytes they are compared in a tenth of the time
+            return len(node.pages)
+        tokens = np.frombuffer(data, np.int32, offset=start)
+        length = min(len(tokens), len(node.tokens))
+        differ = tokens[:length] != node.tokens[:length]
+        first = int(differ.argmax())
+        return (first if differ[first] else length) // self.page_size
+
+    def _insert_below(self, node: Node, tokens: Int32, pages: Int32, salt: bytes) -> Insertion:
+        assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
+        tokens = np.asarray(tokens, np.int32)
+        if len(pages) and (key := self._key(node, tokens, salt)) not in node.children:  # most often so
+            return Insertion(self._add_leaf(node, tokens, pages, key), pages, EMPTY)
+        node, kept = self._descend(node, tokens, salt)
+        known = len(kept)
+        duplicates = pages[:known][pages[:known] != kept]
+        if known < len(pages):
+            rest = tokens[known * self.page_size :]
+            node = self._add_leaf(node, rest, pages[known:], self._key(node, rest, salt))
+            kept = np.concatenate((kept, pages[known:]))
+        else:
+            self._touch(node)
+            self._queue_if_evictable(node)
+        return Insertion(node, kept, duplicates)
+
+    def _add_leaf(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
+        """A new node that nobody holds, with copies of these."""
+        node = self._add(parent, tokens.copy(), pages.copy(), key)
+        self.pages += len(pages)
+        self.evictable += len(pages)
+        self._touch(node)
+        self._queue_if_evictable(node)
+        return node
+
+    def _add(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
+        """A new node below `parent`."""
+        if not self._free_ids:
+            self._free_ids.append(len(self._nodes))
+            self._nodes.append(None)
+        node = Node(self._free_ids.pop(), parent, tokens, pages, key)
+        self._nodes[node.id] = node
+        if node.id == len(self.parent):
+            self.alone = np.concatenate((self.alone, self.alone))
+            self.parent = np.concatenate((self.parent, self.parent))
+            self.depth = np.concatenate((self.depth, self.depth))
+        self.alone[node.id] = False
+        self.parent[node.id] = parent.id
+        self.depth[node.id] = node.depth
+        parent.children[key] = node
+        return node
+
+    def _add_leaves(self, parent: Node, keys: list[bytes], tokens: Int32, pages: Int32) -> None:
+        """New leaves that nobody holds, used one after the other."""
+        leaves = LeafBatch(parent, keys, tokens, pages, self._clock + 1)
+        self._clock += len(keys) - 1
+        self._touch(parent)
+        self.pages += pages.size
+        self.evictable += pages.size
+        number = -leaves.used  # no other has the same
+        self._leaves[number] = leaves
+        heappush(self._queue, (leaves.used, number))
+
+    def _child(self, node: Node, key: bytes) -> Node | None:
+        """The child found by `key`. One of many leaves becomes a node of its own."""
+        child = node.children.get(key)
+        if not isinstance(child, LeafBatch):
+            return child
+        leaf = child.row(key)
+        found = self._add(node, leaf.tokens.copy(), leaf.pages.copy(), key)
+        found.used = leaf.used
+        self._queue_if_evictable(found)
+        return found
+
+    def _evict_leaves(self, leaves: LeafBatch, count: int) -> Int32:
+        """Up to `count` pages of these leaves, which are at the top of the queue; none where another's turn is now."""
+        freed, (used, number) = EMPTY, self._queue[0]
+        leaves.skip()
+        if used == leaves.used + leaves.gone:
+            if count >= leaves.pages.shape[1]:
+                freed = leaves.leave(count // leaves.pages.shape[1])
+                self.pages -= len(freed)
+                self.evictable -= len(freed)
+            else:
+                self._child(leaves.parent, leaves.keys[leaves.gone])  # a node can be trimmed
+            leaves.skip()
+        if leaves.gone == len(leaves.keys):
+            heappop(self._queue)
+            del self._leaves[number]
+            self._queue_if_evictable(leaves.parent)
+        else:
+            heapreplace(self._queue, (leaves.used + leaves.gone, number))
+        return freed
+
+    def _split(self, lower: Node, count: int) -> Node:
+        """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
+        assert lower.parent is not None
+        cut = count * self.page_size
+        upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), lower.key)
+        upper.locks, upper.used = lower.locks, lower.used
+        self.alone[upper.id] = upper.locks == 1
+        self.parent[lower.id] = upper.id
+        lower.parent = upper
+        lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
+        lower.key = self._key(upper, lower.tokens, b"")
+        upper.children[lower.key] = lower
+        return upper
+
+    def _trim(self, node: Node, count: int) -> None:
+        """Drops the last `count` pages of the leaf at the top of the queue, and the leaf with its last page."""
+        self.pages -= count
+        self.evictable -= count
+        left = len(node.pages) - count
+        if not left:
+            heappop(self._queue)
+            self._remove(node)
+            return
+        node.pages = head(node.pages, left)
+        node.tokens = head(node.tokens, left * self.page_size)
+        self._deepen(node, -count)
+
+    def _deepen(self, node: Node, count: int) -> None:
+        node.depth += count
+        self.depth[node.id] = node.depth
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self._nodes[node.id] = None
+        self._free_ids.append(node.id)
+        self._queue_if_evictable(node.parent)
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            at.used = self._clock
+            at = at.parent
+
+    def _queue_if_evictable(self, node: Node) -> None:
+        if not (node.queued or node.locks or node.children or node.parent is None):
+            node.queued = True
+            heappush(self._queue, (node.used, node.id))
+
+    def _key(self, parent: Node, tokens: Int32, salt: bytes) -> bytes:
+        """Return the key by which `parent` finds a node with these tokens."""
+        return (salt if parent is self.root else b"") + tokens[: self.page_size].tobytes()
+
+    def check(self) -> None:
+        """Asserts every invariant; walks the whole tree."""
+        nodes, stack = [], [self.root]
+        while stack:
+            nodes.append(stack.pop())
+            self._check_node(nodes[-1])
+            stack += [child for child in nodes[-1].children.values() if isinstance(child, Node)]
+        loose = [self._checked_leaf(node, *item) for node in nodes for item in node.children.items()]
+        pages = np.concatenate([*(node.pages for node in nodes), *loose])
+        assert len(pages) == self.pages == len(np.unique(pages))
+        locked = sum(len(node.pages) for node in nodes if node.locks)
+        assert self.evictable == self.pages - locked
+        assert len(nodes) + len(self._free_ids) == len(self._nodes)
+        queued = [number for _, number in self._queue]
+        assert sorted(queued) == sorted([*self._leaves, *(node.id for node in nodes if node.queued)])
+        assert all(used <= self.node(number).used for used, number in self._queue if number > 0)
+
+    def _checked_leaf(self, node: Node, key: bytes, child: Node | LeafBatch) -> Int32:
+        """The pages of one of many leaves below `node`; none of a child that is a node."""
+        if isinstance(child, Node):
+            return EMPTY
+        child.check(node, key, self.page_size)
+        assert self._leaves[-child.used] is child
+        assert any(number == -child.used and used <= child.used + child.gone for used, number in self._queue)
+        return child.row(key).pages
+
+    def _check_node(self, node: Node) -> None:
+        assert self._nodes[node.id] is node
+        assert len(node.tokens) == len(node.pages) * self.page_size
+        assert node.locks >= sum(child.locks for child in node.children.values() if isinstance(child, Node))
+        assert self.alone[node.id] == (node.locks == 1)
+        assert self.parent[node.id] == (node.parent or node).id
+        assert self.depth[node.id] == node.depth
+        if node.parent is None:
+            assert node is self.root
+            assert node.depth == len(node.pages) == 0
+            return
+        assert len(node.pages)
+        assert node.depth == node.parent.depth + len(node.pages)
+        assert node.used <= node.parent.used
+        assert node.parent.children[node.key] is node
+        assert node.key == self._key(node.parent, node.tokens, node.key[: -self._width])
+        assert node.queued or node.locks or node.children

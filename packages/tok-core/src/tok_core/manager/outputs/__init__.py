@@ -1,0 +1,1 @@
+"""Process the outputs of steps: sample progress, stops, prompt log-probabilities, embeddings."""

@@ -1,0 +1,313 @@
+"""Turn the tokens that come back from the worker into sample progress, stops and reports."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_core.manager.admission.length_model import LengthModel
+from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
+from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.stops.stop_prefilter import TokenRows
+from tok_core.manager.stops.stop_sets import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
+from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
+
+
+class Reported(NamedTuple):
+    """Tokens of one step that still belong to somebody, in columns, and the samples that they end."""
+
+    rid: np.ndarray
+    sample: np.ndarray
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    finished: list[Finished]
+    scores: list[Scores]
+    embedded: list[Embedded]
+
+
+class _Endings(NamedTuple):
+    """Sequences that end, int64 [n]; whether of their own and not by length, bool [n]; what to report of each."""
+
+    slots: Int64
+    of_own: np.ndarray
+    finished: list[Finished]
+
+
+class OutputProcessor:
+    """Takes StepOutputs in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
+
+    def __init__(self, table: SequenceTable, scheduler: Scheduler, stops: StopSets, lengths: LengthModel) -> None:
+        self.table = table
+        self.scheduler = scheduler
+        self.stops = stops
+        self.lengths = lengths
+        self.prompts = PromptOutputProcessor(table, scheduler.faults)
+        self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
+        self.broken: list[int] = []  # requests whose logits were not finite, until the manager has failed them
+        self.output_tokens = 0
+        self.skipped_tokens = 0
+        self.discarded_tokens = 0
+        self.requests_finished = 0
+
+    def expect(self, step: StepInput) -> None:
+        """The step was sent: remembers whose tokens it will return."""
+        slots = step.sample_slot
+        self.in_flight.append((step.step, slots, self.table.epoch[slots]))
+        if step.prompts is not None:
+            self.prompts.expect(step, step.prompts)
+
+    def take(self, output: StepOutput) -> Reported:
+        """Stores the step's tokens, ends what they end, and returns what is to be reported.
+
+        Nothing is reported of requests that are `broken` then.
+        """
+        number, slots, epoch = self.in_flight.popleft()
+        assert number == output.step, f"step {output.step} returned where {number} was expected"
+        scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
+        live = self.table.epoch[slots] == epoch
+        if broken := self._find_broken(output.logprob, slots, live, scores, embedded):
+            self.broken += broken
+            live &= ~np.isin(self.table.rid[slots], list(broken))
+            scores = [one for one in scores if one.rid not in broken]
+            embedded = [one for one in embedded if one.rid not in broken]
+        done = self._end_silent(slots, live)
+        slots = slots[live].astype(np.int64)
+        token = output.token[live]
+        self.discarded_tokens += len(live) - len(slots) - len(done)
+        guided = self.table.guided[slots]
+        epoch = self.table.epoch[slots]
+        reported = self._gain(slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live])
+        self._requeue(slots[~guided])
+        followed = guided & (self.table.epoch[slots] == epoch)
+        if followed.any():
+            self.scheduler.grammars.follow(slots[followed], token[followed])
+        return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
+
+    def skip(self) -> list[Reported]:
+        """The tokens about which guided sequences have no choice, once they are known: the next of each, and so on.
+
+        To be called after each `take`, and whenever grammars may have been followed: these sequences can go on then.
+        """
+        advance = self.scheduler.grammars.advance()
+        if advance is None:
+            return []
+        slots, runs, stuck = advance
+        top = int(self.table.top_logprobs[slots].max(initial=0))
+        epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs], np.int64)
+        # Runs may be longer than the sequence; one whose end could not be told would be written beyond its row.
+        count = np.minimum(count, self.table.limit[slots] - self.table.known[slots])
+        reported = []
+        for at in range(count.max(initial=0)):
+            here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
+            if len(here):
+                token = np.array([runs[i][at] for i in here], np.int32)
+                reported.append(self._gain(slots[here], token, *_certain(token, top)))
+                self.skipped_tokens += len(here)
+        left = self.table.epoch[slots] == epoch
+        if (stuck & left).any():
+            reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
+        self.scheduler.go_on(slots[left & ~stuck])
+        self._requeue(slots[left & ~stuck])
+        return reported
+
+    def _find_broken(
+        self, logprob: np.ndarray, slots: np.ndarray, live: np.ndarray, scores: list[Scores], embedded: list[Embedded]
+    ) -> set[int]:
+        """Return the requests that sampled from logits without a distribution, or whose prompts gave such values.
+
+        The log-probability of a sampled token is finite unless a logit is NaN or +inf, or all are -inf.
+        """
+        finite = np.isfinite(logprob)
+        broken = set() if finite.all() else set(self.table.rid[slots[live & ~finite]].tolist())
+        broken |= {one.rid for one in scores if not np.isfinite(one.logprob).all()}
+        return broken | {one.rid for one in embedded if not np.isfinite(one.vector).all()}
+
+    def _gain(
+        self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
+    ) -> Reported:
+        """The sequences have these tokens more, and end where that ends them."""
+        table = self.table
+        self.output_tokens += len(slots)
+        table.tokens[slots, table.known[slots]] = token
+        table.known[slots] += 1
+        rid, sample = table.rid[slots], table.sample[slots]
+        finished = self._finish(slots, token)
+        return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
+
+    def _end_stuck(self, slots: Int64) -> list[Finished]:
+        """Ends sequences whose grammar no token can follow on: they are cut, like those that may not be longer."""
+        table = self.table
+        found = _cut(table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots])
+        if found:
+            self._end(slots)
+        return found
+
+    def _end_silent(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
+        """Ends the live ones that may have no token: what they have drawn only tells that their prompt is computed.
+
+        They are not `live` after that.
+        """
+        silent = live & (self.table.limit[slots] <= self.table.prompt_len[slots])
+        if not silent.any():
+            return []
+        live &= ~silent
+        over = slots[silent].astype(np.int64)
+        found = _cut(self.table.rid[over], self.table.sample[over], np.zeros_like(over))
+        self._close(over)
+        return found
+
+    def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
+        """Ends the sequences among `slots` that their new token ends."""
+        try:
+            endings = self._endings(slots, token)
+        except Exception:
+            endings = self._endings_each(slots, token)
+        if endings.finished:
+            self._learn(endings.slots, endings.of_own)
+            self._end(endings.slots)
+        return endings.finished
+
+    def _endings_each(self, slots: Int64, token: np.ndarray) -> _Endings:
+        """The same request by request, since one of them raises: that one is at fault, and does not end here."""
+        found = []
+        for rid in np.unique(self.table.rid[slots]).tolist():
+            own = self.table.rid[slots] == rid
+            try:
+                found.append(self._endings(slots[own], token[own]))
+            except Exception as error:
+                self.scheduler.faults.add(rid, error)
+        if not found:
+            return _Endings(NOBODY, np.zeros(0, np.bool_), [])
+        ended, of_own, _ = zip(*found, strict=True)
+        return _Endings(np.concatenate(ended), np.concatenate(of_own), [end for one in found for end in one.finished])
+
+    def _endings(self, slots: Int64, token: np.ndarray) -> _Endings:
+        """Find the sequences among `slots` that their new token ends; changes nothing."""
+        table = self.table
+        known = table.known[slots]
+        kind = self.stops.classify(table.stop_set[slots], token)
+        kind = np.where(known > table.min_total[slots], kind, 0)
+        self._rule_out(slots, kind)
+        full = known >= table.limit[slots]
+        rows = ((kind != 0) | full).nonzero()[0]
+        of = slots[rows]
+        tokens = known[rows] - table.prompt_len[of]
+        whose = table.rid[of], table.sample[of], tokens
+        if not kind.any():  # most often so
+            return _Endings(of, np.zeros(len(of), np.bool_), _cut(*whose))
+        columns = of, *whose, token[rows], kind[rows], full[rows]
+        finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+        over = np.array([one is not None for one in finished], np.bool_)
+        ended = [one for one in finished if one is not None]
+        return _Endings(of[over], np.array([one.reason != "length" for one in ended], np.bool_), ended)
+
+    def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
+        """Takes MAYBE_STRING from those of `kind` that what stands before the new token speaks against."""
+        table = self.table
+        maybe = (kind & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
+        if not len(maybe):
+            return
+        of = slots[maybe]
+        rows = TokenRows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
+        over = maybe[~self.stops.possible(table.stop_set[of], rows)]
+        kind[over] &= END | STOP_ID
+
+    def _learn(self, slots: Int64, ended: np.ndarray) -> None:
+        """From the lengths of sequences that are over; not all have `ended` of their own."""
+        table = self.table
+        prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
+        columns = (table.followed[slots], known - prompt, limit - prompt)
+        seen, lengths, limits = (column.astype(np.int64) for column in columns)
+        self.lengths.observe(seen, lengths, limits, ended, table.family[slots])
+
+    def _finished(
+        self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
+    ) -> Finished | None:
+        """How the new token of a slot's sequence, which has so many now, ends it, if it does."""
+        # A stop string that ends with an end token still has to be cut from the text.
+        if kind & MAYBE_STRING and (hit := self._find_string(slot)) is not None:
+            return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
+        if kind & (END | STOP_ID):
+            return Finished(rid, sample, "stop", tokens, None if kind & END else token)
+        return Finished(rid, sample, "length", tokens) if full else None
+
+    def _find_string(self, slot: int) -> StopHit | None:
+        table = self.table
+        generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
+        return self.stops.find(int(table.stop_set[slot]), generated)
+
+    def _end(self, slots: Int64) -> None:
+        """Ends sequences with the last token that they have."""
+        table = self.table
+        # The worker computes nothing for a sequence after its end: what the last token would add is not in the cache.
+        table.length[slots] = np.minimum(table.length[slots], table.known[slots] - 1)
+        self._close(slots)
+
+    def _close(self, slots: Int64) -> None:
+        """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
+        for request, count in Counter(map(self.table.requests.__getitem__, slots.tolist())).items():
+            assert request is not None
+            request.left -= count
+            if request.left == 0:
+                assert request.stop_set is not None
+                self.stops.release(request.stop_set)
+                self.lengths.prompt_stats.release(request.family)
+                self.requests_finished += 1
+                self.scheduler.close(request)
+        self.scheduler.release(slots)
+
+    def _requeue(self, slots: Int64) -> None:
+        """Preempted sequences whose last scheduled token is back wait for a slot again."""
+        table = self.table
+        back = slots[table.state[slots] == State.PREEMPTED]
+        for slot in back[table.known[back] > table.length[back]].tolist():
+            self.scheduler.requeue(slot)
+
+
+NOBODY: Int64 = np.empty(0, np.int64)
+
+
+def together(rounds: list[Reported]) -> Reported:
+    """All of one step's, one after the other; what they tell of prompts comes with the first."""
+    if len(rounds) == 1:
+        return rounds[0]
+    top = max(one.top_token.shape[1] for one in rounds)
+    columns = list(zip(*(_widened(one, top) for one in rounds), strict=True))[:6]
+    rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
+    finished = [end for one in rounds for end in one.finished]
+    return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
+
+
+def _widened(one: Reported, top: int) -> Reported:
+    """With so many most likely tokens; those that are none are impossible."""
+    more = ((0, 0), (0, top - one.top_token.shape[1]))
+    if not more[1][1]:
+        return one
+    logprob = np.pad(one.top_logprob, more, constant_values=-np.inf)
+    return one._replace(top_token=np.pad(one.top_token, more), top_logprob=logprob)
+
+
+def _cut(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
+    """Samples that have ended because they may not be longer."""
+    columns = rid.tolist(), sample.tolist(), tokens.tolist()
+    return [Finished(of, index, "length", count) for of, index, count in zip(*columns, strict=True)]
+
+
+def _nothing(top: int) -> Reported:
+    columns = NOBODY, EMPTY, EMPTY, np.empty(0, np.float32), EMPTY.reshape(0, top), np.empty((0, top), np.float32)
+    return Reported(*columns, [], [], [])
+
+
+NOTHING = _nothing(0)
+
+
+def _certain(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probabilities of tokens beside which none is possible, and the `top` most likely ones: them, and others."""
+    top_token, top_logprob = np.zeros((len(token), top), np.int32), np.full((len(token), top), -np.inf, np.float32)
+    top_token[:, :1], top_logprob[:, :1] = token[:, None], 0.0
+    return np.zeros(len(token), np.float32), top_token, top_logprob

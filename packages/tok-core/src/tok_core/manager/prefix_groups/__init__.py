@@ -1,0 +1,1 @@
+"""Group decoding sequences by shared prefix for cascade attention."""

@@ -1,0 +1,171 @@
+"""Grouping: which decoding sequences read a common prefix together, in one level or in several nested ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.manager.kv_cache.prefix_tree import PrefixTree
+from tok_core.manager.prefix_groups.branch_points import BranchPoints, find_branch_points
+from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
+from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
+
+MAX_GROUPING_CHOICES = 1 << 17
+"""That are compared to find the best groups of several levels, so that it takes a few milliseconds at most."""
+
+
+class Groups(NamedTuple):
+    """Groups among n decode rows.
+
+    order   int64 [n], a permutation after which the members of every group, of each level, stand side by side, the
+            rows without a group last
+    levels  from the outermost on; a group's `start` is a place in `order`
+    rows    how many rows are in groups
+    """
+
+    order: Int64
+    levels: list[GroupLevel]
+    rows: int
+
+
+NOBODY: Int64 = np.empty((3, 0), np.int64)
+
+
+class Grouping:
+    """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved.
+
+    Where that is to wait, there are those found last, without the rows that are gone. Each that is left holds what it
+    shares with the others as it did before: a sequence that decodes changes no page behind its last one.
+    """
+
+    def __init__(self, tree: PrefixTree, costs: CascadeCosts = COSTS) -> None:
+        self._tree = tree
+        self._costs = costs
+        self._known = NOBODY  # those for which `_groups` were found
+        self._groups = Groups(np.empty(0, np.int64), [], 0)
+
+    def find(
+        self,
+        slots: Int64,
+        node_ids: Int32,
+        epochs: Int64,
+        puts_off: Callable[[], bool] = lambda: False,
+        resting: Int64 = NOBODY,
+    ) -> Groups:
+        """The groups of decode rows; the very same object as before if nothing has changed.
+
+        slots     int64 [n], of the rows
+        node_ids  int32 [n], the deepest tree nodes of their pages: prefixes that they hold a lock on
+        epochs    int64 [n], which of a slot's owners, one after the other, the row belongs to
+        puts_off  asked once where something has changed: whether new groups can wait
+        resting   int64 [3, m], the same of sequences that only sit this step out. The groups are found with them, and
+                  these rows have what is left of them: so nothing is found anew when they sit out, or come back
+
+        What may have happened to the tree meanwhile changes nothing: a lock keeps the path above it as it is, and
+        where a node on it is split, nobody holds the upper part before some row here does.
+        """
+        now = np.array((slots, node_ids, epochs), np.int64)
+        if resting.size:
+            now = np.concatenate((now, resting), axis=1)
+            now = now[:, np.argsort(now[0])]
+        if not np.array_equal(self._known, now):
+            if puts_off():
+                return self._what_is_left(slots, epochs)
+            self._groups = find_groups(self._tree, now[1], now[0], self._costs)
+            self._known = now
+        return self._what_is_left(slots, epochs) if resting.size else self._groups
+
+    def _what_is_left(self, slots: Int64, epochs: Int64) -> Groups:
+        """The groups found last, of those of the rows that were there already; rows without a group come last."""
+        known, _, owner = self._known[:, self._groups.order]
+        place = np.full(int(max(known.max(initial=0), slots.max(initial=0))) + 1, -1)
+        place[slots] = np.arange(len(slots))
+        row = place[known]
+        stays = _sociable((row >= 0) & (epochs[row] == owner), self._groups.levels[:1])
+        others = np.ones(len(slots), np.bool_)
+        others[row[stays]] = False
+        order = np.concatenate((row[stays], others.nonzero()[0]))
+        until = np.append(0, np.cumsum(stays))  # rows that stay before each
+        levels = [_thinned(level, until, slots[order]) for level in self._groups.levels]
+        levels = [level for level in levels if len(level.start)]  # a group of a level lies within one of that before
+        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
+
+
+def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: CascadeCosts = COSTS) -> Groups:
+    """The groups that save most pages of reading, less what they and their members cost.
+
+    Each level after the first must save `costs.level` more than the best without it. No other groups of as many levels
+    save more, but where very many nodes of one path are held (`branches.meet`). Rows are handled by a fixed number of
+    array operations.
+    """
+    branches = find_branch_points(tree, np.bincount(node_ids))
+    chain = _best_chains(branches, costs)
+    if not chain.any():
+        return Groups(np.arange(len(node_ids)), [], 0)
+    return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
+
+
+def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
+    """The groups that the branches' chains make of rows at the branches `branch_of`."""
+    # Depth first: by the first level's group, within it by the second's; who is in none of a level comes last.
+    order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
+    rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # 16 bits are sorted by radix
+    rank[order] = np.arange(len(order))
+    rank_of_row = rank[branch_of]
+    count = np.bincount(rank_of_row, minlength=len(order))
+    rows = np.argsort(rank_of_row, kind="stable")
+    chain = chain[order]
+    ends = branches.depth[chain] * page_size
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    levels = [_level(chain[:, i], count, starts[:, i], ends[:, i], slots, rows) for i in range(chain.shape[1])]
+    return Groups(rows, levels, int(levels[0].count.sum()))
+
+
+def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
+    """Without the rows that are the only ones of their group to stay."""
+    for level in outermost:
+        until = np.append(0, np.cumsum(stays))
+        first = until[level.start]
+        alone = until[level.start + level.count] - first == 1
+        stays[np.searchsorted(until, first[alone] + 1) - 1] = False
+    return stays
+
+
+def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
+    """A level's groups once `until[i]` of the rows before row i are left, in `slots`, read through one of these."""
+    start = until[level.start]
+    count = until[level.start + level.count] - start
+    left = count > 1
+    start, count = start[left], count[left]
+    columns = (start, count, slots[start], level.kv_start[left], level.kv_end[left])
+    return GroupLevel(*(column.astype(np.int32) for column in columns))
+
+
+def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
+    """The chain of each branch, in as many levels as pay."""
+    all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
+    best = best_cascade(branches, 1, costs)
+    for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.level) - 2)):
+        if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
+            break
+        more = best_cascade(branches, levels, costs)
+        if more.saved - best.saved <= costs.level:
+            break
+        best = more
+    return best.chain
+
+
+def _level(group: Int64, count: Int64, start: Int64, end: Int64, slots: Int64, rows: Int64) -> GroupLevel:
+    """Of branches in order: the group of each, 0 for none, its number of rows, its positions; of `rows` in order."""
+    through = np.cumsum(count)
+    last = (group != np.append(group[1:], 0)).nonzero()[0]  # of a run of branches; one of none may come last
+    first = np.append(0, last[:-1] + 1)
+    taken = group[last] > 0
+    first, last = first[taken], last[taken]
+    row = through[first] - count[first]
+    columns = (row, through[last] - row, slots[rows[row]], start[first], end[first])
+    return GroupLevel(*(column.astype(np.int32) for column in columns))

@@ -1,0 +1,1 @@
+"""Stop conditions of samples: stop tokens, stop strings, length limits."""

@@ -1,0 +1,172 @@
+"""Tell which keys of config.json are read, which change nothing, and which values of the others are computed here.
+
+A key that stands in no table is refused by name: it may change the numbers. transformers ignores such keys, so
+`EngineConfig.ignore_config_keys` lets whoever knows better pass them over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from tok_core.errors import ModelError
+from tok_core.models.config.fields import Fields
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Read by read_config, for every family.
+HONOURED = _names(
+    """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings dtype torch_dtype
+    rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings
+    bos_token_id eos_token_id sliding_window use_sliding_window max_window_layers layer_types quantization_config
+    """
+)
+# Read for some families only.
+HONOURED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "llama": frozenset({"attention_bias", "mlp_bias"}),
+        "mistral": frozenset(),
+        "qwen2": frozenset(),
+        "qwen3": frozenset({"attention_bias"}),
+    }
+)
+# Whatever they hold, they change no logit of a decoder that only infers.
+HARMLESS = (
+    # every transformers config, version 4 or 5
+    _names("""
+    _name_or_path name_or_path _commit_hash transformers_version auto_map custom_pipelines return_dict use_return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder
+    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    tie_encoder_decoder pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
+    attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    experts_implementation _experts_implementation_internal use_cache
+    """)
+    # how to sample, which generation_config.json and requests say
+    | _names("""
+    max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens renormalize_logits
+    assistant_lookbehind target_lookbehind assistant_confidence_threshold num_assistant_tokens
+    num_assistant_tokens_schedule
+    """)
+    # how it was trained
+    | _names("""
+    initializer_range attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop
+    embd_pdrop resid_pdrop resid_dropout residual_dropout embedding_dropout mlp_dropout classifier_dropout dropout
+    pretraining_tp gradient_checkpointing use_reentrant_checkpointing neftune_noise_alpha seed
+    use_flash_attention use_flash_attention_2 use_flash_attn use_flashattn flash_attention _flash_attn_2_enabled
+    """)
+    # what its makers note about it
+    | _names("""
+    is_llama_config transformers.js_config unsloth_fixed unsloth_version model_name base_model
+    base_model_name_or_path license trust_remote_code bos_token eos_token pad_token unk_token
+    model_max_length tokenizer_model_max_length max_sequence_length max_seq_length max_seq_len seq_length
+    """)
+)
+# Values that mean what is computed anyway; () stands for none: the key must be absent or null.
+ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "is_causal": (True,),
+        "causal": (True,),
+        "is_encoder_decoder": (False,),
+        "add_cross_attention": (False,),
+        "cross_attention_hidden_size": (),
+        "pruned_heads": ({},),
+        "per_layer_config": ({},),
+        "hidden_act": ("silu", "swish"),
+        "hidden_activation": ("silu", "swish"),
+        "activation": ("swiglu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "qkv_bias": (False,),
+        "o_bias": (False,),
+        "bias": (False,),
+        "use_bias": (False,),
+        "attention_out_bias": (False,),
+        "attention_output_bias": (False,),
+        "lm_head_bias": (False,),
+        "use_qk_norm": (False,),
+        "qk_norm": (False,),
+        "qk_layernorm": (False,),
+        "qk_layer_norms": (False,),
+        "clip_qkv": (),
+        "use_rope": (True,),
+        "use_alibi": (False,),
+        "alibi": (False,),
+        "use_mrope": (False,),
+        "rope_interleaved": (False,),
+        "rope_ratio": (1.0,),
+        "rotary_pct": (1.0,),
+        "rope_local_base_freq": (),
+        "no_rope_layers": (),
+        "no_rope_layer_interval": (),
+        "position_embedding_type": ("rope", "rotary"),
+        "log_scale": (False,),
+        "attention_multiplier": (),
+        "embedding_multiplier": (1.0,),
+        "residual_multiplier": (1.0,),
+        "logits_scaling": (1.0,),
+        "logit_scale": (1.0,),
+        "query_pre_attn_scalar": (),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+        "attention_chunk_size": (),
+        "sliding_window_pattern": (),
+        "use_parallel_residual": (False,),
+        "num_experts": (0,),
+        "num_local_experts": (0,),
+        "num_nextn_predict_layers": (0,),
+        "use_resampler": (False,),
+        "text_config": (),
+        "vision_config": (),
+        "audio_config": (),
+        "quantization": (),
+        "compression_config": (),
+    }
+)
+# The same for one family, in place of what ALLOWED says.
+ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
+    {
+        # transformers never asks for them: the biases are always there, and missing tensors are refused.
+        "qwen2": {"attention_bias": (True, False), "qkv_bias": (True,)},
+        "qwen3": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
+    }
+)
+
+
+def check_keys(config: Fields, model_type: str, ignored: Collection[str] = ()) -> None:
+    """Raise ModelError for the first key whose value is not computed here, and for all keys that nothing here knows.
+
+    `ignored` are unknown keys to pass over; naming another one there is an error too.
+    """
+    honoured = HONOURED | HONOURED_BY[model_type]
+    allowed = {**ALLOWED, **ALLOWED_BY.get(model_type, {})}
+    for key in ignored:
+        if key in honoured | HARMLESS or key in allowed:
+            raise ModelError(f"{config.origin}: {key} cannot be ignored; allowed: keys that are not known")
+    for key, values in allowed.items():
+        if key in honoured:
+            continue
+        if key == "is_causal" and key in config.nulls:  # which transformers takes for false
+            raise config.wrong(key, None, "true")
+        if key in config and not any(_same(config.values[key], value) for value in values):
+            raise config.wrong(key, config.values[key], " or ".join(map(json.dumps, values)) or "null")
+    unknown = [key for key in config.values if key not in honoured | HARMLESS | allowed.keys() | set(ignored)]
+    if unknown:
+        raise ModelError(
+            f"{config.origin}: not known here: {', '.join(unknown)}; if they change nothing, ignore them by "
+            f"--ignore-config-keys {','.join(unknown)} (EngineConfig.ignore_config_keys)"
+        )
+
+
+def _same(found: object, value: object) -> bool:
+    """Equality that tells true from 1."""
+    return found == value and isinstance(found, bool) == isinstance(value, bool)

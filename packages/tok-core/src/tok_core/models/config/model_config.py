@@ -1,0 +1,162 @@
+"""Read what a model is, its shape and settings, from config.json and generation_config.json, as transformers 5 does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tok_core.errors import ModelError
+from tok_core.models.config.config_keys import check_keys
+from tok_core.models.config.fields import Fields
+from tok_core.models.config.rope import read_rope
+from tok_core.models.config.windows import read_windows
+from tok_kernels import RopeScaling
+
+# By model_type: the class that computes it, and other names that its checkpoints bear.
+ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
+    "mistral": ("MistralForCausalLM", "MistralModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+}
+SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# transformers' defaults where config.json has no such key at all.
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+WITH_SPECIAL_TOKENS = ("llama", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and settings of a decoder.
+
+    `dtype` is the one the checkpoint names; `rope_scaling` None means plain rotary embedding; `max_positions`
+    is the longest context the model was made for, with its scaling; `windows` has for each layer how many positions a
+    token sees, itself included, None for all; `tied` says that the LM head is the embedding matrix.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_base: float
+    rope_scaling: RopeScaling
+    max_positions: int
+    windows: tuple[int | None, ...]
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
+    """The configuration of the model in directory `path`; `ignored` names keys of config.json to pass over.
+
+    Raises ModelError that names the file and the key that is missing, is not known, or holds what is not supported.
+    """
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json")
+    config = Fields.of_file(path / "config.json")
+    family = _family(config)
+    quantised = config.section("quantization_config")
+    if quantised is not None:
+        method = quantised.values.get("quant_method", "unknown")
+        raise ModelError(f"{quantised.origin}: quantised by {method!r}; supported: {', '.join(DTYPES)}")
+    check_keys(config, family, ignored)
+    vocab_size, num_layers = config.integer("vocab_size"), config.integer("num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _heads(config, family)
+    rope = read_rope(config, head_dim, config.integer("max_position_embeddings"))
+    eos, bos = _special_tokens(path, config, family, vocab_size)
+    attention_bias = family in ("llama", "qwen3") and config.flag("attention_bias")
+    return ModelConfig(
+        architecture=ARCHITECTURES_OF[family][0],
+        vocab_size=vocab_size,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("intermediate_size"),
+        rms_norm_eps=config.number("rms_norm_eps"),
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+        max_positions=rope.max_positions,
+        windows=read_windows(config, family, num_layers, rope.max_positions),
+        tied=config.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and config.flag("mlp_bias"),
+        qk_norm=family == "qwen3",
+        dtype=_dtype(config),
+        eos_token_ids=eos,
+        bos_token_id=bos,
+    )
+
+
+def _family(config: Fields) -> str:
+    """The model_type, one of ARCHITECTURES_OF; where there is none, that of the architecture."""
+    names = config.texts("architectures")
+    families = {name: family for family, known in ARCHITECTURES_OF.items() for name in known}
+    if len(names) > 1 or any(name not in families for name in names):
+        raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
+    if "model_type" not in config:
+        if not names:
+            raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
+        return families[names[0]]
+    family = config.text("model_type")
+    if family not in ARCHITECTURES_OF:
+        raise config.wrong("model_type", family, ", ".join(ARCHITECTURES_OF))
+    if names and families[names[0]] != family:
+        allowed = f"{', '.join(ARCHITECTURES_OF[family])} (model_type is {family!r})"
+        raise config.wrong("architectures", names, allowed)
+    return family
+
+
+def _heads(config: Fields, family: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head size; Qwen3 must name its head size, others may leave it out."""
+    num_heads = config.integer("num_attention_heads")
+    absent = "num_key_value_heads" not in config.nulls and family in KV_HEADS
+    num_kv_heads = config.integer("num_key_value_heads", KV_HEADS[family] if absent else num_heads)
+    derived, rest = divmod(config.integer("hidden_size"), num_heads)
+    if "head_dim" not in config and rest:
+        raise config.wrong("num_attention_heads", num_heads, "a divisor of hidden_size, or head_dim given")
+    head_dim = config.integer("head_dim", None if family == "qwen3" else derived)
+    if num_heads % num_kv_heads:
+        raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} query heads")
+    if head_dim % 2:
+        raise config.wrong("head_dim", head_dim, "an even number")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _special_tokens(path: Path, config: Fields, family: str, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """Ids that end a text and the one that begins it; generation_config.json, if there, has the last word."""
+    generation = path / "generation_config.json"
+    sources = [Fields.of_file(generation)] if generation.is_file() else []
+    sources.append(config)
+    found = {}
+    for key, default in SPECIAL_TOKENS.items():
+        ids = next((ids for fields in sources if (ids := fields.token_ids(key, vocab_size))), ())
+        absent = key not in config and key not in config.nulls and family in WITH_SPECIAL_TOKENS
+        found[key] = ids or ((default,) if absent and default < vocab_size else ())
+    return found["eos_token_id"], next(iter(found["bos_token_id"]), None)
+
+
+def _dtype(config: Fields) -> torch.dtype:
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    name = config.text(key, "float32")
+    if name not in DTYPES:
+        raise config.wrong(key, name, ", ".join(DTYPES))
+    return DTYPES[name]

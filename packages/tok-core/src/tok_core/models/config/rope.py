@@ -1,0 +1,174 @@
+"""Read how a model's rotary embedding is set, as transformers 5 reads it, from its own layout and from older ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tok_core.errors import ModelError
+from tok_core.models.config.fields import Fields
+from tok_kernels import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
+
+DEFAULT_BASE = 10_000.0
+MAX_POSITIONS = (1 << 31) - 1  # positions are int32
+ORIGINAL = "original_max_position_embeddings"
+# The keys that each rope_type reads beside COMMON.
+KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "default": frozenset(),
+        "linear": frozenset({"factor"}),
+        "dynamic": frozenset({"factor", ORIGINAL}),
+        "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}),
+        "yarn": frozenset(
+            {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", ORIGINAL}
+        ),
+        "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", ORIGINAL}),
+    }
+)
+READS_ORIGINAL: Mapping[str, tuple[str, ...]] = dict.fromkeys(("llama3", "yarn", "longrope"), (ORIGINAL,))
+# `finetuned` is what the authors of YaRN wrote of how a checkpoint was trained.
+COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Base and scaling of a rotary embedding, and the longest context that they are made for."""
+
+    base: float
+    scaling: RopeScaling
+    max_positions: int
+
+
+def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
+    """The rotary embedding of a model whose `max_position_embeddings` is `max_positions`.
+
+    As in transformers, a non-empty `rope_scaling` replaces `rope_parameters` altogether, and a `rope_theta` within
+    replaces the one beside. The context grows by the factor of linear, dynamic and yarn scaling, as in vLLM.
+    Raises ModelError that names the key for what transformers would not compute or would not read.
+    """
+    settings = _settings(config)
+    kind = settings.text("rope_type", settings.text("type", "default"))
+    if kind not in KEYS:
+        raise settings.wrong("rope_type", kind, ", ".join(KEYS))
+    if any(isinstance(value, dict) for value in settings.values.values()):
+        raise ModelError(f"{settings.origin}: holds several settings; supported: one for all layers")
+    for key, value in settings.values.items():
+        if settings is not config and key not in KEYS[kind] | COMMON:
+            keys = ", ".join(sorted(KEYS[kind] | {"rope_theta"}))
+            raise settings.wrong(key, value, f"nothing, with rope_type {kind}, which reads {keys}")
+    for fields in (config, settings):
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise fields.wrong("partial_rotary_factor", fields.values["partial_rotary_factor"], "1.0")
+        for key in fields.nulls & {"rope_theta", *READS_ORIGINAL.get(kind, ())}:  # transformers computes with a null
+            raise fields.wrong(key, None, "a positive number")
+    base = settings.number("rope_theta", config.number("rope_theta", DEFAULT_BASE))
+    try:
+        scaling, longest = _scaling(config, settings, kind, max_positions)
+    except ValueError as error:
+        raise ModelError(f"{settings.origin}: {error}") from None
+    if not 1 <= longest <= MAX_POSITIONS:
+        allowed = f"contexts of 1 to {MAX_POSITIONS} tokens, with rope scaling"
+        raise config.wrong("max_position_embeddings", max_positions, allowed)
+    if isinstance(scaling, YarnScaling) and base == 1:
+        raise settings.wrong("rope_theta", base, "any other number, with rope_type yarn")
+    if isinstance(scaling, LongRopeScaling):
+        for key in ("short_factor", "long_factor"):
+            if len(settings.numbers(key)) != head_dim // 2:
+                raise settings.wrong(key, settings.values[key], f"{head_dim // 2} numbers, half of head_dim")
+    return Rope(base, scaling, longest)
+
+
+def short_prompt(scaling: RopeScaling, max_len: int) -> int | None:
+    """Tokens up to which prompts are rotated alike whatever their length, None if all of up to `max_len` are.
+
+    A longer prompt shares no keys with a short one, and with DynamicScaling none with one of another length.
+    """
+    if isinstance(scaling, DynamicScaling):
+        limit = scaling.max_positions
+    elif isinstance(scaling, LongRopeScaling):
+        limit = scaling.original_max_positions
+    else:
+        return None
+    return limit if limit < max_len else None
+
+
+def _settings(config: Fields) -> Fields:
+    """The object that says how to rotate; an empty one is as good as none."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.values.get(key):
+            settings = config.section(key)
+            assert settings is not None, "the key is there"
+            return settings
+    return Fields(config.origin, {})
+
+
+def _scaling(config: Fields, settings: Fields, kind: str, max_positions: int) -> tuple[RopeScaling, int]:
+    """The scaling of one of KEYS, and the longest context with it."""
+    if kind == "default":
+        return None, max_positions
+    if kind in ("linear", "dynamic"):
+        factor = settings.number("factor")
+        longest = math.floor(min(max_positions * factor, MAX_POSITIONS + 1))
+        if kind == "linear":
+            return LinearScaling(factor), longest
+        if settings.integer(ORIGINAL, max_positions) != max_positions:  # transformers would not read it
+            raise settings.wrong(ORIGINAL, settings.values[ORIGINAL], f"max_position_embeddings ({max_positions})")
+        return DynamicScaling(factor, max_positions), longest
+    original = config.integer(ORIGINAL, settings.integer(ORIGINAL, max_positions))
+    if kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=settings.number("factor"),
+            low_freq_factor=settings.number("low_freq_factor"),
+            high_freq_factor=settings.number("high_freq_factor"),
+            original_max_positions=original,
+        )
+        return scaling, max_positions
+    if kind == "yarn":
+        return _yarn(settings, original, max_positions)
+    return _longrope(settings, original, max_positions), max_positions
+
+
+def _yarn(settings: Fields, original: int, max_positions: int) -> tuple[YarnScaling, int]:
+    # A factor of null, not an absent one, is the ratio of the two lengths.
+    factor = settings.number("factor", max_positions / original if "factor" in settings.nulls else None)
+    attention_factor = _mscale(factor, 1.0)
+    if settings.values.get("mscale") and settings.values.get("mscale_all_dim"):
+        attention_factor = _mscale(factor, settings.number("mscale")) / _mscale(
+            factor, settings.number("mscale_all_dim")
+        )
+    scaling = YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=settings.number("attention_factor", attention_factor),
+        beta_fast=settings.number("beta_fast", 32.0),
+        beta_slow=settings.number("beta_slow", 1.0),
+        truncate=settings.flag("truncate", True),
+    )
+    return scaling, math.floor(min(original * factor, MAX_POSITIONS + 1))
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """How much YaRN's authors scale attention: `0.1 · mscale · ln(factor) + 1`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(settings: Fields, original: int, max_positions: int) -> LongRopeScaling:
+    if original < 2:
+        raise settings.wrong(ORIGINAL, original, "an integer of at least 2, with rope_type longrope")
+    factor = settings.number("factor", max_positions / original)
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(
+        short_factors=settings.numbers("short_factor"),
+        long_factors=settings.numbers("long_factor"),
+        original_max_positions=original,
+        attention_factor=settings.number("attention_factor", attention_factor),
+    )

@@ -1,0 +1,169 @@
+"""The pre-norm decoder that all models here share: embedding, layers on a residual stream, norm, LM head.
+
+Axes: T tokens of the step, R rows whose logits are wanted, N hidden size, V vocabulary, L positions,
+D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tok_core.models.config.model_config import ModelConfig
+from tok_core.models.layers import MLP, Attention, ForwardContext, Linear, Placement, RMSNorm, TokenEmbedding
+from tok_core.parallel.shard_plan import Slice
+from tok_core.parallel.tensor import VocabularyShards
+from tok_core.parallel.tp_layouts import TPLayout, choose_layout
+from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
+
+
+class DecoderLayer(nn.Module, ABC):
+    """Attention and MLP, each added to the residual stream it reads, normed. A model says how both are made.
+
+    `number` is the layer's in the model: it says how many positions the attention sees.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.self_attn = self.attention(config, place)
+        self.self_attn.window = config.windows[number]
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.mlp = self.feed_forward(config, place)
+
+    @abstractmethod
+    def attention(self, config: ModelConfig, place: Placement) -> Attention:
+        """The model's attention."""
+
+    def feed_forward(self, config: ModelConfig, place: Placement) -> MLP:
+        """The model's MLP; without biases unless it says otherwise."""
+        return MLP(config, place, bias=False)
+
+    def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
+        """The residual stream behind this layer, which may change `x` in place."""
+        x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
+        return out_TN
+
+    def products(self, x: Tensor, shared: TPLayout | None) -> Tensor:
+        """All of the layer but what attention computes between its two products, of the stream as `shared` cuts it."""
+        attention, norm = self.self_attn, self.input_layernorm
+        if shared is None:
+            qkv_TF = attention.qkv_proj(x, norm=norm)
+        else:
+            qkv_TF = shared.enter(x, norm, attention.qkv_proj)[: shared.tokens]
+        out_TF = qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype)
+        if shared is None:
+            x = attention.o_proj(out_TF, residual_TN=x)
+        else:
+            x = shared.leave(out_TF, attention.o_proj, x)
+        out: Tensor = self.mlp(x, self.post_attention_layernorm, shared)
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: what of them is one stage's own.
+
+    The first stage embeds; where the embedding is also the LM head the last one has it too, beside the norm.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, layer: type[DecoderLayer]) -> None:
+        super().__init__()
+        stage = place.share.place
+        embeds = stage.first or (stage.last and config.tied)
+        self.embed_tokens = TokenEmbedding(config, place) if embeds else None
+        self.layers = nn.ModuleDict({str(number): layer(config, place, number) for number in place.share.layers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
+
+    def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext) -> Tensor:
+        """The residual stream behind this stage's layers; `norm` is left to what makes logits of it."""
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
+            x_TN = layer(x_TN, cache, step)
+        return x_TN
+
+
+class CausalLM(nn.Module):
+    """A decoder with its LM head, over a paged cache; or one worker's share of it.
+
+    Parameters are uninitialised until `weights.load` or `weights.dummy` fills them. Module names are those
+    of checkpoints, so that a tensor's name says where it goes.
+
+    config   of the whole model
+    share    which part of it is here
+    local    the config of that part, as attention and KV cache see it: `share.local(config)`
+    shards   how to draw from `logits` that are one rank's part of the vocabulary; None: they are all of it
+    """
+
+    layer: type[DecoderLayer]
+    cos_sin_LD: Tensor
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.config, self.share, self.dtype = config, place.share, place.dtype
+        self.local = place.share.local(config)
+        self.tensor = place.tensor
+        vocabulary = place.share.vocabulary
+        self.shards = None if place.tensor is None else VocabularyShards(place.tensor, vocabulary)
+        self.model = Decoder(config, place, self.layer)
+        heads = place.share.place.last and not config.tied
+        hidden = Slice.whole(config.hidden_size)
+        self.lm_head = Linear(hidden, {"lm_head": vocabulary}, place) if heads else None
+        table_LD = rope_table(config.head_dim, config.max_positions, config.rope_base, config.rope_scaling)
+        self.register_buffer("cos_sin_LD", table_LD.to(place.device), persistent=False)
+
+    def stream_rows(self, tokens: int) -> int:
+        """Rows of the residual stream that this rank hands to the next stage in a step of `tokens`, or gets."""
+        return tokens if self.tensor is None else self.tensor.rows(tokens)
+
+    def forward(
+        self,
+        x: Tensor,
+        position_T: Tensor,
+        kv_index_T: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        logit_row_R: Tensor | None,
+        pass_length_T: Tensor | None = None,
+    ) -> Tensor:
+        """The last stage: hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
+
+        Another one: the residual stream to hand on, `[stream_rows(T), N]`. `x` is token ids `[T]` at the first stage,
+        and elsewhere the stream that the stage before has handed on, which may be changed in place. `x` of the first
+        stage, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches` holds one
+        entry for each layer of the stage and receives this step's keys and values. `pass_length_T`, int64, says of
+        how many tokens the pass is that each token is rotated for; None: it ends with the token.
+        """
+        shared = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
+        if self.share.place.first:
+            assert self.model.embed_tokens is not None
+            x = self.model.embed_tokens(x, shared)
+        table, row_T = self.cos_sin_LD, position_T
+        if pass_length_T is not None:
+            config = self.config
+            table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
+            row_T = torch.arange(len(table), device=table.device)
+        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, shared))
+        if not self.share.place.last:
+            return x
+        if shared is not None:
+            return shared.rows(x, logit_row_R)
+        return x if logit_row_R is None else x[logit_row_R]
+
+    def logits(self, x_RN: Tensor) -> Tensor:
+        """`[R, N] -> [R, V]`, in the model's dtype: the final norm and the LM head. V is this rank's own part."""
+        norm = self.model.norm
+        assert norm is not None, "only the last stage makes logits"
+        if self.lm_head is not None:
+            logits_RV: Tensor = self.lm_head(x_RN, norm=norm)
+            return logits_RV
+        assert self.model.embed_tokens is not None
+        return self.model.embed_tokens.logits(x_RN, norm)
+
+    def normed(self, x_RN: Tensor) -> Tensor:
+        """`[R, N] -> [R, N]`: the final norm alone, for hidden states that are wanted themselves."""
+        assert self.model.norm is not None, "only the last stage has a final norm"
+        out_RN: Tensor = self.model.norm(x_RN)
+        return out_RN

@@ -1,0 +1,45 @@
+"""Which class computes which architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from tok_core.errors import ModelError
+from tok_core.mesh import RankCoordinates
+from tok_core.models.config.model_config import ModelConfig
+from tok_core.models.decoder import CausalLM
+from tok_core.models.layers import Placement
+from tok_core.models.llama import LlamaForCausalLM
+from tok_core.models.mistral import MistralForCausalLM
+from tok_core.models.qwen2 import Qwen2ForCausalLM
+from tok_core.models.qwen3 import Qwen3ForCausalLM
+from tok_core.parallel.shard_plan import ShardPlan
+from tok_core.parallel.tensor import TensorParallel
+from tok_kernels import Backend
+
+ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
+    {model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
+)
+
+
+def build(
+    config: ModelConfig,
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: RankCoordinates = RankCoordinates(),
+    tensor: TensorParallel | None = None,
+) -> CausalLM:
+    """The model of `config`, or the share of the worker at `place`, parameters uninitialised, of `dtype` on `device`.
+
+    `tensor` joins the ranks of a stage: needed where there are several. Unknown architecture: ModelError; one that
+    cannot be cut so: InvalidField.
+    """
+    if config.architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
+    placement = Placement(backend, device, dtype, ShardPlan.of(config, place), tensor)
+    return ARCHITECTURES[config.architecture](config, placement).eval()

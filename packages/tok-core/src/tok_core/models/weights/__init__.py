@@ -1,0 +1,1 @@
+"""Weights of a model: found, loaded, sharded, or made up."""

@@ -1,0 +1,206 @@
+"""Fills a model's parameters from a checkpoint: of each tensor just the part that is here, right into its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tok_core.errors import ModelError
+from tok_core.models.config.model_config import ModelConfig
+from tok_core.models.decoder import CausalLM
+from tok_core.models.weights.float16 import keep_coarse
+from tok_core.models.weights.targets import StoredTensor, WeightTarget, targets
+from tok_core.runtime.heartbeat import HEARTBEAT
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STORED_DTYPES = ("F32", "F16", "BF16")
+NAMED_AT_MOST = 8  # tensors an error lists before it only counts
+COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
+EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
+_OUTER = (EMBEDDING, "model.norm.weight", HEAD)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def load(model: CausalLM, path: Path) -> None:
+    """Copies the checkpoint in directory `path` into `model`, cast to its dtype; reads nothing that is not its own.
+
+    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage are to call it together. What
+    float16 has not the range for is read a second time.
+    Raises ModelError for missing, unexpected, misshapen, repeated or non-float tensors, for unreadable files, and for
+    an LM head that is not the embedding of a model built as tied: see `as_stored`.
+    """
+    if as_stored(model.config, path) != model.config:
+        raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
+    wanted, files = targets(model), checkpoint_files(path)
+    names = _canonical_names(model, files, wanted)
+    missing = set(wanted).difference(*(found.values() for found in names.values()))
+    for file in files:
+        _load_file(file, names[file], wanted, model.dtype)
+    if missing:
+        raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
+    if again := keep_coarse(model):
+        for file in files:
+            _load_file(file, {name: own for name, own in names[file].items() if own in again}, again, model.dtype)
+
+
+def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
+    """`config`, untied where the checkpoint in directory `path` has an LM head that differs from its embedding.
+
+    transformers 5 does the same: such a checkpoint is not what its config says.
+    """
+    if not config.tied:
+        return config
+    stored: dict[str, tuple[Path, str]] = {}
+    for file in checkpoint_files(path):
+        with _opened(file) as tensors:
+            stored |= {_prefixed(name): (file, name) for name in tensors.keys()}  # noqa: SIM118 – no mapping
+    if EMBEDDING not in stored or HEAD not in stored:
+        return config
+    with _opened(stored[EMBEDDING][0]) as first, _opened(stored[HEAD][0]) as second:
+        embedding, head = first.get_slice(stored[EMBEDDING][1]), second.get_slice(stored[HEAD][1])
+        if embedding.get_shape() != head.get_shape():
+            return replace(config, tied=False)
+        for start in range(0, embedding.get_shape()[0], COMPARED_ROWS):
+            rows = slice(start, start + COMPARED_ROWS)
+            if not torch.equal(embedding[rows,].float(), head[rows,].float()):
+                return replace(config, tied=False)
+    return config
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory: the single one, or those its index names. None: ModelError."""
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    index = path / INDEX
+    if not index.is_file():
+        raise ModelError(f"{path}: has neither {SINGLE} nor {INDEX}; supported: safetensors only")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: is no index of safetensors files: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"{index}: names the file {name!r}, which is not in {path}")
+    return [path / name for name in names]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[TensorFile]:
+    """The tensors of a file. Raises ModelError where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
+
+
+def _prefixed(name: str) -> str:
+    """A tensor's name with the prefix that AutoModel leaves out."""
+    return name if name.startswith(PREFIX) or name == HEAD else PREFIX + name
+
+
+def _canonical_names(
+    model: CausalLM, files: list[Path], wanted: Mapping[str, WeightTarget]
+) -> dict[Path, dict[str, str]]:
+    """For each file the tensors that are wanted of it: their names there, and the model's names.
+
+    A tied model without a stored embedding takes its LM head for it. Raises ModelError for tensors that have no place
+    in the model, and for those that are stored twice.
+    """
+    names: dict[Path, dict[str, str]] = {}
+    for file in files:
+        with _opened(file) as tensors:
+            names[file] = {name: _prefixed(name) for name in tensors.keys()}  # noqa: SIM118 – no mapping
+    stored = [own for found in names.values() for own in found.values()]
+    if model.config.tied and EMBEDDING not in stored:
+        names = {
+            file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
+            for file, found in names.items()
+        }
+    elsewhere, seen = _Elsewhere(model, wanted), set()
+    for file, found in names.items():
+        for name, own in list(found.items()):
+            if own in seen:
+                raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
+            seen.add(own)
+            if own in wanted:
+                continue
+            if own not in elsewhere:
+                with _opened(file) as tensors:
+                    shape = tensors.get_slice(name).get_shape()
+                raise ModelError(f"{file}: tensor {name} {shape} has no place in the model")
+            del found[name]
+    return names
+
+
+def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, WeightTarget], dtype: torch.dtype) -> None:
+    """Copy the tensors of one file, `names` of which have those of `wanted`."""
+    with _opened(file) as tensors:
+        for name, own_name in names.items():
+            HEARTBEAT.turned()
+            stored = tensors.get_slice(name)
+            target = _checked(file, name, stored, wanted[own_name])
+            own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
+            # Tensors held in a finer dtype than asked for are converted later.
+            if not target.fill(own) and target.view.dtype == dtype:
+                raise _no_room(file, name, dtype)
+
+
+def _no_room(file: Path, name: str, dtype: torch.dtype) -> ModelError:
+    most, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    return ModelError(
+        f"{file}: tensor {name} holds numbers beyond {most:.0f}, which {short} cannot hold; --dtype float32 can"
+    )
+
+
+class TensorFile(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> StoredTensor: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _Elsewhere:
+    """Names of tensors that a checkpoint may hold although the model at hand does not: those of other pipeline
+    stages, and what some checkpoints hold although it follows from the rest."""
+
+    def __init__(self, model: CausalLM, wanted: Mapping[str, WeightTarget]) -> None:
+        self._layers = range(model.config.num_layers)
+        self._tied = model.config.tied
+        self._of_layer = {found[2] for name in wanted if (found := _LAYER.fullmatch(name))}
+
+    def __contains__(self, name: str) -> bool:
+        if name.endswith("rotary_emb.inv_freq") or (self._tied and name == HEAD):
+            return True
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return name in _OUTER
+        return int(found[1]) in self._layers and found[2] in self._of_layer
+
+
+def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) -> WeightTarget:
+    expected = target.shape
+    if stored.get_shape() != expected:
+        raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
+    if stored.get_dtype() not in STORED_DTYPES:
+        allowed = ", ".join(STORED_DTYPES)
+        raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
+    return target
+
+
+def _listed(names: set[str], wanted: Mapping[str, WeightTarget]) -> str:
+    shown = [f"{name} {wanted[name].shape}" for name in sorted(names)[:NAMED_AT_MOST]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

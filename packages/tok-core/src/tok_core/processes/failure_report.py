@@ -1,0 +1,24 @@
+"""Tell the engine why a process ends."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+
+from tok_core.errors import TokError, to_wire
+from tok_core.messages import Failed, ProcessLaunch
+from tok_core.processes.sockets import Sender
+
+log = logging.getLogger("tok_core")
+
+
+def report_failure(launch: ProcessLaunch, error: BaseException) -> None:
+    """Tells the engine why this process ends; from any thread."""
+    if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
+        log.error("%s failed", launch.role, exc_info=error)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reports = Sender(context, launch.reports)
+    reports.send(Failed(*to_wire(error)))
+    reports.close(linger=2)
+    context.term()

@@ -1,0 +1,1 @@
+"""Start a worker: choose kernels, size the cache, warm up, capture CUDA graphs."""

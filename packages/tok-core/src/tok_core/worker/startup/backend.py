@@ -1,0 +1,71 @@
+"""What a worker computes with: device, data types and backend, every `auto` resolved."""
+
+from __future__ import annotations
+
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import InvalidField
+from tok_core.mesh import RankCoordinates
+from tok_core.models.config.model_config import ModelConfig
+from tok_kernels import AttentionShape, Backend, choose
+
+
+def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, index: int | None = None) -> torch.device:
+    """The device asked for, of the worker at `place`; `auto` is the GPU where there is one.
+
+    `index`: of the GPU that was chosen for it; None: by replica and place.
+
+    Raises InvalidField where there is none, or not one for each worker.
+    """
+    requested, found = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "cuda" and not found:
+        raise InvalidField("device", requested, "cpu (no CUDA device is available here)")
+    if requested == "cpu" or not found:
+        return torch.device("cpu")
+    if index is not None:
+        return torch.device("cuda", index)
+    if found < config.dp * place.workers:
+        field = next(name for name in ("tp", "pp", "dp") if getattr(config, name) > 1)
+        product = f"{config.dp} × {place.stages} × {place.ranks}"
+        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({product})")
+    return torch.device("cuda", replica * place.workers + place.number)
+
+
+def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
+    """The data type asked for; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if requested == "auto":
+        requested = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype
+
+
+def choose_cache_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
+    """Of cached keys and values: the model's own, or eight bits."""
+    return dtype if requested == "auto" else torch.float8_e4m3fn
+
+
+def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
+    """The model's attention, as `tok_kernels.choose` wants it."""
+    return AttentionShape(
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=page_size,
+        layers=model.num_layers,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+
+
+def choose_backend(requested: str, device: torch.device, shape: AttentionShape) -> Backend:
+    """The backend asked for; `auto` on a GPU: whatever is fastest there, measured the first time.
+
+    Raises InvalidField, with the reason, where it cannot compute the shape on the device.
+    """
+    try:
+        return choose(device, requested, shape)
+    except ValueError as error:
+        raise InvalidField(
+            "backend", requested, str(error).partition("allowed")[2].lstrip(": ") or str(error)
+        ) from None

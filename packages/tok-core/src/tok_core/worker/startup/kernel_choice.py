@@ -1,0 +1,138 @@
+"""Which kernels a model would be computed with on this machine, and how fast they are: for those that may not import
+tok_kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError, InvalidField
+from tok_core.mesh import RankCoordinates
+from tok_core.models.config.model_config import read_config
+from tok_core.models.weights.hub import resolve
+from tok_core.parallel.shard_plan import ShardPlan
+from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
+from tok_kernels import AttentionShape, choose
+from tok_kernels.attention.phases import PHASES, Phase
+from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
+
+if TYPE_CHECKING:
+    from tok_kernels.calibration import Measurement  # loads Triton
+
+__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What computes each phase of attention, and what was measured to find out; why kernels were left out, and
+    launches that were searched; `known`: all this is from `directory`, and nothing was measured now. `shape` is that
+    of the first of `tp` ranks."""
+
+    device: str
+    tp: int
+    shape: AttentionShape
+    fastest: Mapping[Phase, str]
+    known: bool = True
+    directory: Path | None = None
+    measured: tuple[Measurement, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    launches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsMeasured:
+    """What the machine allows, in TB/s copied and TFLOP/s of matrix products, and each kernel as it is measured, on
+    the share of the first of `tp` ranks."""
+
+    device: str
+    backend: str
+    tp: int
+    bandwidth: float
+    rate: float
+    kernels: Iterator[KernelTime]
+
+
+def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
+    """What computes the phases of the attention of `config.model`, or of one rank's share with `config.tp`, from the
+    disk or measured now; `anew`: measured in any case. `sizes` replace the model's, by the names of AttentionShape.
+
+    Errors: InvalidField, ModelError, EngineError where no kernel computes a phase.
+    """
+    device, model = shapes(config, sizes)
+    shape = model.attention
+    if device.type != "cuda" or config.backend == "reference":
+        if config.backend not in ("auto", "reference"):
+            raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
+        return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
+    from tok_kernels.calibration import cache_directory, calibrate, candidates, known
+
+    among, left_out = candidates(shape, device, config.backend)
+    before = None if anew else known(shape, device, among)
+    try:
+        choice = before or calibrate(shape, device, among, anew=True)
+    except ValueError as error:
+        raise EngineError("; ".join([str(error), *left_out.values()])) from None
+    return PhaseReport(
+        device=_name(device),
+        tp=config.tp,
+        shape=shape,
+        fastest=choice.fastest,
+        known=before is not None,
+        directory=cache_directory(),
+        measured=choice.measured,
+        left_out={**left_out, **choice.left_out},
+        launches=tuple(f"{kernel.name}: {launch}" for kernel, launch in choice.launches.items()),
+    )
+
+
+def measure(config: EngineConfig) -> KernelsMeasured:
+    """Every kernel that `config.model`, or one rank's share of it with `config.tp`, is computed with, beside its
+    floor: on one device, whatever `tp`. Errors: InvalidField unless on a CUDA device, ModelError."""
+    device, model = shapes(config, {})
+    if device.type != "cuda":
+        raise InvalidField("device", config.device, "cuda (kernels are measured on a CUDA device)")
+    try:
+        backend = choose(device, config.backend, model.attention)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+    machine, kernels = measure_kernels(backend, model, device)
+    return KernelsMeasured(
+        _name(device), backend.name, config.tp, machine.bandwidth / 1e12, machine.rate / 1e12, kernels
+    )
+
+
+def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
+    """A device, and what the first of `config.tp` ranks has of `config.model`, whose sizes `sizes` replace.
+
+    Errors: InvalidField, naming `tp` where the model cannot be cut so; ModelError.
+    """
+    device = choose_device(config, 0, RankCoordinates())  # one rank is measured, alone
+    dtype = choose_dtype(config.dtype, device)
+    model = read_config(resolve(config.model, config.data_dir), config.ignore_config_keys or ())
+    for name, value in sizes.items():
+        if value < 1:
+            raise InvalidField(name, value, "integers from 1")
+    if sizes:  # of attention: the others are then nobody's, and no reason to refuse a `tp`
+        model = replace(model, intermediate_size=config.tp, vocab_size=config.tp)
+    model = replace(
+        model,
+        num_heads=sizes.get("heads", model.num_heads),
+        num_kv_heads=sizes.get("kv_heads", model.num_kv_heads),
+        head_dim=sizes.get("head_dim", model.head_dim),
+        num_layers=sizes.get("layers", model.num_layers),
+    )
+    if model.num_heads % model.num_kv_heads:
+        raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
+    share = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
+    local, cache_dtype = share.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
+    attention = attention_shape(local, config.page_size, dtype, cache_dtype)
+    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, share.vocabulary.count)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

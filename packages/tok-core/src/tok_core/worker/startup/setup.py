@@ -1,0 +1,275 @@
+"""Setup: from an EngineConfig to a worker ready to run — model loaded, cache sized, every `auto` resolved."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import EngineError, InvalidField
+from tok_core.mesh import RankCoordinates, Rendezvous, all_coordinates
+from tok_core.messages import EngineInfo
+from tok_core.models.config.model_config import ModelConfig, read_config
+from tok_core.models.config.rope import short_prompt
+from tok_core.models.config.sampling_defaults import sampling_defaults
+from tok_core.models.decoder import CausalLM
+from tok_core.models.registry import build
+from tok_core.models.weights.dummy import dummy
+from tok_core.models.weights.loading import as_stored, load
+from tok_core.parallel.pipeline import Pipeline
+from tok_core.parallel.process_groups import ProcessGroups, join
+from tok_core.parallel.shard_plan import ShardPlan
+from tok_core.parallel.tensor import TensorParallel
+from tok_core.parallel.tp_calibration import calibrate
+from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.worker.runner import Runner
+from tok_core.worker.startup.backend import (
+    attention_shape,
+    choose_backend,
+    choose_cache_dtype,
+    choose_device,
+    choose_dtype,
+)
+from tok_core.worker.startup.cache_error import warn_of_cache_error
+from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
+from tok_core.worker.startup.startup_timer import StartupTimer
+from tok_core.worker.startup.warmup import warm_up
+from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
+from tok_kernels import Backend, DynamicScaling
+
+if TYPE_CHECKING:
+    from tok_core.worker.trace import Tracer
+
+log = logging.getLogger("tok_core")
+
+A_DAY = 86_400.0  # seconds
+
+
+def set_up(
+    config: EngineConfig,
+    replica: int = 0,
+    place: RankCoordinates | None = None,
+    rendezvous: Path | Rendezvous | None = None,
+    gpu: int | None = None,
+    on_host: int | None = None,
+) -> tuple[Runner, EngineInfo]:
+    """A runner and what it found out; `config.model` is a local directory. Returns when all workers of `replica`,
+    which meet at `rendezvous`, are ready; without a `place` there can be but one. `gpu`: see `choose_device`.
+    `on_host`: the workers that share this host's memory; None: all of all replicas.
+
+    Raises ModelError, InvalidField, or EngineError where the memory is too small.
+    """
+    path, place = Path(config.model), place or next(all_coordinates(config.pp, config.tp))
+    clock = StartupTimer()
+    model_config = _model_config(config, path)
+    defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
+    local = ShardPlan.of(model_config, place).local(model_config)
+    device = choose_device(config, replica, place, gpu)
+    peers = join(place, rendezvous, device)
+    clock.done("device and peers")
+    dtype = choose_dtype(config.dtype, device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
+    shape = attention_shape(local, config.page_size, dtype, cache_dtype)
+    with HEARTBEAT.coarse():  # compilers may run for minutes
+        backend = choose_backend(config.backend, device, shape)
+    clock.done("choice of kernels")
+    model = _load_model(config, path, model_config, backend, peers, dtype)
+    clock.done("weights")
+    most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
+    max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
+    max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
+    if max_step_tokens < max_running:
+        raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
+    with HEARTBEAT.coarse():
+        calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
+    few_tokens, async_tokens = _thresholds(model, place)
+    clock.done("forms of sharing a layer")
+    pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
+    if cache_dtype != dtype and replica == 0:
+        warn_of_cache_error(model, backend, pipeline, cache_dtype, config.page_size, max_step_tokens)
+        clock.done("error of the cache")
+    measured, words = None, 0
+    if device.type == "cuda":
+        # Without a tokenizer nothing can be guided. All workers are to try out the same steps.
+        guided = peers.least((path / "tokenizer.json").is_file())
+        words = -(-model_config.vocab_size // 32) if guided else 0
+        measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
+        clock.done("the largest step, and how far graphs pay")
+    tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
+    per_token, on_host = kv_bytes_per_token(local, cache_dtype), on_host or config.dp * place.workers
+    tokens = peers.least(cache_tokens(config, per_token, tables, device, measured, on_host))
+    num_pages = tokens // config.page_size
+    max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
+    state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
+    tracer = _tracer(config, place, device) if replica == 0 else None
+    runner = Runner(model, backend, state, tracer, pipeline)
+    clock.done("cache")
+    if measured is not None:
+        _warm_up(runner, measured, max_step_tokens, words)
+    peers.least(0)  # waits for the others
+    clock.done("graphs and warm-up")
+    info = EngineInfo(
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_running=max_running,
+        max_step_tokens=max_step_tokens,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        backend=backend.name,
+        hidden_size=model_config.hidden_size,
+        sampling_defaults=defaults,
+        few_tokens=few_tokens,
+        async_tokens=async_tokens,
+        short_prompt=short_prompt(model_config.rope_scaling, max_model_len),
+        lengths_apart=isinstance(model_config.rope_scaling, DynamicScaling),
+    )
+    return runner, info
+
+
+def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
+    """Return the config of the directory, checked against its checkpoint, without windows of `max_model_len`."""
+    model = read_config(path, config.ignore_config_keys or ())
+    if config.load_format != "dummy" and model.tied:
+        model = as_stored(model, path)
+        if not model.tied:
+            log.warning("%s: tie_word_embeddings is true, but lm_head.weight is another: it is used", path)
+    longest = config.max_model_len or model.max_positions
+    return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
+
+
+def _load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    backend: Backend,
+    peers: ProcessGroups,
+    dtype: torch.dtype,
+) -> CausalLM:
+    tensor = (
+        None if peers.tensor is None else TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
+    )
+    try:
+        model = build(model_config, backend, peers.device, dtype, peers.place, tensor)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
+    if config.load_format == "dummy":
+        dummy(
+            model,
+            config.seed,
+            eos_probability=config.eos_probability,
+            eos_temperature=config.eos_temperature,
+        )
+    else:
+        load(model, path)
+    return model
+
+
+def _thresholds(model: CausalLM, place: RankCoordinates) -> tuple[int | None, int | None]:
+    """`few_tokens` and `async_tokens` of the model's TensorParallel, which worker 0 logs; None without one."""
+    tensor = model.tensor
+    if tensor is None:
+        return None, None
+    if place.number == 0:
+        overlap = "never" if tensor.async_tokens is None else f"from {tensor.async_tokens} tokens on"
+        log.info(
+            "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap products with collectives %s",
+            *(tensor.ranks, tensor.few_tokens, overlap),
+        )
+    return tensor.few_tokens, tensor.async_tokens
+
+
+def _measure(
+    config: EngineConfig,
+    model: CausalLM,
+    backend: Backend,
+    pipeline: Pipeline,
+    cache_dtype: torch.dtype,
+    max_running: int,
+    max_step_tokens: int,
+    words: int,
+) -> StepMemory:
+    """What steps take, seen on a state whose sequences all stand on one page."""
+    length = measured_len(model.config.max_positions, max_running, max_step_tokens)
+    state = WorkerState(
+        model.local,
+        pipeline.peers.device,
+        cache_dtype,
+        slots=max_running,
+        num_pages=1,
+        page_size=config.page_size,
+        pages_per_slot=-(-length // config.page_size),
+    )
+    graphs = config.cuda_graphs and backend.capturable
+    try:
+        return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs, words=words)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"a step of {max_step_tokens} tokens and {max_running} draws does not fit beside the weights: lower "
+            f"max_step_tokens or max_running ({error})"
+        ) from None
+    finally:
+        del state
+        torch.cuda.empty_cache()
+
+
+def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int) -> None:
+    try:
+        warm_up(runner, measured, max_step_tokens, words)
+    except torch.OutOfMemoryError as error:
+        state = runner.state
+        raise EngineError(
+            f"no memory is left for steps beside a KV cache of {state.num_pages * state.page_size} tokens: lower "
+            f"kv_cache_tokens or gpu_memory_fraction ({error})"
+        ) from None
+
+
+def _tracer(config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
+    if config.trace is None:
+        return None
+    from tok_core.worker.trace import Tracer  # takes seconds, for what few ask for
+
+    return Tracer.of(config, place, device)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_positions:
+        raise InvalidField("max_model_len", wanted, f"at most {model.max_positions}, the model's own")
+    if wanted is not None and wanted > cache_tokens:
+        raise InvalidField("max_model_len", wanted, f"at most {cache_tokens}, the tokens of the KV cache")
+    length = wanted or min(model.max_positions, cache_tokens)
+    if length < 2:
+        field = "kv_cache_tokens" if wanted is None else "max_model_len"
+        raise InvalidField(field, length, "at least 2: one token of prompt and one to follow")
+    return length
+
+
+def _state(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    slots: int,
+    num_pages: int,
+    max_model_len: int,
+) -> WorkerState:
+    try:
+        return WorkerState(
+            model,
+            device,
+            dtype,
+            slots=slots,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            pages_per_slot=-(-max_model_len // config.page_size),
+        )
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        tokens = num_pages * config.page_size
+        raise EngineError(f"a KV cache of {tokens} tokens does not fit: lower kv_cache_tokens ({error})") from None

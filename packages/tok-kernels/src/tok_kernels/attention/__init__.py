@@ -1,0 +1,1 @@
+"""Paged attention: decode, varlen prefill, and cascade attention over shared prefixes."""

@@ -1,0 +1,36 @@
+"""Adapters: FlashInfer's ways to compute a phase for one shape, which share one workspace."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.flashinfer.cascade import FlashInferCascade
+from tok_kernels.attention.flashinfer.decode import FlashInferDecode
+from tok_kernels.attention.flashinfer.prefill import FlashInferPrefill, RowKernels
+from tok_kernels.attention.flashinfer.wrappers import new_workspace
+from tok_kernels.attention.phases import PhaseKernel
+from tok_kernels.attention.shape import AttentionShape
+
+
+class Adapters:
+    """Makes the adapters of `shape` on `device`. All of them belong to one CUDA stream."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+
+    @cached_property
+    def _workspace(self) -> Tensor:
+        return new_workspace(self._shape, self._device)
+
+    def prefill(self, kernels: RowKernels) -> PhaseKernel:
+        return FlashInferPrefill(self._shape, self._device, self._workspace, kernels)
+
+    def decode(self, *, tensor_cores: bool) -> PhaseKernel:
+        return FlashInferDecode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
+
+    def cascade(self, kernels: RowKernels, *, tensor_cores: bool) -> PhaseKernel:
+        return FlashInferCascade(self._shape, self._device, self._workspace, kernels, tensor_cores=tensor_cores)

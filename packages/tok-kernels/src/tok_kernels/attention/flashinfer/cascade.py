@@ -1,0 +1,92 @@
+"""Cascade by FlashInfer: each group's pages once, each row's own pages, merged by log-sum-exp.
+
+A level is a prefill without a causal mask in which a group of rows is one request (Ye et al. 2024, "Cascade
+inference"). FlashInfer's log-sum-exps are of base 2, from all its kernels alike, and its merge takes such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.flashinfer.decode import FlashInferDecode
+from tok_kernels.attention.flashinfer.groups import level_items
+from tok_kernels.attention.flashinfer.pages import on_device, on_host, page_lists
+from tok_kernels.attention.flashinfer.prefill import RowKernels, row_wrappers
+from tok_kernels.attention.flashinfer.support import flashinfer
+from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A planned level, and which rows it covers; None: all."""
+
+    wrapper: Any
+    covered: Tensor | None
+
+
+class FlashInferCascade:
+    """The phase "cascade" (see `PhaseKernel`); needs `batch.host`. `kernels` read the prefixes."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        workspace: Tensor,
+        kernels: RowKernels,
+        *,
+        tensor_cores: bool,
+    ) -> None:
+        self._shape = shape
+        self._own = FlashInferDecode(shape, device, workspace, tensor_cores=tensor_cores)
+        self._new_wrappers: Callable[[], WrapperRing] = partial(row_wrappers, workspace, kernels)
+        self._wrappers = [self._new_wrappers()]
+        self._planned_for: PlannedFor | None = None
+        self._levels: list[_Level] = []
+        self._wrappers[0].plan(
+            lambda one: plan_rows(one, shape, first_row(device), one_page(device), causal=False, scale=shape.scale)
+        )
+
+    def __call__(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
+        if not is_of(self._planned_for, batch, scale):
+            self._levels = self._plan(batch, scale)
+            self._planned_for = batch, scale
+        rows = slice(batch.num_decode)
+        lse = self._own.with_lse(q_THD, cache, batch, scale, out_THD)
+        for level in self._levels:
+            part, part_lse = level.wrapper.run(q_THD[rows], (cache.k, cache.v), return_lse=True)
+            # A row of which neither part has keys would become NaN; none that is covered is such.
+            flashinfer().merge_state_in_place(out_THD[rows], lse, part, part_lse, level.covered)
+
+    def _plan(self, batch: AttentionBatch, scale: float) -> list[_Level]:
+        host = batch.host
+        if host is None or len(host.levels) != len(batch.levels):
+            held = None if host is None else f"of {len(host.levels)} levels"
+            raise ValueError(f"host is {held}; allowed where FlashInfer cascades: HostLengths of {len(batch.levels)}")
+        while len(self._wrappers) < len(batch.levels):
+            self._wrappers.append(self._new_wrappers())
+        levels = zip(self._wrappers, batch.levels, host.levels, strict=False)
+        planned = (self._plan_level(*level, batch, scale) for level in levels)
+        return [level for level in planned if level is not None]
+
+    def _plan_level(
+        self, wrappers: WrapperRing, level: CascadeLevel, host: HostLevel, batch: AttentionBatch, scale: float
+    ) -> _Level | None:
+        """None where no group of the level has keys."""
+        device = batch.slots.device
+        items = level_items(host, batch.num_decode)
+        if not items.covered.any():
+            return None
+        slot = level.slot[on_device(items.group, device).long()]
+        pages = page_lists(batch.page_table, slot, items.start, items.end, self._shape.page_size)
+        rows = on_host(items.indptr, device)
+        wrapper = wrappers.plan(lambda one: plan_rows(one, self._shape, rows, pages, causal=False, scale=scale))
+        covered = None if items.covered.all() else on_device(items.covered, device).bool()
+        return _Level(wrapper, covered)

@@ -1,0 +1,62 @@
+"""Prefill chunks by FlashInfer: causal attention of ragged queries over pages, planned once a step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.flashinfer.pages import on_host, page_lists
+from tok_kernels.attention.flashinfer.support import flashinfer
+from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.batch import AttentionBatch, LayerCache
+
+RowKernels = Literal["fa2", "fa3"]
+
+
+def row_wrappers(workspace: Tensor, kernels: RowKernels) -> WrapperRing:
+    """Wrappers for many queries over one list of pages; `kernels`: for any GPU (fa2) or for Hopper (fa3)."""
+    make = flashinfer().BatchPrefillWithPagedKVCacheWrapper
+    return WrapperRing(lambda: make(workspace, "NHD", backend=kernels))
+
+
+class FlashInferPrefill:
+    """The phase "prefill" (`tok_kernels.attention.phases.PhaseKernel`); needs `batch.host`.
+
+    Raises whatever FlashInfer does where its kernels cannot be built.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: RowKernels) -> None:
+        self._shape = shape
+        self._wrappers = row_wrappers(workspace, kernels)
+        self._planned_for: PlannedFor | None = None
+        self._planned: Any = self._wrappers.plan(
+            lambda one: plan_rows(one, shape, first_row(device), one_page(device), causal=True, scale=shape.scale)
+        )
+        self._end = 0
+
+    def __call__(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
+        if not is_of(self._planned_for, batch, scale):
+            self._plan(batch, scale)
+            self._planned_for = batch, scale
+        rows = slice(batch.num_decode, self._end)
+        self._planned.run(q_THD[rows], (cache.k, cache.v), out=out_THD[rows])
+
+    def _plan(self, batch: AttentionBatch, scale: float) -> None:
+        if batch.host is None:
+            raise ValueError("host is None; allowed where FlashInfer prefills: HostLengths")
+        host, base = batch.host, batch.num_decode
+        chunks = slice(base, None)
+        pages = page_lists(
+            *(batch.page_table, batch.slots[chunks], host.kv_start[chunks], host.kv_len[chunks]),
+            self._shape.page_size,
+        )
+        q_indptr = np.concatenate(([0], np.cumsum(host.q_len[chunks])))
+        rows = on_host(q_indptr, batch.slots.device)
+        self._planned = self._wrappers.plan(
+            lambda one: plan_rows(one, self._shape, rows, pages, causal=True, scale=scale)
+        )
+        self._end = base + int(q_indptr[-1])

@@ -1,0 +1,98 @@
+"""FlashInfer's wrappers, used in turn: a plan must not overwrite one that the device has yet to read.
+
+A wrapper plans in pinned memory that is then copied to the device. Where steps are launched ahead, the copy may still
+be queued when the next step is planned; so several wrappers take turns, and each waits for its own last copy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.flashinfer.pages import PageLists, on_host
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.batch import AttentionBatch
+
+IN_TURN = 3
+_MIN_WORKSPACE_BYTES = 128 << 20
+_SPARE = 8 << 20
+_TILE_ROWS = 128
+
+
+def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
+    """Memory for the partial results of split keys, zeroed; wrappers of one stream may share it.
+
+    Their number is what keeps the GPU busy: two tiles of rows for each multiprocessor and query head of a group.
+    """
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    partial = programs * shape.group * _TILE_ROWS * shape.head_dim * 4
+    return torch.zeros(max(_MIN_WORKSPACE_BYTES, partial + _SPARE), dtype=torch.uint8, device=device)
+
+
+PlannedFor = tuple[AttentionBatch, float]
+"""The batch, and the scale of its scores, that a plan was made for."""
+
+
+def is_of(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
+    """Whether a plan is that of this very batch."""
+    return planned_for is not None and planned_for[0] is batch and planned_for[1] == scale
+
+
+class WrapperRing:
+    """`count` wrappers from `make`, planned one after the other."""
+
+    def __init__(self, make: Callable[[], Any], count: int = IN_TURN) -> None:
+        self._wrappers = [make() for _ in range(count)]
+        self._copied: list[torch.cuda.Event | None] = [None] * count
+        self._turn = 0
+
+    def plan(self, plan: Callable[[Any], None]) -> Any:
+        """The next wrapper, planned by `plan`; it keeps that plan for `count − 1` more calls."""
+        turn = self._turn = (self._turn + 1) % len(self._wrappers)
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()
+        plan(self._wrappers[turn])
+        self._copied[turn] = torch.cuda.current_stream().record_event()
+        return self._wrappers[turn]
+
+
+def plan_rows(
+    wrapper: Any, shape: AttentionShape, q_indptr: Tensor, pages: PageLists, *, causal: bool, scale: float
+) -> None:
+    """Plans a prefill wrapper: item i's queries are the rows `[q_indptr[i], q_indptr[i + 1])`."""
+    wrapper.plan(
+        *(q_indptr, pages.indptr, pages.indices, pages.last_page_len),
+        *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
+        causal=causal,
+        sm_scale=scale,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.cache_dtype,
+        seq_lens=pages.length,
+    )
+
+
+def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale: float) -> None:
+    """Plans a decode wrapper: item i's query is row i."""
+    wrapper.plan(
+        *(pages.indptr, pages.indices, pages.last_page_len),
+        *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
+        sm_scale=scale,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.cache_dtype,
+        seq_lens=pages.length,
+    )
+
+
+def one_page(device: torch.device) -> PageLists:
+    """The smallest step: planning it builds, or loads, what later plans and runs need."""
+    one = torch.ones(1, dtype=torch.int32)
+    return PageLists(first_row(device), one, one, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def first_row(device: torch.device) -> Tensor:
+    """The `indptr` of one item with one row or page."""
+    return on_host(torch.arange(2).numpy(), device)

@@ -1,0 +1,100 @@
+"""Paged attention as gathered, padded, masked dense attention; parts over shared pages merged by log-sum-exp.
+
+Axes as in `tok_kernels.batch` and `pieces`: N items of a piece, Q queries of an item, L keys of an item.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.merge import merge_states
+from tok_kernels.attention.reference_pieces import Piece, level_pieces, own_pieces
+from tok_kernels.batch import AttentionBatch, LayerCache
+from tok_kernels.norm_rope_kv.reference_kv import gather_heads
+
+
+def attention(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype. With a
+    `window` a query sees that many positions at most, the last of them its own.
+
+    Scores, softmax and sums are float32. Cache rows that no query may see are never read into a result, so
+    they may hold NaN. A token that sees no key at all, and a token of no sequence, gets zeros.
+    """
+    return attention_with_lse(q_THD, cache, batch, scale, window)[0]
+
+
+def attention_with_lse(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention` and the natural log-sum-exp of each query's scaled scores, float32 `[T, H]`; −inf without
+    keys."""
+    tokens, heads, size = q_THD.shape
+    sizes = (tokens, heads, cache.k.shape[2] * size)
+    # One row more than there are tokens takes what padded queries yield.
+    out = q_THD.new_zeros((tokens + 1, heads, size), dtype=torch.float32)
+    lse = q_THD.new_full((tokens + 1, heads), -torch.inf, dtype=torch.float32)
+    if tokens:
+        for piece in own_pieces(batch, *sizes, window):
+            _store(out, lse, piece, _attend_piece(q_THD, cache, batch.page_table, piece, scale))
+        for level in batch.levels:
+            for piece in level_pieces(level, batch, *sizes, window):
+                part = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
+                before = out[piece.token_NQ], lse[piece.token_NQ]
+                _store(out, lse, piece, merge_states(*before, *part))
+    return out[:tokens].to(q_THD.dtype), lse[:tokens]
+
+
+def _store(out: Tensor, lse: Tensor, piece: Piece, part: tuple[Tensor, Tensor]) -> None:
+    token = piece.token_NQ.flatten()
+    out.index_copy_(0, token, part[0].flatten(0, 1))
+    lse.index_copy_(0, token, part[1].flatten(0, 1))
+
+
+def _attend_piece(
+    q_THD: Tensor, cache: LayerCache, page_table: Tensor, piece: Piece, scale: float
+) -> tuple[Tensor, Tensor]:
+    position = piece.start_N.unsqueeze(-1) + torch.arange(piece.width, device=q_THD.device)
+    row = _cache_rows(page_table, piece, position, cache.page_size)
+    seen_NQL = position.unsqueeze(1) < piece.limit_NQ.unsqueeze(-1)
+    if piece.first_NQ is not None:
+        seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
+    q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
+    return _dense(q_NQHD, gather_heads(cache.k, row).float(), gather_heads(cache.v, row).float(), seen_NQL)
+
+
+def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
+    """Flat cache rows of the positions, `[N, L]`; those past an item's last key stand in for it.
+
+    The stand-in was written, so that what it yields is finite and a weight of zero removes it.
+    """
+    last_N1 = (piece.limit_NQ.amax(-1, keepdim=True) - 1).clamp(min=0)
+    position = torch.minimum(position_NL, last_N1)
+    page = page_table[piece.slot_N.unsqueeze(-1), position // page_size].long()
+    return (page * page_size + position % page_size).clamp(min=0)
+
+
+def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> tuple[Tensor, Tensor]:
+    """Masked attention and its log-sum-exp in float32, `[N, Q, H, D]` and `[N, Q, H]`; queries are already
+    scaled."""
+    items, queries, heads, size = q_NQHD.shape
+    kv_heads, keys = k_NKLD.shape[1:3]
+    group = heads // kv_heads
+    q = q_NQHD.view(items, queries, kv_heads, group, size).transpose(1, 2)
+    score = q.reshape(items, kv_heads, queries * group, size) @ k_NKLD.transpose(-1, -2)
+    hidden = ~seen_NQL.view(items, 1, queries, 1, keys)
+    score.view(items, kv_heads, queries, group, keys).masked_fill_(hidden, -torch.inf)
+    peak = score.amax(-1, keepdim=True)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight = score.sub_(peak).exp_()
+    total = weight.sum(-1, keepdim=True)
+    # A query without keys has a total of 0, and its stand-in may be NaN. NaN among the keys that it sees stays NaN.
+    out = torch.where(total == 0, 0.0, (weight @ v_NKLD) / total)
+    lse = peak + total.log()
+    shape = (items, kv_heads, queries, group)
+    return (
+        out.view(*shape, size).transpose(1, 2).reshape(items, queries, heads, size),
+        lse.view(shape).transpose(1, 2).reshape(items, queries, heads),
+    )

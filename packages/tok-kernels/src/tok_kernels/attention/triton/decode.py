@@ -1,0 +1,183 @@
+"""One query token a sequence: a program for each key/value head and each sequence, or chunk of its own keys."""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels import launch_config as config
+from tok_kernels.attention.triton.online_softmax import attend, computed, finish, join, resume, unseen
+from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.attention.triton.split_kv import SplitKVPlan, blocks, chunks_of, find_chunk, plan_split_kv
+from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
+from tok_kernels.batch import AttentionBatch
+
+
+@triton.jit(
+    # Values that change from step to step must not compile the kernel anew.
+    do_not_specialize=["table_row", "rows", "base", "wanted", "least", "most"],
+    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
+)
+def _decode(
+    q_ptr,
+    out_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    chunks_ptr,
+    slots_ptr,
+    start_ptr,
+    len_ptr,
+    rows,
+    base,
+    wanted,
+    least,
+    most,
+    q_token,
+    q_head,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_page,
+    kv_row,
+    kv_head_stride,
+    table_row,
+    scale,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP16: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    PRIOR: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the parts; otherwise it has all of a row's keys,
+    and its result is final. PRIOR: join with part 0. EARLY: the kernel before lets this one start before it ends.
+    WINDOW: the positions that a row sees, 0 for all."""
+    if EARLY and CHUNKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    kv_head = program % KV_HEADS
+    row = program // KV_HEADS
+    if CHUNKED:
+        chunk = row
+        row, skipped, blocks_each = find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS, WINDOW)
+        if row >= rows:
+            return
+    row = row.to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start = tl.load(start_ptr + row)
+    end = tl.load(len_ptr + row)
+    begin = start
+    if WINDOW:
+        begin = tl.maximum(start, end - WINDOW)
+    if CHUNKED:
+        row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
+        number = chunks_of(row_blocks, blocks_each, most)
+        share = tl.cdiv(row_blocks, number) * KEYS
+        begin += (chunk - skipped) * share
+        end = tl.minimum(end, begin + share)
+        if (chunk == skipped) & (kv_head == 0):
+            tl.store(chunks_ptr + 2 * row, skipped)
+            tl.store(chunks_ptr + 2 * row + 1, number)
+
+    g = tl.arange(0, GROUP_PADDED)
+    d = tl.arange(0, PADDED)
+    head = kv_head * GROUP + g
+    present = g < GROUP
+    d_present = d < HEAD
+    both = present[:, None] & d_present[None, :]
+    q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
+    q = computed(q, FP16)
+    line = row * (KV_HEADS * GROUP) + head
+    out_offset = line[:, None] * HEAD + d[None, :]
+    top, total, acc = unseen(GROUP_PADDED, PADDED)
+    limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
+    top, total, acc = attend(
+        *(q, top, total, acc, limit, limit, begin, end),
+        *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
+        *(kv_page, kv_row, scale),
+        *(PAGE, KEYS, HEAD, PADDED, True, False),
+    )
+    if PRIOR:
+        # The row's own keys do not wait for the prefix, which the kernel before may still be at.
+        if EARLY and not CHUNKED:
+            gdc_wait()
+        # A row that starts at 0 is in no group, and nothing was written for it.
+        prefix_top, prefix_total, prefix_acc = resume(
+            part_lse_ptr + line, part_out_ptr + out_offset, present & (start > 0), d_present
+        )
+        top, total, acc = join(top, total, acc, prefix_top, prefix_total, prefix_acc)
+    out, lse = finish(top, total, acc)
+    if CHUNKED:
+        line = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(part_lse_ptr + line, lse, mask=present)
+        tl.store(part_out_ptr + line[:, None] * HEAD + d[None, :], out, mask=both)
+    else:
+        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
+
+
+def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
+    """How the rows' own keys are cut, from host bounds; None: not at all."""
+    return plan_split_kv(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
+
+
+def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
+    """Attends from the first `num_decode` rows to their own keys and writes their results; `prior` as in the kernel.
+
+    With `prior` nothing may be launched between the tiles that write part 0 and this. It reads the cache while they
+    run: they are not launched early themselves, so that what has written the cache has ended.
+    """
+    early = config.early(operands.q.device) if prior else {"EARLY": False}
+    programs = batch.num_decode * operands.kv_heads
+    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **early)
+
+
+def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
+    """Attends from the first `num_decode` rows to their own keys; writes the chunks of `parts` and their table."""
+    cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
+    programs = chunks.number * operands.kv_heads
+    early = config.early(operands.q.device)
+    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **early)
+
+
+def _run(
+    operands: Operands,
+    batch: AttentionBatch,
+    out: Tensor,
+    parts: SplitKVPartials,
+    programs: int,
+    cut: tuple[int, int, int, int],
+    **options: bool,
+) -> None:
+    launch = _launch(operands)
+    _decode[(programs,)](
+        *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
+        *(batch.num_decode, *cut),
+        *operands.runtime(),
+        KEYS=launch.keys,
+        GROUP_PADDED=launch.rows,
+        **operands.static(),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
+        **options,
+    )
+
+
+def _programs(operands: Operands) -> int:
+    """How many programs a key/value head has when the GPU is busy."""
+    launch = _launch(operands)
+    return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
+
+
+def _launch(operands: Operands) -> config.AttentionLaunch:
+    return config.decode_launch(operands.padded_head, operands.group, operands.q.dtype, operands.cache.k.dtype)

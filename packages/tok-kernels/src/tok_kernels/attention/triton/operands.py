@@ -1,0 +1,107 @@
+"""What every attention kernel of a step is given alike: queries, cache, page table and scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import LayerCache
+from tok_kernels.launch_config import power_of_two
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+_CACHED = (*DTYPES, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Queries `[T, H, D]` of any token and head stride, one layer's cache, the page table `[S, P]`, the scale, and the
+    number of positions that a query sees, its own included; None: all up to its own."""
+
+    q: Tensor
+    cache: LayerCache
+    page_table: Tensor
+    scale: float
+    window: int | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.cache.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def padded_head(self) -> int:
+        return max(16, power_of_two(self.q.shape[2]))
+
+    @property
+    def fp16(self) -> bool:
+        """Whether bfloat16 queries meet float8 keys in float16: it holds every float8, from which a GPU converts in
+        one instruction where bfloat16 takes three, and its softmax weights are rounded eight times as finely."""
+        return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
+
+    def runtime(self) -> tuple[int | float | Tensor, ...]:
+        """The kernels' arguments from `q_token` to `scale`."""
+        k, v = self.cache.k, self.cache.v
+        return (
+            *self.q.stride()[:2],
+            *(k, v, self.page_table),
+            *k.stride()[:3],
+            self.page_table.stride(0),
+            self.scale * math.log2(math.e),
+        )
+
+    def static(self) -> dict[str, int]:
+        """The kernels' compile-time arguments that depend on the model and its cache alone."""
+        return {
+            "PAGE": self.cache.page_size,
+            "HEAD": self.q.shape[2],
+            "PADDED": self.padded_head,
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "FP16": self.fp16,
+            "WINDOW": self.window or 0,
+        }
+
+    def check(self) -> None:
+        """Raises ValueError for what the kernels cannot compute."""
+        heads, size = self.q.shape[1:]
+        page_size, kv_heads = self.cache.k.shape[1:3]
+        _require(self.q.dtype in DTYPES, "q's dtype", self.q.dtype, f"one of {DTYPES}")
+        for name, cached in (("k", self.cache.k), ("v", self.cache.v)):
+            _require(cached.dtype in _CACHED, f"the cache's dtype of {name}", cached.dtype, f"one of {_CACHED}")
+            _require(cached.shape[3] == size, f"the cache's head size of {name}", cached.shape[3], f"q's, {size}")
+            _require(
+                cached.dtype != torch.float8_e4m3fn or has_fp8(cached.device),
+                *(f"the cache's dtype of {name}", cached.dtype, "float8 from compute capability 8.9 on"),
+            )
+        strides = self.cache.k.stride()
+        _require(strides[3] == 1, "the cache's last stride of k", strides[3], "1")
+        _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
+        _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
+        _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
+        _require(size <= MAX_HEAD_DIM, "head_dim", size, f"at most {MAX_HEAD_DIM}")
+        _require(self.q.stride(2) == 1, "q's last stride", self.q.stride(2), "1")
+        _require(self.scale > 0, "scale", self.scale, "positive")
+        _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")
+
+    def most_keys(self, bound: int, queries: int = 1) -> int:
+        """Return how many of at most `bound` keys so many consecutive queries can see together."""
+        return bound if self.window is None else min(bound, self.window + queries - 1)
+
+
+@lru_cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels on the device convert float8_e4m3fn: from compute capability 8.9 on, and interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}; allowed: {allowed}")

@@ -1,0 +1,33 @@
+"""Prefill chunks: ragged causal attention over a paged cache, where the queries are each sequence's last positions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.attention.triton.split_kv_partials import empty_partials, merge_partials, new_partials
+from tok_kernels.attention.triton.varlen_attention import VarlenItems, attend_tiles, tile_splits
+from tok_kernels.batch import AttentionBatch
+
+
+def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
+    """Writes the outputs of all sequences after the first `num_decode`; rows that no sequence owns stay as they
+    are."""
+    base, q = batch.num_decode, operands.q
+    items = VarlenItems(
+        *(batch.q_start, None, batch.slots, batch.kv_start, batch.kv_len),
+        offset=base,
+        number=batch.slots.shape[0] - base,
+        most_tokens=q.shape[0] - base,
+        most_tokens_each=batch.max_q,
+        most_keys=operands.most_keys(batch.max_kv, batch.max_q),
+        length=batch.kv_len,
+    )
+    splits = tile_splits(operands, items)
+    if splits == 1:
+        parts = empty_partials(q.device)
+        attend_tiles(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
+        return
+    parts = new_partials(q[base:], splits, filled=True)
+    attend_tiles(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
+    merge_partials(parts, out_THD[base:], operands.padded_head)

@@ -1,0 +1,142 @@
+"""Partial attention results of query rows over disjoint key ranges, and the kernel that merges them.
+
+Log-sum-exps are of base 2, as the kernels' scores; −inf marks a part without keys, whose output is undefined.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels.launch_config import early
+
+# Parts joined at a time: where there are few, many rows are joined; where there are many, few.
+_FEW, _MANY = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKVPartials:
+    """`each` parts of every row, part after part, and after them chunks, of which a row has any number.
+
+    out     float32 [each × rows + chunks, H, D]
+    lse     float32 [each × rows + chunks, H]
+    chunks  int32   [rows, 2]  a row's first chunk and how many it has; what is not written is never read
+    """
+
+    out: Tensor
+    lse: Tensor
+    chunks: Tensor
+    rows: int
+    each: int
+    chunked: bool
+
+
+def empty_partials(device: torch.device) -> SplitKVPartials:
+    """Stands where a kernel neither reads nor writes any."""
+    nothing = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
+    return SplitKVPartials(nothing, nothing, nothing, rows=1, each=0, chunked=False)
+
+
+def new_partials(q_RHD: Tensor, each: int, *, chunks: int = 0, filled: bool) -> SplitKVPartials:
+    """Room for `each` parts of each row and for `chunks`; with `filled` no part has seen a key yet, otherwise
+    they are undefined."""
+    rows, heads, size = q_RHD.shape
+    out = torch.empty((each * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
+    lse = torch.empty((each * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
+    if filled and each:
+        lse[: each * rows].fill_(-torch.inf)
+    # The table stands for itself where there are no chunks: a kernel then reads none of it.
+    table = torch.empty((rows, 2), dtype=torch.int32, device=q_RHD.device) if chunks else lse
+    return SplitKVPartials(out, lse, table, rows, each, chunks > 0)
+
+
+@triton.jit
+def _mean(
+    part_out_ptr,
+    part_lse_ptr,
+    row,
+    head,
+    rows,
+    each,
+    first,
+    parts,
+    d,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([PADDED], tl.float32)
+    for begin in range(0, parts, BLOCK):
+        part = begin + tl.arange(0, BLOCK)
+        at = tl.where(part < each, part * rows + row, each * rows + first + part - each).to(tl.int64) * HEADS + head
+        lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
+        seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
+        out = tl.load(part_out_ptr + at[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
+        peak = tl.maximum(top, tl.max(lse, 0))
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(lse - shift)
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(out * weight[:, None], 0)
+        top = peak
+    return acc / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "each"])
+def _merge(
+    out_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    chunks_ptr,
+    rows,
+    each,
+    CHUNKED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    line = tl.program_id(0).to(tl.int64)
+    row = (line // HEADS).to(tl.int32)
+    head = line % HEADS
+    first = 0
+    parts = each
+    if CHUNKED:
+        first = tl.load(chunks_ptr + 2 * row)
+        parts = each + tl.load(chunks_ptr + 2 * row + 1)
+    d = tl.arange(0, PADDED)
+    if parts <= FEW:
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, FEW)
+    else:
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, MANY)
+    tl.store(out_ptr + line * HEAD + d, mean.to(out_ptr.dtype.element_ty), mask=d < HEAD)
+
+
+def merge_partials(parts: SplitKVPartials, out_RHD: Tensor, padded_head: int) -> None:
+    """Joins all the parts of each row into `out`, which is contiguous; zeros where none has seen a key."""
+    rows, heads, size = out_RHD.shape
+    _merge[(rows * heads,)](
+        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.each),
+        CHUNKED=parts.chunked,
+        HEADS=heads,
+        HEAD=size,
+        PADDED=padded_head,
+        FEW=_FEW,
+        MANY=_MANY,
+        num_warps=4,
+        **early(out_RHD.device),
+    )

@@ -1,0 +1,41 @@
+"""Choose the backend for a device."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.backend import Backend
+
+BACKENDS = ("auto", "reference", "triton", "flashinfer")
+
+
+def choose(
+    device: torch.device,
+    requested: str = "auto",
+    shape: AttentionShape | None = None,
+    directory: Path | None = None,
+) -> Backend:
+    """The backend for `device`; `requested` is one of `BACKENDS`.
+
+    "auto" is the reference on a CPU. On a CUDA device it is Triton, and where the model's `shape` is given, for each
+    phase of attention whichever of Triton's and FlashInfer's kernels is fastest: measured the first time, and then
+    known from the files in `directory` (`tok_kernels.calibration.calibrate`).
+
+    Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
+    usable = device.type == "cuda" and find_spec("triton") is not None
+    if requested == "reference" or (requested == "auto" and not usable):
+        from tok_kernels.backends.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if not usable:
+        raise ValueError(f"backend is {requested!r}; allowed on {device.type} here: reference")
+    from tok_kernels.calibration.compose import compose
+
+    return compose(device, requested, shape, directory)

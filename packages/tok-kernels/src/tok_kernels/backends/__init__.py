@@ -1,0 +1,1 @@
+"""Backends: the reference in torch, Triton kernels, and kernels of mixed origin."""

@@ -1,0 +1,126 @@
+"""Sums over ranks in one kernel: each sends its own part to all others, and adds what they send in the ranks' order."""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.collectives.exchange import SUM_BYTES, SUM_UNITS, Lane
+from tok_kernels.collectives.triton_signals import end_turn, get, place, put, sendable, take
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WARPS = 4  # a unit a thread
+_UNIT = 16
+
+
+def can_sum(size: int, dtype: torch.dtype) -> bool:
+    """Whether `exchange_sum` takes tensors of `size` bytes."""
+    return dtype in _DTYPES and 0 < size <= SUM_BYTES and size % _UNIT == 0
+
+
+def exchange_sum(x: Tensor, lane: Lane, residual: Tensor | None = None) -> Tensor:
+    """The sum of all ranks' `x`, contiguous and alike in size; of the `residual` too, which all have alike.
+
+    In place: of the residual where one is given, otherwise of `x`, unless that is misaligned. Sums are computed in
+    float32 and rounded once, to the same bits on every rank. Raises ValueError for what cannot be summed.
+    """
+    if not can_sum(x.nbytes, x.dtype):
+        raise ValueError(f"x has {x.nbytes} bytes of {x.dtype}; allowed: multiples of {_UNIT} up to {SUM_BYTES}")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; allowed: as x, {tuple(x.shape)}")
+    x = _plain(x)
+    out = x if residual is None else _plain(residual)
+    units = x.nbytes // _UNIT
+    _sum[(triton.cdiv(units, SUM_UNITS),)](
+        *(x, out, units, lane.buffers, lane.turns, lane.patience),
+        ADD=residual is not None,
+        RANK=lane.rank,
+        RANKS=lane.ranks,
+        PROGRAMS=lane.programs,
+        WORDS=lane.words,
+        num_warps=_WARPS,
+    )
+    return out
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() and x.data_ptr() % _UNIT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _sum(
+    x,
+    out,
+    units,
+    buffers,
+    turns,
+    patience,
+    ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """ADD: what stands at `out` is added. A thread has one unit of this rank's, and the same of the others'."""
+    program = tl.program_id(0)
+    unit = tl.arange(0, WORDS // 4)
+    here = program * (WORDS // 4) + unit < units
+    at = (program * (WORDS // 4) + unit) * 4
+    turn = tl.load(turns + program)
+    own = get(x.to(tl.pointer_type(tl.uint32)) + at, here)
+    own = (sendable(own[0]), sendable(own[1]), sendable(own[2]), sendable(own[3]))
+    for to in tl.static_range(RANKS):
+        if to != RANK:
+            put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + unit * 4, own, here)
+    if ADD:
+        before = get(out.to(tl.pointer_type(tl.uint32)) + at, here)
+    total = numbers(own, x.dtype.element_ty)
+    for source in tl.static_range(RANKS):
+        if source == RANK:
+            words = own
+        else:
+            words = take(place(buffers[RANK], turn, source, program, RANKS, PROGRAMS, WORDS) + unit * 4, here, patience)
+        found = numbers(words, x.dtype.element_ty)
+        total = found if source == 0 else _added(total, found)
+    if ADD:
+        total = _added(total, numbers(before, x.dtype.element_ty))
+    put(out.to(tl.pointer_type(tl.uint32)) + at, words_of(total, x.dtype.element_ty), here)
+    end_turn(turns, program, turn)
+
+
+@triton.jit
+def numbers(words, DTYPE: tl.constexpr):
+    """The float32 numbers that a unit of four words holds: four, or eight of 16 bits."""
+    found = ()
+    for i in tl.static_range(4):
+        if tl.float32 == DTYPE:
+            found += (words[i].to(tl.float32, bitcast=True),)
+        else:
+            found += ((words[i] & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32),)
+            found += ((words[i] >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def words_of(found, DTYPE: tl.constexpr):
+    """The inverse of `numbers`, which rounds to nearest."""
+    words = ()
+    for i in tl.static_range(4):
+        if tl.float32 == DTYPE:
+            words += (found[i].to(tl.uint32, bitcast=True),)
+        else:
+            low = found[2 * i].to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+            high = found[2 * i + 1].to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+            words += (low | (high << 16),)
+    return words
+
+
+@triton.jit
+def _added(ones, others):
+    found = ()
+    for i in tl.static_range(len(ones)):
+        found += (ones[i] + others[i],)
+    return found

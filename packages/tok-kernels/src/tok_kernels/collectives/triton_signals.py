@@ -1,0 +1,113 @@
+"""Send words to other ranks from within a kernel and wait for theirs (PTX). See `tok_kernels.collectives.exchange`.
+
+Words are uint32 and four of them, 16 bytes, are a unit; each word is written and read as one, whatever its unit is.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_EMPTY = tl.constexpr(0xFFFFFFFF)
+# Of two 16-bit floats or one of 32 bits, not a number, like the word of ones it stands for.
+_INSTEAD = tl.constexpr(0x7FFF7FFF)
+
+_PUT = tl.constexpr("""{
+    .reg .pred here;
+    mov.b32 $0, 0;
+    setp.ne.b32 here, $6, 0;
+    @here st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
+}""")
+
+_GET = tl.constexpr("""{
+    .reg .pred here;
+    mov.b32 $0, 0;
+    mov.b32 $1, 0;
+    mov.b32 $2, 0;
+    mov.b32 $3, 0;
+    setp.ne.b32 here, $5, 0;
+    @here ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+}""")
+
+_TAKE = tl.constexpr("""{
+    .reg .pred absent, empty, late;
+    .reg .u64 begun, now;
+    mov.b32 $0, 0;
+    mov.b32 $1, 0;
+    mov.b32 $2, 0;
+    mov.b32 $3, 0;
+    setp.eq.b32 absent, $5, 0;
+    @absent bra taken;
+    mov.u64 begun, %clock64;
+again:
+    ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
+    setp.eq.b32 empty, $0, -1;
+    setp.eq.or.b32 empty, $1, -1, empty;
+    setp.eq.or.b32 empty, $2, -1, empty;
+    setp.eq.or.b32 empty, $3, -1, empty;
+    @!empty bra taken;
+    mov.u64 now, %clock64;
+    sub.u64 now, now, begun;
+    setp.gt.u64 late, now, $6;
+    @late trap;
+    bra again;
+taken:
+}""")
+
+
+@triton.jit
+def place(buffer, turn, source, program, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr):
+    """Where in a rank's buffer the words of the rank `source` for this turn and program begin."""
+    at = (((turn & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
+    return buffer.to(tl.pointer_type(tl.uint32)) + at
+
+
+@triton.jit
+def sendable(word):
+    """The word, or what stands for it if it is the one that means nothing."""
+    return tl.where(word == _EMPTY, _INSTEAD, word)
+
+
+@triton.jit
+def put(at, words, here):
+    """Sends the unit of four `words` to the address `at`, where `here`."""
+    tl.inline_asm_elementwise(
+        *(_PUT, "=&r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], here.to(tl.int32)]),
+        dtype=tl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def get(at, here):
+    """The unit at the address `at`, which was there before the kernel; zeros where not `here`."""
+    return tl.inline_asm_elementwise(
+        *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def take(at, here, patience):
+    """The unit that another rank sends to the address `at`, once it is whole, and none from then on; zeros where not
+    `here`. Traps when `patience` ticks have passed."""
+    words = tl.inline_asm_elementwise(
+        *(_TAKE, "=&r,=&r,=&r,=&r,l,r,l", [at, here.to(tl.int32), tl.cast(patience, tl.int64)]),
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=False,
+        pack=1,
+    )
+    empty = words[0] * 0 + _EMPTY
+    put(at, (empty, empty, empty, empty), here)
+    return words
+
+
+@triton.jit
+def end_turn(turns, program, turn):
+    """Counts the turn, once all threads of the program have read which one it was."""
+    tl.debug_barrier()
+    tl.store(turns + program, turn + 1)

@@ -1,0 +1,115 @@
+"""Linear layers: one kernel with norm, activation and residual addition inside for few tokens, torch's for many."""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from tok_kernels.launch_config import early
+from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
+from tok_kernels.linear.triton_stream import stream
+from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
+from tok_kernels.norm_rope_kv.triton_norm import rms_norm
+
+
+def linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the dtype
+    of W, whatever x's own. A `residual` gains the product in place and is returned. What is launched just before must
+    not write W, which may be read before that ends.
+
+    Raises ValueError for shapes that do not fit, and for x of another dtype than W where there is no norm.
+    """
+    _check(x_TK, weight_NK, bias_N, norm)
+    outputs = weight_NK.shape[0]
+    if residual_TN is not None and residual_TN.shape != (len(x_TK), outputs):
+        raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {(len(x_TK), outputs)}")
+    if _streams(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
+        launch = linear_launch(outputs, x_TK.shape[1], gated=False)
+        return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
+    if residual_TN is None:
+        return functional.linear(x_TK, weight_NK, bias_N)
+    if bias_N is not None:
+        residual_TN += bias_N
+    return residual_TN.addmm_(x_TK, weight_NK.t())
+
+
+def gated_linear(
+    x_TK: Tensor,
+    gate_up_FK: Tensor,
+    bias_F: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """`silu_and_mul(linear(x, gate_up, bias, norm=norm))`: `[T, K] -> [T, F / 2]` (Shazeer 2020).
+
+    Raises ValueError for what `linear` does, and for an odd number of rows.
+    """
+    _check(x_TK, gate_up_FK, bias_F, norm)
+    if gate_up_FK.shape[0] % 2:
+        raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
+    if _streams(x_TK, gate_up_FK):
+        launch = linear_launch(gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
+        return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
+    return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
+
+
+def launch_stream(
+    launch: LinearLaunch,
+    x_TK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual_TN: Tensor | None,
+    *,
+    gated: bool,
+) -> Tensor:
+    """The kernel for few tokens, launched as told; arguments as of `linear` and `gated_linear`, and checked."""
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    tokens, inputs = x_TK.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out_TN = residual_TN
+    if out_TN is None:
+        out_TN = torch.empty((tokens, outputs), dtype=weight.dtype, device=x_TK.device)
+    gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
+    stream[(triton.cdiv(outputs, launch.rows),)](
+        *(x_TK, x_TK.stride(0), gain, eps, weight, weight if bias is None else bias.contiguous()),
+        *(out_TN, out_TN.stride(0), outputs),
+        T=tokens,
+        K=inputs,
+        ROWS=launch.rows,
+        BLOCK=launch.block,
+        GATED=gated,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        ADD=residual_TN is not None,
+        num_warps=launch.warps,
+        **early(x_TK.device),
+    )
+    return out_TN
+
+
+def _streams(x_TK: Tensor, weight: Tensor) -> bool:
+    short = {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16}
+    return short and weight.is_contiguous() and streams(*x_TK.shape)
+
+
+def _check(x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
+    if x_TK.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x_TK.shape[1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed for x {tuple(x_TK.shape)}: (any, its last)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: {tuple(weight.shape[:1])}, weight's rows")
+    if norm is not None and norm[0].shape != x_TK.shape[1:]:
+        raise ValueError(f"norm has a weight of shape {tuple(norm[0].shape)}; allowed: {tuple(x_TK.shape[1:])}")
+    if norm is None and x_TK.dtype != weight.dtype:
+        raise ValueError(f"x is {x_TK.dtype}; allowed without a norm: {weight.dtype}, as the weight")

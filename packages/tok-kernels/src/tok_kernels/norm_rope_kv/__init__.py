@@ -1,0 +1,1 @@
+"""RMS norm, rotary embedding, KV-cache writes, gated activation."""

@@ -1,0 +1,217 @@
+"""Rotary position embedding, alone or between the heads' norm and the cache write: one program a token."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels.batch import LayerCache, QKNorm
+from tok_kernels.launch_config import early
+from tok_kernels.norm_rope_kv.triton_kv import cache_rows, copy_heads, dense_heads, narrow
+
+
+def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
+    """Turned copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes
+    `cos_sin_LD`.
+
+    `cos_sin_LD` is float32 as `tok_kernels.norm_rope_kv.rope_table` makes it. Entry `i` is paired with entry `i + D/2`
+    (Su et al. 2021, in Llama's arrangement).
+    """
+    q, k = dense_heads(q_THD), dense_heads(k_TKD)
+    turned_q, turned_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if q.shape[0]:
+        table = cos_sin_LD.contiguous()
+        _rope[(q.shape[0],)](
+            *(q, q.stride(0), q.stride(1), turned_q, turned_q.stride(0), turned_q.stride(1), q.shape[1]),
+            *(k, k.stride(0), k.stride(1), turned_k, turned_k.stride(0), turned_k.stride(1), k.shape[1]),
+            *(position_T.contiguous(), table, q.shape[2] // 2),
+            **_launch(q, k),
+        )
+    return turned_q, turned_k
+
+
+def rope_and_write_kv(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    position_T: Tensor,
+    cos_sin_LD: Tensor,
+    cache: LayerCache,
+    index_T: Tensor,
+    norm: QKNorm | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`rms_norm` of each head where there is a `norm`, `rope`, then `write_kv` of the turned keys and of the
+    values, in one launch. Returns the turned queries, of `dtype` or their own: in the place of `q_THD`, unless a
+    number takes another number of bytes then.
+
+    `q_THD`, `k_TKD` and `v_TKD` may be views of one fused product; keys and values stay as they are there.
+    Computed in float32 and rounded once, so that what `q_THD` has room for may be turned into what it has not.
+    Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
+    """
+    if q_THD.stride(-1) != 1:
+        raise ValueError(f"q has a stride of {q_THD.stride(-1)} along its last axis; allowed: 1")
+    q_weight, k_weight = _weights(q_THD, norm)
+    dtype = dtype or q_THD.dtype
+    if dtype.itemsize == q_THD.dtype.itemsize:
+        turned = q_THD.view(dtype)
+    else:
+        turned = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
+    if not q_THD.shape[0]:
+        return turned
+    k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
+    k_rows, v_rows = cache_rows(cache)
+    _rope_and_write_kv[(q_THD.shape[0],)](
+        *(q_THD, q_THD.stride(0), q_THD.stride(1), turned, turned.stride(0), turned.stride(1), q_THD.shape[1]),
+        *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
+        *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
+        *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
+        *(q_weight, k_weight, norm.eps if norm else 0.0),
+        **_launch(q_THD, k),
+        NORM=norm is not None,
+        **early(q_THD.device),
+    )
+    return turned
+
+
+def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+    """The norm's weights; where there is none, what the kernel is given in their place and does not read."""
+    if norm is None:
+        return q_THD, q_THD
+    for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
+        if weight.shape != q_THD.shape[-1:]:
+            raise ValueError(
+                f"the norm's weight of {name} has shape {tuple(weight.shape)}; allowed: {(q_THD.shape[-1],)}"
+            )
+    return norm.q_D.contiguous(), norm.k_D.contiguous()
+
+
+def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
+    heads, half = triton.next_power_of_2(q.shape[1]), triton.next_power_of_2(q.shape[2] // 2)
+    return {
+        "Q_HEADS": heads,
+        "K_HEADS": triton.next_power_of_2(k.shape[1]),
+        "HALF": half,
+        "num_warps": min(max(heads * half // 512, 1), 8),
+    }
+
+
+@triton.jit(do_not_specialize_on_alignment=["position"])
+def _rope(
+    q: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    turned_q: tl.tensor,
+    turned_q_token: tl.tensor,
+    turned_q_head: tl.tensor,
+    q_heads: tl.tensor,
+    k: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    turned_k: tl.tensor,
+    turned_k_token: tl.tensor,
+    turned_k_head: tl.tensor,
+    k_heads: tl.tensor,
+    position: tl.tensor,
+    table: tl.tensor,
+    half: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    angle = table + tl.load(position + token).to(tl.int64) * half * 2
+    q += token * q_token
+    k += token * k_token
+    to_q, to_k = turned_q + token * turned_q_token, turned_k + token * turned_k_token
+    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q, 0.0, Q_HEADS, HALF, False)
+    _turn(k, k_head, to_k, turned_k_head, k_heads, angle, half, k, 0.0, K_HEADS, HALF, False)
+
+
+@triton.jit(do_not_specialize_on_alignment=["position", "index"])
+def _rope_and_write_kv(
+    q: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    turned_q: tl.tensor,
+    turned_q_token: tl.tensor,
+    turned_q_head: tl.tensor,
+    q_heads: tl.tensor,
+    k: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    v: tl.tensor,
+    v_token: tl.tensor,
+    v_head: tl.tensor,
+    k_heads: tl.tensor,
+    k_rows: tl.tensor,
+    k_rows_row: tl.tensor,
+    k_rows_head: tl.tensor,
+    v_rows: tl.tensor,
+    v_rows_row: tl.tensor,
+    v_rows_head: tl.tensor,
+    position: tl.tensor,
+    table: tl.tensor,
+    index: tl.tensor,
+    half: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + token).to(tl.int64)
+    angle = table + tl.load(position + token).to(tl.int64) * half * 2
+    q += token * q_token
+    k += token * k_token
+    v += token * v_token
+    to_q = turned_q + token * turned_q_token
+    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
+    to_k = k_rows + row * k_rows_row
+    _turn(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
+    copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, K_HEADS, HALF * 2)
+
+
+@triton.jit
+def _turn(
+    source: tl.tensor,
+    source_head: tl.tensor,
+    target: tl.tensor,
+    target_head: tl.tensor,
+    heads: tl.tensor,
+    angle: tl.tensor,
+    half: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+) -> None:
+    """Turns the heads of one token, with NORM after the norm of each; `angle` points to its cosines, which its
+    sines follow."""
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (pair < half)
+    cos = tl.load(angle + pair, mask=pair < half, other=0.0)
+    sin = tl.load(angle + half + pair, mask=pair < half, other=0.0)
+    at = source + head * source_head + pair
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = (1.0 / tl.sqrt_rn(squares / (2 * half) + eps))[:, None]
+        first = first * scale * tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+    to = target + head * target_head + pair
+    tl.store(to, narrow(first * cos - second * sin, target), mask=inside)
+    tl.store(to + half, narrow(second * cos + first * sin, target), mask=inside)

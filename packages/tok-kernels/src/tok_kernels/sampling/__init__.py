@@ -1,0 +1,1 @@
+"""Sample tokens: penalties, masks, temperature, filters, draws keyed by seed and position."""

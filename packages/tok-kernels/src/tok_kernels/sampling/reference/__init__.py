@@ -1,0 +1,1 @@
+"""Sampling in plain torch."""

@@ -1,0 +1,86 @@
+"""A token is drawn by inverting the cumulative distribution at one uniform number a row.
+
+One number a row, rather than Gumbel noise for every vocabulary entry: the logits are read once and no random
+number is made per entry; vocabulary shards combine by their sums alone; and the outcome depends on nothing
+but the row and its key (seed, sample, position). Where filters remove the token, a second number draws another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
+from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties
+from tok_kernels.sampling.reference.filters import redraw_filtered
+from tok_kernels.sampling.reference.inversion import heat, invert_cdf
+from tok_kernels.sampling.reference.masks import forbid
+from tok_kernels.sampling.reference.philox import uniforms
+from tok_kernels.sampling.reference.shards import sample_shards
+
+
+def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
+    """Draws one token a row; `logits_RV` (float32 or bfloat16, −inf allowed) is changed by masks alone.
+
+    Masks, then penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
+    possible takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    """
+    if batch.shards is not None:
+        return sample_shards(logits_RV, batch, batch.shards)
+    if batch.masks is not None:
+        forbid(logits_RV, batch.masks)
+    raw = logits_RV.float()
+    edited = _edit(raw, batch)
+    peak, token = edited.max(dim=-1)  # the first of equals
+    if not batch.all_greedy:
+        token = torch.where(batch.temperature > 0, _draw(edited, peak, batch), token)
+    if edited is not raw:
+        token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
+    return _with_logprobs(raw, token, batch.top_logprobs, batch.top_rows)
+
+
+def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
+    if batch.penalties is None and batch.bias is None:
+        return raw
+    edited = raw.clone()
+    if batch.penalties is not None:
+        apply_penalties(edited, batch.penalties)
+    if batch.bias is not None:
+        apply_bias(edited, batch.bias)
+    return edited
+
+
+def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
+    warm = heat(batch.temperature)
+    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only.
+    weight = (logits_RV - peak_R.unsqueeze(-1)).div_(warm.unsqueeze(-1)).exp_()
+    first, second = uniforms(batch.seed, batch.sample, batch.position)
+    token = invert_cdf(weight, first)
+    if batch.filters is None:
+        return token
+    return redraw_filtered(token, logits_RV, weight, warm, second, batch.filters)
+
+
+def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor | None) -> Sampled:
+    rows, vocabulary = raw_RV.shape
+    if not 0 <= top <= vocabulary:
+        raise ValueError(f"top_logprobs is {top!r}; allowed: 0 to the vocabulary's {vocabulary}")
+    lse = raw_RV.logsumexp(-1, keepdim=True)
+    # A row of −inf only has no distribution; every log-probability of it is −inf.
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    logprob = (raw_RV.gather(-1, token_R.unsqueeze(-1)) - lse).squeeze(-1)
+    if top == 0:
+        return Sampled(token_R, logprob, *empty_top(rows, raw_RV.device))
+    asking = slice(None) if top_rows is None else top_rows
+    value, entry = _ranked(*raw_RV[asking].topk(top, dim=-1))
+    value = value - lse[asking]
+    if top_rows is not None:
+        entry, value = spread_top(top_rows, entry, value, rows)
+    return Sampled(token_R, logprob, entry, value)
+
+
+def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    entry, order = entry.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return value, entry.gather(-1, order)

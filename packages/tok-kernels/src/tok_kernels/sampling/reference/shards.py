@@ -1,0 +1,67 @@
+"""The draw from a vocabulary that is cut between ranks: which rank a row's number falls to, its sums alone decide.
+
+Every rank tells the others four numbers a row: its largest logit, and relative to it the sums of exponentials at
+temperature 1 and at the row's own, the latter in two parts that together have the precision of a whole draw. Then all
+know which rank has the row's token, and that one finds it in its own part and tells the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tok_kernels.batch import Sampled, SamplingBatch, Shards, empty_top
+from tok_kernels.sampling.reference.inversion import first_above, first_passing, heat
+from tok_kernels.sampling.reference.philox import uniform
+
+
+def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sampled:
+    """As `sample`, of this rank's part of the logits: the same tokens on every rank, but where rounding decides."""
+    raw = logits_RV.float()
+    peak, entry = raw.max(dim=-1)
+    below = raw - _finite(peak).unsqueeze(-1)
+    total = below.exp().sum(-1, dtype=torch.float64)
+    weight = below.div_(heat(batch.temperature).unsqueeze(-1)).exp_()
+    mass = weight.sum(-1, dtype=torch.float64)
+    told = torch.stack((peak, total.float(), mass.float(), (mass - mass.float()).float()))
+    told_S4R = shards.gather(told)
+    owner, target = _owner(told_S4R, batch, shards.rank)
+    drawn = entry
+    if not batch.all_greedy:
+        drawn = torch.where(batch.temperature > 0, first_passing(weight, target), entry)
+    top, log_total = _normaliser(told_S4R)
+    logprob = raw.gather(-1, drawn.unsqueeze(-1)).squeeze(-1) - top - log_total
+    # Sums with zeros are exact, and so are token ids in float32.
+    found = torch.stack(((drawn + shards.first).float(), logprob)).masked_fill(owner != shards.rank, 0.0)
+    token, logprob = shards.gather(found).sum(0)
+    return Sampled(token.long(), logprob, *empty_top(len(raw), raw.device))
+
+
+def _owner(told_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:
+    """Which rank has each row's token, and where, for one rank to look for it: what its own running sum must exceed."""
+    peak_RS = told_S4R[:, 0].T
+    top_R1 = peak_RS.max(-1, keepdim=True).values
+    greedy = (peak_RS == top_R1).to(torch.uint8).argmax(-1)
+    if batch.all_greedy:
+        return greedy, torch.zeros_like(batch.temperature, dtype=torch.float64)
+    warm_R1 = heat(batch.temperature).double().unsqueeze(-1)
+    share_RS = ((peak_RS.double() - _finite(top_R1)) / warm_R1).exp()
+    mass_RS = share_RS * (told_S4R[:, 2].double() + told_S4R[:, 3].double()).T
+    running_RS = mass_RS.cumsum(-1)
+    target = uniform(batch.seed, batch.sample, batch.position) * running_RS[:, -1]
+    owner = torch.where(batch.temperature > 0, first_above(mass_RS, running_RS, target), greedy)
+    return owner, (target - (running_RS - mass_RS)[:, rank]) / share_RS[:, rank]
+
+
+def _normaliser(told_S4R: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row: the largest logit of all ranks, 0 for one of −inf only, and the logarithm of the sum of
+    exponentials relative to it."""
+    peak_SR, total_SR = told_S4R[:, 0].double(), told_S4R[:, 1].double()
+    top = _finite(peak_SR.max(0).values)
+    total = (total_SR * (peak_SR - top).exp()).sum(0)
+    return top.float(), torch.where(total == 0, 1.0, total).log().float()
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """Stands in for the largest of nothing but −inf, so that −inf is subtracted from no −inf."""
+    return torch.where(peak == -torch.inf, 0.0, peak)

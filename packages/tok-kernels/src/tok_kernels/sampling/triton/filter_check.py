@@ -1,0 +1,117 @@
+"""Check whether a row's filters keep the token sampled from the whole row, reading only as far as needed.
+
+Blocks whose largest entry is below the token's have nothing above it. Of a likely token hardly any block does.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.sampling.triton.block_sampling import _TINY, _finite, _slope
+
+# Verdicts. ABOVE: all that is kept ranks above the token. LIKELY: the token is removed by min-p alone, which then
+# alone says what is kept. OPEN: of rows with both top-k and top-p, where the mass of the top k is not known.
+KEPT: tl.constexpr = tl.constexpr(0)
+ABOVE: tl.constexpr = tl.constexpr(1)
+LIKELY: tl.constexpr = tl.constexpr(2)
+OPEN: tl.constexpr = tl.constexpr(3)
+
+_HUGE: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+# Where these begin depends on the number of rows, which must not compile the kernels anew.
+UNALIGNED = [
+    *("rows", "top_k", "top_p", "min_p", "temperature", "seed", "sample", "position"),
+    *("peaks", "masses", "token", "verdicts", "befores"),
+]
+
+
+@triton.jit
+def warmth(temperature):
+    """What logits are divided by, as in the reference."""
+    return tl.minimum(tl.maximum(temperature, _TINY), _HUGE)
+
+
+@triton.jit
+def row_sums(peaks, masses, row, slope, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of each block of the row, that of all, and the float64 sum of exponentials relative to it."""
+    nth = tl.arange(0, BLOCKS)
+    here = row * blocks + nth
+    peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
+    peak = tl.max(peak_of)
+    share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * slope.to(tl.float64))
+    mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
+    return peak_of, peak, tl.sum(mass)
+
+
+@triton.jit
+def min_p_limit(peak, heat, min_p):
+    """The smallest logit that min-p keeps."""
+    border = -float("inf")
+    if min_p > 0:
+        border = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * heat.to(tl.float64)).to(tl.float32)
+    return border
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def check_filters(
+    logits,
+    stride,
+    rows,
+    top_k,
+    top_p,
+    min_p,
+    temperature,
+    peaks,
+    masses,
+    token,
+    verdicts,
+    befores,
+    vocabulary,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program a row that asks; reads GROUP blocks at a time until the verdict is certain. `befores`: of OPEN rows,
+    the float64 mass that ranks above the token, relative to the peak, or what is enough of it to remove the token."""
+    nth_row = tl.program_id(0)
+    row = tl.load(rows + nth_row).to(tl.int64)
+    k, p, least = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
+    temper = tl.load(temperature + row)
+    heat, slope = warmth(temper), _slope(temper)
+    peak_of, peak, total = row_sums(peaks, masses, row, slope, blocks, BLOCKS)
+    verdict = KEPT
+    if (temper > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (least > 0)):
+        line = logits + row * stride
+        chosen = tl.load(token + row)
+        own = tl.load(line + chosen).to(tl.float32)
+        own_mass = tl.exp2((own - peak) * slope).to(tl.float64)
+        nth, entry = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+        number = tl.full((), 0, tl.int32)
+        before = tl.full((), 0.0, tl.float64)
+        removed = False
+        first = tl.min(tl.where(peak_of >= own, nth, BLOCKS))
+        while (first < blocks) & (removed == 0):
+            block = first + tl.arange(0, GROUP)
+            reaches = tl.load(peaks + row * blocks + block, mask=block < blocks, other=-float("inf")) >= own
+            at = block[:, None] * BLOCK + entry[None, :]
+            x = tl.load(line + at, mask=reaches[:, None] & (at < vocabulary), other=-float("inf")).to(tl.float32)
+            above = x > own
+            equal = tl.sum(((x == own) & (at < chosen)).to(tl.int32))
+            number += tl.sum(above.to(tl.int32))
+            mass = tl.sum(tl.where(above, tl.exp2((x - peak) * slope), 0.0), axis=1)
+            before += tl.sum(mass.to(tl.float64)) + equal * own_mass
+            removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
+            first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
+        # The token itself and what ranks above it are among the top k: so much of their mass is known.
+        least_mass = tl.where(k > 0, before + own_mass, total)
+        if removed:
+            verdict = tl.where((k > 0) & (number < k), OPEN, ABOVE)
+        elif (p < 1) & (before > 0) & (before >= p * least_mass):
+            verdict = OPEN
+        elif own < min_p_limit(peak, heat, least):
+            verdict = LIKELY
+        tl.store(befores + nth_row, before)
+    tl.store(verdicts + nth_row, verdict)

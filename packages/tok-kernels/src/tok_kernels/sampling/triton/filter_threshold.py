@@ -1,0 +1,149 @@
+"""Find a filter's threshold in a row: the largest value at which the values from there up reach a count or a mass.
+
+Found without a sort: each pass over the row's blocks that matter takes three values between the bounds, and these
+close in on the border until no other value of the logits' dtype, or none that occurs, is left between them.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.sampling.triton.ordered_floats import key_of, value_of
+
+
+@triton.jit
+def tile_of(
+    line, order, first, active, vocabulary, BLOCK: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr = True
+):
+    """Up to GROUP of the `active` blocks that `order` lists, from its entry `first` on, or of the first ones of the
+    line if not LISTED: float32 `[GROUP, BLOCK]`, −inf beyond them, and the numbers of the blocks."""
+    nth = first + tl.arange(0, GROUP)
+    block = nth
+    if LISTED:
+        block = tl.load(order + nth, mask=nth < active, other=0.0).to(tl.int32)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    present = (nth < active)[:, None] & (at < vocabulary)
+    return tl.load(line + at, mask=present, other=-float("inf")).to(tl.float32), block
+
+
+@triton.jit
+def gather(line, order, active, vocabulary, low, to, most, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Writes the listed blocks' entries not below `low`, float32, one after the other, and returns their number; more
+    than `most` are not written, and no longer counted."""
+    count = tl.full((), 0, tl.int32)
+    first = tl.full((), 0, tl.int32)
+    while (first < active) & (count <= most):
+        x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
+        hit = (x >= low).to(tl.int32)
+        number = tl.sum(hit, axis=1)
+        place = (count + tl.cumsum(number) - number)[:, None] + tl.cumsum(hit, axis=1) - 1
+        tl.store(to + place, x, mask=(hit != 0) & (place < most))
+        count += tl.sum(number)
+        first += GROUP
+    return count
+
+
+@triton.jit
+def mass_from(
+    line,
+    order,
+    active,
+    vocabulary,
+    border,
+    peak,
+    slope,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The float64 sum of exponentials, relative to the peak, of the entries not below the border."""
+    sums = tl.zeros((GROUP, BLOCK), tl.float32)
+    for first in range(0, active, GROUP):
+        x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
+        sums += tl.where(x >= border, tl.exp2((x - peak) * slope), 0.0)
+    return tl.sum(tl.sum(sums, axis=1).to(tl.float64))
+
+
+@triton.jit
+def find_threshold(
+    line,
+    order,
+    active,
+    vocabulary,
+    low,
+    target,
+    peak,
+    slope,
+    COUNTING: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The largest value from `low` to `peak` such that the entries not below it reach the target: in number if
+    COUNTING, else in mass relative to the peak. `low` where none does."""
+    bottom, top = key_of(low, SHIFT), key_of(peak, SHIFT) + 1
+    turn = 0
+    while top - bottom > 1:
+        one, two, three = _pivots(bottom, top, turn, SHIFT)
+        q1, q2, q3 = value_of(one, SHIFT), value_of(two, SHIFT), value_of(three, SHIFT)
+        sum1 = tl.zeros((GROUP, BLOCK), tl.float32)
+        sum2 = tl.zeros((GROUP, BLOCK), tl.float32)
+        sum3 = tl.zeros((GROUP, BLOCK), tl.float32)
+        least = tl.full((GROUP, BLOCK), float("inf"), tl.float32)
+        most = tl.full((GROUP, BLOCK), -float("inf"), tl.float32)
+        above, below = value_of(bottom, SHIFT), value_of(top, SHIFT)
+        for first in range(0, active, GROUP):
+            x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
+            weight = tl.full((GROUP, BLOCK), 1.0, tl.float32) if COUNTING else tl.exp2((x - peak) * slope)
+            sum1 += tl.where(x >= q1, weight, 0.0)
+            sum2 += tl.where(x >= q2, weight, 0.0)
+            sum3 += tl.where(x >= q3, weight, 0.0)
+            if SHIFT == 0:
+                least = tl.minimum(least, tl.where(x >= above, x, float("inf")))
+                most = tl.maximum(most, tl.where(x < below, x, -float("inf")))
+        reach1, reach2, reach3 = _reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target)
+        if SHIFT == 0:
+            # Between the bounds and the nearest entries there is nothing.
+            bottom = tl.maximum(bottom, key_of(tl.min(least), SHIFT))
+            top = tl.minimum(top, key_of(tl.max(most), SHIFT) + 1)
+        bottom = tl.maximum(bottom, tl.where(reach3, three, tl.where(reach2, two, tl.where(reach1, one, bottom))))
+        top = tl.minimum(top, tl.where(reach1, tl.where(reach2, tl.where(reach3, top, three), two), one))
+        turn += 1
+    return value_of(bottom, SHIFT)
+
+
+@triton.jit
+def _reaches(sums, target):
+    return tl.sum(tl.sum(sums, axis=1).to(tl.float64)) >= target
+
+
+@triton.jit
+def _pivots(bottom, top, turn, SHIFT: tl.constexpr):
+    """Three keys strictly between, quartering the way: of the values in even turns, of the keys in odd ones.
+
+    The former suits logits best, which may lie around 0 where keys are dense; the latter is sure to come to an end.
+    """
+    low = value_of(bottom, SHIFT)
+    step = (value_of(top - 1, SHIFT) - low) * 0.25
+    span = top - bottom
+    even = turn % 2 == 0
+    one = tl.where(even, key_of(low + step, SHIFT), bottom + (span + 3) // 4)
+    two = tl.where(even, key_of(low + step * 2, SHIFT), bottom + (span + 1) // 2)
+    three = tl.where(even, key_of(low + step * 3, SHIFT), bottom + (3 * span + 3) // 4)
+    one = tl.minimum(tl.maximum(one, bottom + 1), top - 1)
+    two = tl.minimum(tl.maximum(two, one), top - 1)
+    return one, two, tl.minimum(tl.maximum(three, two), top - 1)
+
+
+@triton.jit
+def kth_largest(values, k, low, SHIFT: tl.constexpr):
+    """Of a vector: its k-th largest entry, or `low` where that is larger."""
+    bottom, top = key_of(low, SHIFT), key_of(tl.max(values), SHIFT) + 1
+    while top - bottom > 1:
+        middle = (bottom + top) // 2
+        enough = tl.sum((values >= value_of(middle, SHIFT)).to(tl.int32)) >= k
+        bottom, top = tl.where(enough, middle, bottom), tl.where(enough, top, middle)
+    return value_of(bottom, SHIFT)

@@ -1,0 +1,64 @@
+"""Top-k, top-p and min-p without a sort: keep most tokens sampled from whole rows, and resample the other rows."""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tok_kernels.batch import Filters
+from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys, SampledRows
+from tok_kernels.sampling.triton.filter_check import check_filters
+from tok_kernels.sampling.triton.ordered_floats import shift_of
+from tok_kernels.sampling.triton.resample import resample
+
+# Measured on an H200, as in `block_sampling`. Blocks that are read side by side:
+JUDGE_GROUP, JUDGE_WARPS = 4, 4
+NARROW_GROUP, NARROW_WARPS = 1, 4
+MAX_COLLECTED_ENTRIES = 2048  # entries of a row that are put aside rather than looked for in it again and again
+
+
+def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
+    """Return the tokens of `sample_blocks(logits_RV, keys)`, int64 `[R]`, resampled where a row's filters remove them.
+
+    What is kept, and which token comes instead, is defined by `tok_kernels.sampling.reference.filters`.
+    """
+    token, count = drawn.token.clone(), len(filters.rows)
+    if not count:
+        return token
+    verdict, before = filter_verdicts(logits_RV, drawn, keys, filters)
+    blocks = triton.cdiv(logits_RV.shape[1], BLOCK)
+    scratch = torch.empty((count, MAX_COLLECTED_ENTRIES + 3 * blocks), dtype=torch.float32, device=token.device)
+    resample[(count,)](
+        *(logits_RV, logits_RV.stride(0), *_asked(filters)),
+        *(keys.temperature, keys.seed, keys.sample, keys.position, drawn.sums[0], drawn.sums[2]),
+        *(token, verdict, before, scratch, logits_RV.shape[1], blocks),
+        SHIFT=shift_of(logits_RV.dtype),
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=NARROW_GROUP,
+        FEW=MAX_COLLECTED_ENTRIES,
+        num_warps=NARROW_WARPS,
+    )
+    return token
+
+
+def filter_verdicts(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
+    """What `check_filters` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
+    count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
+    verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)
+    before = torch.empty(count, dtype=torch.float64, device=logits_RV.device)
+    check_filters[(count,)](
+        *(logits_RV, logits_RV.stride(0), *_asked(filters), keys.temperature, drawn.sums[0], drawn.sums[2]),
+        *(drawn.token, verdict, before, logits_RV.shape[1], blocks),
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=JUDGE_GROUP,
+        num_warps=JUDGE_WARPS,
+    )
+    return verdict, before
+
+
+def _asked(filters: Filters) -> list[Tensor]:
+    return [x.contiguous() for x in (filters.rows, filters.top_k, filters.top_p, filters.min_p)]

@@ -1,0 +1,111 @@
+"""Penalties touch the tokens of a context and nothing else of the vocabulary: time is linear in its length.
+
+A bitmap of the vocabulary says which tokens a row has met; the old word tells which of all positions that hold a token
+was the first to set its bit, and only this one changes the logit. Which it is does not matter, since all would change
+it alike. Generated tokens go first, for they are penalised for being present, too; then prompts, where a token has not
+been met, and how frequent the generated ones are: equal numbers, whose sum no order changes.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.batch import Penalties
+
+BLOCK, PENALTY_WARPS = 512, 4  # positions a program takes at once
+_PROGRAMS = 1 << 14  # enough to fill a GPU: from there on a program takes several blocks of a context
+
+# Where these begin depends on the number of rows, which must not compile the kernels anew.
+_UNALIGNED = ["entries", "slots", "lengths", "prompt_lens", "presence", "frequency", "repetition"]
+
+
+def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
+    """Applies to each row, in place, the penalties of number `entry_R` among those that ask, none where it is −1.
+
+    `logits_RV` float32 with a dense last axis, `entry_R` int64. The formulas are those of
+    `tok_kernels.sampling.reference.edits`, but that frequency is subtracted once for each occurrence.
+    """
+    contexts, (rows, vocabulary) = penalties.contexts, logits_RV.shape
+    if not rows:
+        return
+    blocks = triton.cdiv(contexts.max_len, BLOCK)
+    grid = rows, max(1, min(blocks, _PROGRAMS // rows))
+    met = torch.zeros((rows, triton.cdiv(vocabulary, 32)), dtype=torch.int32, device=logits_RV.device)
+    table = contexts.page_table
+    for once in (True, False):
+        _penalise[grid](
+            *(logits_RV, logits_RV.stride(0), met, met.stride(0), entry_R),
+            *(table, table.stride(0), contexts.token_of, contexts.page_size),
+            *(x.contiguous() for x in (contexts.slots, contexts.length, contexts.prompt_len)),
+            *(x.contiguous() for x in (penalties.presence, penalties.frequency, penalties.repetition)),
+            ONCE=once,
+            BLOCK=BLOCK,
+            num_warps=PENALTY_WARPS,
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+def _penalise(
+    logits,
+    stride,
+    met,
+    words,
+    entries,
+    page_table,
+    pages,
+    token_of,
+    page_size,
+    slots,
+    lengths,
+    prompt_lens,
+    presence,
+    frequency,
+    repetition,
+    ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`ONCE`: what a generated token's logit loses once, repetition and behind it presence. Otherwise the repetition of
+    what only the prompt holds, and the frequency of what was generated: no token is both."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.load(entries + row)
+    if entry >= 0:
+        repeat, present = tl.load(repetition + entry), tl.load(presence + entry)
+        frequent = tl.load(frequency + entry)
+        end = tl.load(lengths + entry).to(tl.int32)
+        prompt = tl.minimum(tl.load(prompt_lens + entry).to(tl.int32), end)
+        if ONCE:
+            first = tl.where((repeat == 1) & (present == 0), end, prompt)
+        else:
+            first = tl.where(repeat == 1, prompt, 0)
+            end = tl.where(frequent == 0, prompt, end)
+        table = page_table + tl.load(slots + entry) * pages
+        line, seen = logits + row * stride, met + row * words
+        for start in range(first + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            there = position < end
+            token = _token_at(table, token_of, page_size, position, there)
+            new = _meet(seen, token, there if ONCE else there & (position < prompt))
+            x = tl.load(line + token, mask=new, other=0.0)
+            x = tl.where(x > 0, tl.div_rn(x, repeat), x * repeat)
+            tl.store(line + token, x - present if ONCE else x, mask=new)
+            if not ONCE:
+                less = tl.zeros((BLOCK,), tl.float32) - frequent
+                tl.atomic_add(line + token, less, mask=there & (position >= prompt), sem="relaxed")
+
+
+@triton.jit
+def _token_at(table, token_of, page_size, position, there):
+    page = tl.load(table + position // page_size, mask=there, other=0).to(tl.int64)
+    return tl.load(token_of + page * page_size + position % page_size, mask=there, other=0)
+
+
+@triton.jit
+def _meet(seen, token, there):
+    """Whether it is this one, of all that hold the token, that sets its bit."""
+    bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
+    before = tl.atomic_or(seen + token // 32, bit, mask=there, sem="relaxed")
+    return there & ((before & bit) == 0)

@@ -1,0 +1,170 @@
+"""Resample the rows whose token the filters removed, from the tokens that the filters keep.
+
+One program per row finds the threshold of the kept entries, then the mass of each block's kept entries, then the token
+at the row's second uniform number, as `sample_blocks` does. Entries below the threshold weigh nothing; of those at the
+threshold only as many count as top-p needs, lower ids first.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.sampling.triton.block_sampling import _first_passed, _second_uniform, _slope
+from tok_kernels.sampling.triton.filter_check import ABOVE, KEPT, LIKELY, OPEN, UNALIGNED, min_p_limit, row_sums, warmth
+from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather, kth_largest, mass_from, tile_of
+
+# An entry that many temperatures below the peak has an exponential of 0.
+_NOTHING: tl.constexpr = tl.constexpr(104.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def resample(
+    logits,
+    stride,
+    rows,
+    top_k,
+    top_p,
+    min_p,
+    temperature,
+    seed,
+    sample,
+    position,
+    peaks,
+    masses,
+    token,
+    verdicts,
+    befores,
+    scratch,
+    vocabulary,
+    blocks,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """`scratch` float32 `[r, FEW + 3 · blocks]`: the entries that matter, if there are no more than FEW; the blocks
+    that do; by block, the mass above the border, and the number of entries at it."""
+    nth_row = tl.program_id(0)
+    verdict = tl.load(verdicts + nth_row)
+    if verdict != KEPT:
+        row = tl.load(rows + nth_row).to(tl.int64)
+        k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
+        temper = tl.load(temperature + row)
+        heat, slope = warmth(temper), _slope(temper)
+        peak_of, peak, total = row_sums(peaks, masses, row, slope, blocks, BLOCKS)
+        least = min_p_limit(peak, heat, tl.load(min_p + nth_row))
+        line = logits + row * stride
+        chosen = tl.load(token + row)
+        own = tl.load(line + chosen).to(tl.float32)
+
+        low = tl.maximum(peak - _NOTHING * heat, tl.where(verdict == ABOVE, own, -float("inf")))
+        if (k > 0) & (k <= blocks):
+            low = kth_largest(peak_of, k, low, SHIFT)
+        low = tl.where(verdict == LIKELY, least, low)
+        nth = tl.arange(0, BLOCKS)
+        matters = (peak_of >= low) & (nth < blocks)
+        active = tl.sum(matters.to(tl.int32))
+        few = scratch + nth_row.to(tl.int64) * (FEW + 3 * blocks)
+        order, above, equal = few + FEW, few + FEW + blocks, few + FEW + 2 * blocks
+        tl.store(order + tl.cumsum(matters.to(tl.int32)) - 1, nth.to(tl.float32), mask=matters)
+        tl.debug_barrier()
+
+        border, target = low, tl.full((), 0.0, tl.float64)
+        settled = False
+        if verdict != LIKELY:
+            before = tl.where(verdict == OPEN, tl.load(befores + nth_row), float("inf"))
+            count = gather(line, order, active, vocabulary, low, few, FEW, BLOCK, GROUP)
+            tl.debug_barrier()
+            if count <= FEW:
+                parts = tl.cdiv(count, BLOCK)
+                border, target, settled = _top_k_top_p(
+                    *(few, order, parts, count, low, k, p, before, total, peak, slope, SHIFT, BLOCK, 1, False)
+                )
+            else:
+                border, target, settled = _top_k_top_p(
+                    *(line, order, active, vocabulary, low, k, p, before, total, peak, slope, SHIFT, BLOCK, GROUP, True)
+                )
+        # A token that top-k and top-p keep, and min-p removes, is below the border that this one draws.
+        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (border >= least)
+        border = tl.maximum(border, least)
+        if (settled == 0) | (own < least):
+            for first in range(0, active, GROUP):
+                x, block = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
+                listed = first + tl.arange(0, GROUP) < active
+                mass = tl.sum(tl.where(x > border, tl.exp2((x - peak) * slope), 0.0), axis=1)
+                tl.store(above + block, mass, mask=listed)
+                tl.store(equal + block, tl.sum((x == border).to(tl.float32), axis=1), mask=listed)
+            tl.debug_barrier()
+            mass_of = tl.load(above + nth, mask=matters, other=0.0).to(tl.float64)
+            ties_of = tl.load(equal + nth, mask=matters, other=0.0)
+            tie_mass = tl.exp2((border - peak) * slope).to(tl.float64)
+            ties = tl.sum(ties_of)
+            if nucleus:
+                needed = tl.ceil((target - tl.sum(mass_of)) / tl.where(tie_mass > 0, tie_mass, 1.0))
+                ties = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.float32)
+            ties_before = tl.cumsum(ties_of) - ties_of
+            mass_of += tie_mass * tl.minimum(tl.maximum(ties - ties_before, 0.0), ties_of).to(tl.float64)
+
+            keep, _ = _kept_entries(line, chosen // BLOCK, border, ties, ties_before, nth, vocabulary, BLOCK)
+            stays = tl.sum((keep & (tl.arange(0, BLOCK) == chosen % BLOCK)).to(tl.int32))
+            if stays == 0:
+                running = tl.cumsum(mass_of)
+                goal = _second_uniform(seed + row, sample + row, position + row) * tl.max(running)
+                block = _first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
+                goal -= tl.sum(tl.where(nth == block, running - mass_of, 0.0))
+                keep, x = _kept_entries(line, block, border, ties, ties_before, nth, vocabulary, BLOCK)
+                weight = tl.where(keep, tl.exp2((x - peak) * slope), 0.0).to(tl.float64)
+                found = block * BLOCK + _first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
+                tl.store(token + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
+
+
+@triton.jit
+def _top_k_top_p(
+    line,
+    order,
+    active,
+    vocabulary,
+    low,
+    k,
+    p,
+    before,
+    total,
+    peak,
+    slope,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The smallest logit that these two keep, unless a token with the mass `before` it turns out to be kept: then the
+    one that top-k keeps, and True last. Between them the mass that top-p wants."""
+    border, target = low, tl.full((), 0.0, tl.float64)
+    settled = False
+    if k > 0:
+        border = find_threshold(
+            *(line, order, active, vocabulary, border, k.to(tl.float64), peak, slope, True),
+            *(SHIFT, BLOCK, GROUP, LISTED),
+        )
+    if p < 1:
+        if k > 0:
+            total = mass_from(line, order, active, vocabulary, border, peak, slope, BLOCK, GROUP, LISTED)
+        target = p * total
+        settled = before < target
+        if settled == 0:
+            border = find_threshold(
+                *(line, order, active, vocabulary, border, target, peak, slope, False, SHIFT, BLOCK, GROUP, LISTED)
+            )
+    return border, target, settled
+
+
+@triton.jit
+def _kept_entries(line, block, border, ties, ties_before, nth, vocabulary, BLOCK: tl.constexpr):
+    """Which entries of the block are kept, and their logits: of those at the border, the row's first `ties`."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    tie = x == border
+    rank = tl.cumsum(tie.to(tl.int32)) - 1 + tl.sum(tl.where(nth == block, ties_before, 0.0)).to(tl.int32)
+    return (x > border) | (tie & (rank < ties)), x

@@ -1,0 +1,58 @@
+"""Sampling reads the logits once, in their own dtype; what few rows ask for is paid for by these rows alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
+from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
+from tok_kernels.sampling.triton.edits import resample_edited
+from tok_kernels.sampling.triton.filters import resample_filtered
+from tok_kernels.sampling.triton.masks import forbid
+from tok_kernels.sampling.triton.shards import sample_shards
+
+
+def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
+    """Draws one token a row; `logits_RV` (float32, bfloat16 or float16, −inf allowed) is changed by masks alone.
+
+    Masks, then penalties, then bias, then temperature, then filters. The same seed gives the reference's token but
+    where rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    """
+    rows, vocabulary = logits_RV.shape
+    if not 0 <= batch.top_logprobs <= vocabulary:
+        raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
+    logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    if batch.shards is not None:
+        drawn_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
+        return Sampled(*drawn_shards, *empty_top(rows, logits.device))
+    if batch.masks is not None:
+        forbid(logits, batch.masks)
+    keys = RandomKeys.of(batch)
+    drawn = sample_blocks(logits, keys, greedy=batch.all_greedy)
+    token, logprob = drawn.token, drawn.logprob
+    if batch.filters is not None and not batch.all_greedy:
+        token = resample_filtered(logits, drawn, keys, batch.filters)
+    if rows and not (batch.penalties is None and batch.bias is None):
+        token = resample_edited(token, logits, keys, batch)
+    if token is not drawn.token:
+        logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
+    if not batch.top_logprobs:
+        return Sampled(token, logprob, *empty_top(rows, logits.device))
+    return Sampled(token, logprob, *_top(logits, drawn.log_sum, batch))
+
+
+def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """The largest log-probabilities of the rows that ask for them."""
+    rows, count = batch.top_rows, len(logits_RV)
+    if rows is not None:
+        logits_RV, log_sum_R = logits_RV.index_select(0, rows), log_sum_R.index_select(0, rows)
+    value, entry = _ranked(*logits_RV.topk(batch.top_logprobs, dim=-1))
+    value = value.float() - log_sum_R.unsqueeze(-1)
+    return (entry, value) if rows is None else spread_top(rows, entry, value, count)
+
+
+def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    entry, order = entry.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return value, entry.gather(-1, order)

@@ -1,0 +1,122 @@
+"""Sample few rows from a vocabulary sharded over ranks, which exchange their sums from within one kernel."""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.collectives.exchange import Lane
+from tok_kernels.collectives.triton_signals import end_turn, place, put, sendable, take
+from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
+from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
+
+# Where these begin depends on the number of rows, which must not compile the kernel anew.
+_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
+_THREADS = 32  # one warp, one thread a rank
+
+
+def sample_exchange(
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: Lane, *, greedy: bool
+) -> tuple[Tensor, Tensor]:
+    """Each row's token, int64, and its log-probability, float32, `[R]`, R at most the lane's programs.
+
+    `sums` are what `sum_blocks` finds in `logits_RV`, this rank's part of the vocabulary, from the entry `first` on.
+    """
+    rows, vocabulary = logits_RV.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    logprob = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
+    _settle[(rows,)](
+        *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
+        *(*sums, token, logprob, vocabulary, blocks, first),
+        *(lane.buffers, lane.turns, lane.patience),
+        DRAW=not greedy,
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        RANK=lane.rank,
+        RANKS=lane.ranks,
+        PROGRAMS=lane.programs,
+        WORDS=lane.words,
+        THREADS=_THREADS,
+        num_warps=_THREADS // 32,
+    )
+    return token, logprob
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=_UNALIGNED)
+def _settle(
+    logits,
+    stride,
+    temperature,
+    seed,
+    sample,
+    position,
+    peaks,
+    sums,
+    masses,
+    token,
+    logprob,
+    vocabulary,
+    blocks,
+    first,
+    buffers,
+    turns,
+    patience,
+    DRAW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Tells all ranks this one's sums, a unit, and then, if the row is this one's, what was drawn, another unit."""
+    program = tl.program_id(0)
+    row = program.to(tl.int64)
+    turn = tl.load(turns + program)
+    thread = tl.arange(0, THREADS)
+    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, DRAW, BLOCKS)
+    one = thread == 0
+    for to in tl.static_range(RANKS):
+        if to != RANK:
+            told = (_word(peak), _word(total), _word(high), _word(low))
+            put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + thread, told, one)
+    others = (thread < RANKS) & (thread != RANK)
+    heard = take(place(buffers[RANK], turn, thread, program, RANKS, PROGRAMS, WORDS), others, patience)
+    own = thread == RANK
+    owner, rest, peak, total = owner_of(
+        tl.where(thread < RANKS, tl.where(own, peak, heard[0].to(tl.float32, bitcast=True)), -float("inf")),
+        tl.where(own, total, heard[1].to(tl.float32, bitcast=True)),
+        tl.where(own, high, heard[2].to(tl.float32, bitcast=True)),
+        tl.where(own, low, heard[3].to(tl.float32, bitcast=True)),
+        *(temperature, seed, sample, position, row, DRAW, THREADS),
+    )
+    chosen = tl.full((), 0, tl.int32)
+    likelihood = tl.full((), 0.0, tl.float32)
+    if owner == RANK:
+        entry, likelihood = entry_of(
+            *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
+            *(DRAW, BLOCK, BLOCKS),
+        )
+        chosen = (first + entry).to(tl.int32)
+        zero = turn.to(tl.uint32) * 0
+        found = (chosen.to(tl.uint32), _word(likelihood), zero, zero)
+        for to in tl.static_range(RANKS):
+            if to != RANK:
+                put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + 4 + thread, found, one)
+    else:
+        news = take(place(buffers[RANK], turn, owner, program, RANKS, PROGRAMS, WORDS) + 4 + thread, one, patience)
+        chosen = tl.sum(tl.where(one, news[0].to(tl.int32), 0))
+        likelihood = tl.sum(tl.where(one, news[1].to(tl.float32, bitcast=True), 0.0))
+    tl.store(token + row, chosen.to(tl.int64))
+    tl.store(logprob + row, likelihood)
+    end_turn(turns, program, turn)
+
+
+@triton.jit
+def _word(number):
+    return sendable(number.to(tl.uint32, bitcast=True))

@@ -1,0 +1,109 @@
+"""Device functions for sampling from a sharded vocabulary, one row each: local sums, owning rank, token.
+
+What ranks tell each other is described in `tok_kernels.sampling.reference.shards`.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.sampling.triton.block_sampling import _LOG2E, _finite, _first, _first_passed, _slope, _uniform
+
+
+@triton.jit
+def own_sums(peaks, sums, masses, temperature, row, blocks, DRAW: tl.constexpr, BLOCKS: tl.constexpr):
+    """A row's blocks combined into the four numbers of this rank; the last two are 0 unless it is to DRAW."""
+    nth = tl.arange(0, BLOCKS)
+    here = row * blocks + nth
+    peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
+    peak = tl.max(peak_of)
+    total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
+    high = tl.full((), 0.0, tl.float32)
+    low = tl.full((), 0.0, tl.float32)
+    if DRAW:
+        slope = _slope(tl.load(temperature + row)).to(tl.float64)
+        share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * slope)
+        mass = tl.sum(share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64))
+        high = mass.to(tl.float32)
+        low = (mass - high.to(tl.float64)).to(tl.float32)
+    return peak, total, high, low
+
+
+@triton.jit
+def owner_of(
+    peak_of,
+    total_of,
+    high,
+    low,
+    temperature,
+    seed,
+    sample,
+    position,
+    row,
+    DRAW: tl.constexpr,
+    SHARDS: tl.constexpr,
+):
+    """By what all ranks have told, `[SHARDS]` each: the rank that has the row's token; what its own running sum must
+    pass to find it; and the row's largest logit and its sum of exponentials, relative to that."""
+    peak = tl.max(peak_of)
+    total = tl.sum(total_of * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
+    owner = _first(peak_of == peak, 0, SHARDS)
+    rest = tl.full((), 0.0, tl.float64)
+    if DRAW:
+        heat = tl.load(temperature + row)
+        share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * _slope(heat).to(tl.float64))
+        mass = share * (high.to(tl.float64) + low.to(tl.float64))
+        running = tl.cumsum(mass)
+        target = _uniform(seed + row, sample + row, position + row) * tl.max(running)
+        owner = tl.where(heat > 0, _first_passed(mass, running, target, 0, SHARDS), owner)
+        own = tl.arange(0, SHARDS) == owner
+        rest = (target - tl.sum(tl.where(own, running - mass, 0.0))) / tl.sum(tl.where(own, share, 0.0))
+    return owner, rest, peak, total
+
+
+@triton.jit
+def entry_of(
+    logits,
+    stride,
+    temperature,
+    peaks,
+    masses,
+    row,
+    rest,
+    peak,
+    total,
+    vocabulary,
+    blocks,
+    DRAW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """On the rank that has the row's token: its entry among this rank's own, and its log-probability."""
+    drawn = False
+    slope = _slope(1.0)
+    nth = tl.arange(0, BLOCKS)
+    here = row * blocks + nth
+    block_peaks = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
+    own_peak = tl.max(block_peaks)
+    block = _first(block_peaks == own_peak, blocks - 1, BLOCKS)
+    if DRAW:
+        heat = tl.load(temperature + row)
+        slope, drawn = _slope(heat), heat > 0
+        part = tl.exp2((block_peaks.to(tl.float64) - _finite(own_peak).to(tl.float64)) * slope.to(tl.float64))
+        weight = part * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
+        upto = tl.cumsum(weight)
+        block = tl.where(drawn, _first_passed(weight, upto, rest, blocks - 1, BLOCKS), block)
+        at_block = nth == block
+        rest = (rest - tl.sum(tl.where(at_block, upto - weight, 0.0))) / tl.sum(tl.where(at_block, part, 0.0))
+    entry = tl.arange(0, BLOCK)
+    at = block * BLOCK + entry
+    value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    place = _first(value == own_peak, 0, BLOCK)
+    if DRAW:
+        block_peak = tl.sum(tl.where(nth == block, block_peaks, 0.0))
+        likely = tl.exp2((value - _finite(block_peak)) * slope).to(tl.float64)
+        place = tl.where(drawn, _first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
+    chosen = tl.sum(tl.where(entry == place, value, 0.0)) - _finite(peak)
+    return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total == 0, 1.0, total))

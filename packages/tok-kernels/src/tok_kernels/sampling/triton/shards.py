@@ -1,0 +1,129 @@
+"""Sample from a vocabulary sharded over ranks: the ranks first choose one of themselves, by their sums.
+
+What they tell each other is described in `tok_kernels.sampling.reference.shards`.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tok_kernels.batch import Shards
+from tok_kernels.sampling.triton.block_sampling import BLOCK, PICK_WARPS, RandomKeys, sum_blocks
+from tok_kernels.sampling.triton.shard_exchange import sample_exchange
+from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
+
+# Where these begin depends on the number of rows, which must not compile the kernels anew.
+_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "told", "found"]
+
+
+def sample_shards(
+    logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Each row's token, int64, and its log-probability, float32, `[R]`: the same on every rank.
+
+    `logits_RV` is this rank's part, of a dtype and layout as for `sample_blocks`.
+    """
+    sums = sum_blocks(logits_RV, keys, greedy=greedy)
+    lane = None if shards.exchange is None else shards.exchange.draws
+    if lane is not None and 0 < len(logits_RV) <= lane.programs:
+        return sample_exchange(logits_RV, sums, keys, shards.first, lane, greedy=greedy)
+    return _draw_gathered(logits_RV, sums, keys, shards, greedy=greedy)
+
+
+def _draw_gathered(
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool
+) -> tuple[Tensor, Tensor]:
+    rows, vocabulary = logits_RV.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    width = triton.next_power_of_2(blocks)
+    told = torch.empty((4, rows), dtype=torch.float32, device=logits_RV.device)
+    found = torch.empty((2, rows), dtype=torch.float32, device=logits_RV.device)
+    if rows:
+        _tell[(rows,)](*sums, keys.temperature, told, rows, blocks, DRAW=not greedy, BLOCKS=width, num_warps=PICK_WARPS)
+    told = shards.gather(told)
+    if rows:
+        _find[(rows,)](
+            *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
+            *(sums[0], sums[2], told, found, rows, vocabulary, blocks, shards.first),
+            RANK=shards.rank,
+            RANKS=shards.ranks,
+            SHARDS=triton.next_power_of_2(shards.ranks),
+            DRAW=not greedy,
+            BLOCK=BLOCK,
+            BLOCKS=width,
+            num_warps=PICK_WARPS,
+        )
+    # Sums with zeros are exact, and so are token ids in float32.
+    token, logprob = shards.gather(found).sum(0)
+    return token.long(), logprob
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED[:4], "told"])
+def _tell(
+    peaks: tl.tensor,
+    sums: tl.tensor,
+    masses: tl.tensor,
+    temperature: tl.tensor,
+    told: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    DRAW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Combines a row's blocks into the four numbers of this rank."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, DRAW, BLOCKS)
+    tl.store(told + row, peak)
+    tl.store(told + rows + row, total)
+    tl.store(told + 2 * rows + row, high)
+    tl.store(told + 3 * rows + row, low)
+
+
+@triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=_UNALIGNED)
+def _find(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    sample: tl.tensor,
+    position: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    told: tl.tensor,
+    found: tl.tensor,
+    rows: tl.tensor,
+    vocabulary: tl.tensor,
+    blocks: tl.tensor,
+    first: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    DRAW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Chooses a rank by what all have told; the chosen one finds the block and the entry, the others nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    shard = tl.arange(0, SHARDS)
+    of = told + shard * 4 * rows + row
+    owner, rest, peak, total = owner_of(
+        tl.load(of, mask=shard < RANKS, other=-float("inf")),
+        tl.load(of + rows, mask=shard < RANKS, other=0.0),
+        tl.load(of + 2 * rows, mask=shard < RANKS, other=0.0),
+        tl.load(of + 3 * rows, mask=shard < RANKS, other=0.0),
+        *(temperature, seed, sample, position, row, DRAW, SHARDS),
+    )
+    token = tl.full((), 0.0, tl.float32)
+    logprob = tl.full((), 0.0, tl.float32)
+    if owner == RANK:
+        entry, logprob = entry_of(
+            *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
+            *(DRAW, BLOCK, BLOCKS),
+        )
+        token = (first + entry).to(tl.float32)
+    tl.store(found + row, token)
+    tl.store(found + rows + row, logprob)

@@ -1,0 +1,30 @@
+"""Decode rows made of slots, and draws that go back to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tok_kernels.slots.columns import DecodeRows, SlotColumns
+
+
+def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
+    """See `Backend.decode_rows`."""
+    slot = slot_B.long()
+    live = slots.ended[slot] == 0
+    position = torch.where(live, slots.length[slot], 0)
+    token = torch.where(live, slots.last_token[slot], 0)
+    page = slots.page_table[slot, position // slots.page_size].long()
+    kv_index = torch.where(live, page * slots.page_size + position % slots.page_size, slots.scratch)
+    slots.token_of[kv_index] = token
+    slots.length[slot] += live
+    return DecodeRows(token, position, kv_index, torch.where(live, position + 1, 0).int())
+
+
+def record_draws(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+    """See `Backend.record_draws`."""
+    slot = slot_R.long()
+    slots.last_token[slot] = token_R
+    ends = torch.isin(token_R, slots.end_ids) & (slots.length[slot] >= slots.ends_from[slot])
+    slots.ended[slot] |= ends
+    return torch.stack((token_R.int(), logprob_R.view(torch.int32)))

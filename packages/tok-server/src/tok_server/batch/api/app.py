@@ -1,0 +1,61 @@
+"""Which server has batches, and what the others answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from aiohttp import web
+
+from tok_core import AsyncEngine
+from tok_server.batch.api.metrics import BatchCollector
+from tok_server.batch.api.service import BatchLimits, BatchService
+from tok_server.http.context import CONTEXT, Context
+from tok_server.openai.endpoints import ServedModel
+from tok_server.settings import Settings
+from tok_server.wire.errors import not_served
+
+BATCHES = web.AppKey("BATCHES", BatchService)
+NO_DIRECTORY = "files and batches are kept in a directory: start the server with --data-dir DIR"
+
+
+def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> None:
+    """Gives the application its batches, if there is a directory for them; they live as long as it does.
+
+    Starting the application raises StoreError where the directory cannot be used.
+    """
+    if settings.data_dir is None:
+        return
+    context = app[CONTEXT]
+    served = ServedModel(
+        engine,
+        settings.model_name,
+        settings.formats,
+        settings.max_n,
+        settings.share_prefixes,
+        settings.min_client_priority,
+    )
+    service = app[BATCHES] = BatchService(
+        Path(settings.data_dir).expanduser(),
+        served,
+        BatchLimits(file=settings.max_file, line=settings.max_body, quota=settings.data_quota),
+        ready=lambda: context.ready,
+        paused=lambda: context.draining,
+    )
+    context.unhurried = lambda: served.unhurried.requests
+    context.metrics.add(BatchCollector(service.figures))
+    app.cleanup_ctx.append(_alive)
+
+
+async def _alive(app: web.Application) -> AsyncIterator[None]:
+    await app[BATCHES].open()
+    yield
+    await app[BATCHES].close()
+
+
+def batches_of(request: web.Request) -> tuple[BatchService, Context]:
+    """The server's batches. Errors: ApiError 501, where it has none."""
+    service = request.app.get(BATCHES)
+    if service is None:
+        raise not_served(NO_DIRECTORY, "not_configured")
+    return service, request.app[CONTEXT]

@@ -1,0 +1,140 @@
+"""/v1/files: what batches read and write."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from typing import IO, Annotated, Literal
+
+import msgspec
+from aiohttp import web
+
+from tok_client.types import FileDeleted, FileList, FileObject
+from tok_server.batch.api.app import batches_of
+from tok_server.batch.api.service import BatchService
+from tok_server.batch.api.upload import FIELDS, PURPOSE, Upload, disk_full
+from tok_server.batch.storage.store import InUse, Missing
+from tok_server.observability.request_counts import COUNTS
+from tok_server.wire.errors import ApiError, invalid
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import Media, Operation, json_of, raw
+from tok_server.wire.query import read_query
+
+MAX_LISTED_FILES = 10_000  # files of a list
+CONTENT = "application/octet-stream"
+PIECE = 1 << 18  # bytes of a file that are read, and then sent, at once
+
+
+class ListFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The query of a list."""
+
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_FILES)] = MAX_LISTED_FILES
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+async def upload(request: web.Request) -> web.Response:
+    """Keeps a file: the input of a batch."""
+    service, context = batches_of(request)
+    context.admit(request[COUNTS].tenant)
+    file = await Upload(service, context.settings.body_timeout, request[COUNTS].tenant).receive(request)
+    return _json(file)
+
+
+async def list_files(request: web.Request) -> web.Response:
+    """The files of the caller."""
+    service, _ = batches_of(request)
+    query = read_query(request, ListFiles)
+    options = {"newest_first": query.order == "desc", "purpose": query.purpose, "owner": request[COUNTS].tenant}
+    try:
+        page = await service.ask(lambda store: store.files(query.after, query.limit, **options))  # type: ignore[arg-type]
+    except Missing as error:
+        raise invalid("after", str(error)) from error
+    ids = [file.id for file in page.records]
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return _json(FileList(data=page.records, first_id=first, last_id=last, has_more=page.more))
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """One file, without its content."""
+    service, _ = batches_of(request)
+    return _json(await _file(service, request))
+
+
+async def content(request: web.Request) -> web.StreamResponse:
+    """What a file holds."""
+    service, _ = batches_of(request)
+    file = await _file(service, request)
+    path = service.place.blobs.path(file.id)
+    try:
+        stream = await asyncio.to_thread(path.open, "rb")
+    except FileNotFoundError as error:
+        raise _missing(f"the content of file {file.id!r} is gone") from error
+    with stream:
+        return await _send(request, stream)
+
+
+async def _send(request: web.Request, stream: IO[bytes]) -> web.StreamResponse:
+    """Piece by piece, so that it can be seen whether the client goes on reading (`tok_server.http.connections`)."""
+    response = web.StreamResponse(headers={"Content-Type": CONTENT})
+    response.content_length = os.fstat(stream.fileno()).st_size
+    await response.prepare(request)
+    while request.method != "HEAD" and (piece := await asyncio.to_thread(stream.read, PIECE)):
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Deletes a file that no batch reads."""
+    service, _ = batches_of(request)
+    id = request.match_info["id"]
+    try:
+        await service.delete_file(id, request[COUNTS].tenant)
+    except Missing as error:
+        raise _missing(str(error)) from error
+    except InUse as error:
+        raise ApiError(409, str(error), param="file_id", code="file_in_use") from error
+    except sqlite3.Error as error:
+        raise disk_full(error) or error from error
+    return _json(FileDeleted(id=id, deleted=True))
+
+
+async def _file(service: BatchService, request: web.Request) -> FileObject:
+    try:
+        return await service.ask(lambda store: store.file(request.match_info["id"], request[COUNTS].tenant))
+    except Missing as error:
+        raise _missing(str(error)) from error
+
+
+def _missing(message: str) -> ApiError:
+    return ApiError(404, message, param="file_id", code="not_found")
+
+
+def _json(found: FileObject | FileList | FileDeleted) -> web.Response:
+    return web.Response(body=encode(found), content_type="application/json")
+
+
+_FORM = Media(
+    "multipart/form-data",
+    schema={
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            **{name: {"type": "string"} for name in FIELDS},
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"type": "string", "enum": [PURPOSE]},
+        },
+        "additionalProperties": False,
+    },
+)
+
+OPERATIONS = (
+    Operation("POST", "/v1/files", upload, request=(_FORM,), answers={200: json_of(FileObject)}, errors=(501, 507)),
+    Operation("GET", "/v1/files", list_files, query=ListFiles, answers={200: json_of(FileList)}, errors=(400, 501)),
+    Operation("GET", "/v1/files/{id}", retrieve, answers={200: json_of(FileObject)}, errors=(404, 501)),
+    Operation("GET", "/v1/files/{id}/content", content, answers={200: raw(CONTENT)}, errors=(404, 501)),
+    Operation("DELETE", "/v1/files/{id}", delete, answers={200: json_of(FileDeleted)}, errors=(404, 409, 501, 507)),
+)

@@ -1,0 +1,219 @@
+"""An uploaded file: a multipart body that goes to the disk as it comes, a piece of it in memory at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Awaitable
+from contextlib import ExitStack
+from typing import IO, TypeVar
+
+import msgspec
+from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
+
+from tok_client.decoders import decoder
+from tok_client.types import ExpiresAfter, FileObject
+from tok_server.batch.api.service import BatchService
+from tok_server.batch.execution.uninterrupted import uninterrupted
+from tok_server.batch.storage.database import is_full
+from tok_server.batch.storage.quota import QuotaExceeded
+from tok_server.http.body import check_ratio
+from tok_server.http.connections import MIN_READ_BYTES
+from tok_server.wire.errors import SERVER, ApiError, invalid, limited
+from tok_server.wire.ids import new_id
+
+T = TypeVar("T")
+
+PURPOSE = "batch"
+MAX_FIELD_BYTES = 1024  # bytes of a field that is not the file
+MAX_PARTS = 8
+PIECE = 1 << 20
+FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+DAY = 86_400
+KEPT = 30 * DAY  # unless the upload says otherwise
+SHORTEST, LONGEST_KEPT = 3600, 30 * DAY
+PLAIN = ("", "7bit", "8bit", "binary")
+MALFORMED = (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError)
+
+
+class Upload:
+    """Receives one file for `owner`; MIN_READ_BYTES bytes, or all that remain, must arrive every `timeout` seconds."""
+
+    def __init__(self, service: BatchService, timeout: float, owner: str) -> None:
+        self._service = service
+        self._owner = owner
+        self._timeout = self._left = timeout
+        self._arrived = 0  # bytes, since there was last so much time
+        self._id = new_id("file")
+        self._fields: dict[str, str] = {}
+        self._name: str | None = None
+        self._size = 0
+
+    async def receive(self, request: web.Request) -> FileObject:
+        """The file, kept. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk or quota full)."""
+        if request.content_type != "multipart/form-data":
+            raise invalid("Content-Type", f"Content-Type is {request.content_type!r}; allowed: multipart/form-data")
+        try:
+            await self._receive(request)
+            seconds = self._seconds()
+            file = self._file(seconds)
+        except BaseException as error:
+            self._drop()
+            raise _of(error) from error
+        try:
+            await self._service.add_file(file, self._owner, seconds)
+        except (OSError, sqlite3.Error) as error:  # if cancelled, the file is kept all the same
+            self._drop()
+            raise _of(error) from error
+        return file
+
+    def _drop(self) -> None:
+        self._service.place.blobs.discard(self._id)
+        self._service.quota.remove(self._id)
+
+    async def _receive(self, request: web.Request) -> None:
+        reader = await request.multipart()
+        count = 0
+        while (part := await self._in_time(reader.next())) is not None:
+            count += 1
+            if count > MAX_PARTS or not isinstance(part, BodyPartReader):
+                raise invalid(None, f"the body has other parts than expected; allowed: file, {', '.join(FIELDS)}")
+            _check_plain(part)
+            if part.name == "file":
+                await self._take_file(part, request)
+            else:
+                await self._take_field(part)
+
+    async def _take_field(self, part: BodyPartReader) -> None:
+        name = part.name or ""
+        if name not in FIELDS:
+            raise invalid(name[:80] or None, f"{name[:80]!r} is no field of an upload; allowed: {_named()}")
+        if name in self._fields:
+            raise invalid(name, f"{name} is there twice; allowed: once")
+        data = b""
+        while piece := await self._in_time(part.read_chunk(MAX_FIELD_BYTES)):
+            data += piece
+            self._count(len(piece))
+            if len(data) > MAX_FIELD_BYTES:
+                raise invalid(name, f"{name} has more than {MAX_FIELD_BYTES} bytes")
+        self._fields[name] = data.decode(errors="replace")
+
+    async def _take_file(self, part: BodyPartReader, request: web.Request) -> None:
+        if self._name is not None:
+            raise invalid("file", "file is there twice; allowed: once")
+        # A name is shown, and never used as one.
+        self._name = (part.filename or "file").encode(errors="replace").decode()[:255]
+        with ExitStack() as opened:
+            stream = opened.enter_context(self._service.place.blobs.writing(self._id))
+            await self._copy(part, stream, request)
+            # Cancelled, it waits all the same: what is deleted then must not come into being afterwards.
+            await uninterrupted(asyncio.to_thread(opened.pop_all().close))
+
+    async def _copy(self, part: BodyPartReader, stream: IO[bytes], request: web.Request) -> None:
+        quota, most = self._service.quota, self._service.limits.file
+        buffer = bytearray()
+        while piece := await self._in_time(part.read_chunk(PIECE)):
+            self._size += len(piece)
+            self._count(len(piece))
+            if self._size > most:
+                raise ApiError(413, f"file has more than {most} bytes", param="file", code="file_too_large")
+            if quota.limit is not None and self._size > quota.limit:
+                raise limited("data_quota", 413, f"file has more than {quota.limit} bytes", param="file")
+            check_ratio(request)
+            quota.add(self._id, len(piece))
+            buffer += piece
+            if len(buffer) >= PIECE:
+                await asyncio.to_thread(stream.write, buffer)
+                buffer = bytearray()
+        await asyncio.to_thread(stream.write, buffer)
+
+    async def _in_time(self, coming: Awaitable[T]) -> T:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                return await coming
+        except TimeoutError as error:
+            message = f"{self._arrived} bytes of the body arrived within {self._timeout:g} seconds"
+            raise limited(
+                "body_timeout", 408, f"{message}; expected: {MIN_READ_BYTES}, or all", code="request_timeout"
+            ) from error
+        finally:
+            self._left -= time.monotonic() - began  # not what writing to the disk takes
+
+    def _count(self, size: int) -> None:
+        self._arrived += size
+        if self._arrived >= MIN_READ_BYTES:
+            self._arrived, self._left = 0, self._timeout
+
+    def _file(self, seconds: int) -> FileObject:
+        """Errors: ApiError 400 for what is missing or not allowed."""
+        if self._name is None:
+            raise invalid("file", "file is required, but missing")
+        purpose = self._fields.get("purpose")
+        if purpose is None:
+            raise invalid("purpose", f"purpose is required, but missing; allowed: {PURPOSE!r}")
+        if purpose != PURPOSE:
+            raise invalid("purpose", f"purpose is {purpose[:80]!r}; allowed: {PURPOSE!r}")
+        now = int(self._service.now())
+        return FileObject(
+            id=self._id,
+            bytes=self._size,
+            created_at=now,
+            expires_at=now + seconds,
+            filename=self._name,
+            purpose=PURPOSE,
+        )
+
+    def _seconds(self) -> int:
+        anchor, seconds = (self._fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        if anchor is None and seconds is None:
+            return KEPT
+        decoder(ExpiresAfter)  # makes what the conversion needs of the type, safely
+        try:
+            after = msgspec.convert({"anchor": anchor, "seconds": seconds}, ExpiresAfter, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid("expires_after", f"expires_after: {error}") from error
+        return seconds_of(after, "expires_after")
+
+
+def seconds_of(after: ExpiresAfter, name: str) -> int:
+    """How long a file is to be kept. Errors: ApiError 400 naming the field of `name`."""
+    if after.anchor != "created_at":
+        raise invalid(f"{name}.anchor", f"{name}.anchor is {after.anchor[:80]!r}; allowed: 'created_at'")
+    if not SHORTEST <= after.seconds <= LONGEST_KEPT:
+        allowed = f"integers from {SHORTEST} to {LONGEST_KEPT}"
+        raise invalid(f"{name}.seconds", f"{name}.seconds is {after.seconds}; allowed: {allowed}")
+    return after.seconds
+
+
+def _named() -> str:
+    return ", ".join(("file", *FIELDS))
+
+
+def _check_plain(part: BodyPartReader) -> None:
+    for header in ("Content-Encoding", "Content-Transfer-Encoding"):
+        if (value := part.headers.get(header, "")).lower() not in PLAIN:
+            raise invalid(header, f"{header} of a part is {value[:80]!r}; allowed: none")
+
+
+def disk_full(error: BaseException) -> ApiError | None:
+    """Return the answer to a request for which there is no space: 507, which clients should not send again at once."""
+    if not is_full(error):
+        return None
+    if isinstance(error, QuotaExceeded):
+        full = limited("data_quota", 507, f"{error.strerror}; delete files that are not needed", param="file")
+    else:
+        full = ApiError(507, "the server's disk is full", kind=SERVER, code="disk_full")
+    full.headers["x-should-retry"] = "false"
+    return full
+
+
+def _of(error: BaseException) -> BaseException:
+    """The error that a client is told of."""
+    if full := disk_full(error):
+        return full
+    if isinstance(error, MALFORMED):
+        return invalid(None, f"the body is no multipart/form-data: {str(error)[:200] or 'it is cut short'}")
+    return error

@@ -1,0 +1,1 @@
+"""Run the lines of batches through the engine, each answered once."""

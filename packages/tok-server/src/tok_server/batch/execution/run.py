@@ -1,0 +1,300 @@
+"""Run: the lines of one batch through the engine, each answer kept as soon as it is there.
+
+    reader thread: lines → bodies understood ─► event loop: engine
+    store thread: answers committed, in groups ◄─ reader thread: answers written ◄─┘
+
+No more lines are under way than the budget allows, so that memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from tok_core import EngineClosed, EngineDead, EngineError, RequestFailed
+from tok_server.batch.execution.budget import Budget
+from tok_server.batch.execution.gate import Gate
+from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
+from tok_server.batch.execution.uninterrupted import uninterrupted
+from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
+from tok_server.batch.storage.database import is_damage
+from tok_server.batch.storage.lines import InputChanged, InputLine, parse_known_line, read_lines
+from tok_server.batch.storage.output_lines import FinishedLines, write
+from tok_server.openai.endpoints import ENDPOINTS, EndpointTask, ServedModel
+from tok_server.wire.errors import SERVER, ApiError, internal, of_exception, unavailable
+from tok_server.wire.ids import new_id
+
+log = logging.getLogger("tok.server")
+
+T = TypeVar("T")
+
+GROUP = 256  # answers of a commit, at most
+GROUP_SECONDS = 0.05  # that an answer waits for others
+CHUNK = 64  # lines read ahead at a time
+CHUNK_BYTES = 1 << 20
+ATTEMPTS = 4  # of a line whose computation was ended each time by something else than the engine's death
+AHEAD = 2  # samples under way, as a multiple of those that run at once
+PAUSE = 0.1
+KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds between tries to write answers: doubled from the one to the other
+
+
+@dataclass(frozen=True, slots=True)
+class LineSource:
+    """A file that has been validated: so many lines. How long one may be was looked at then."""
+
+    path: Path
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all batches of a process share.
+
+    store     the one thread of all writing connections
+    reader    threads that read files, understand bodies and write down answers
+    clerk     threads for what takes long and nobody waits for: to validate, to write what came of it
+    paused    whether to begin no more lines for now
+    answered  how many lines have been, "completed" and "failed"
+    """
+
+    served: ServedModel
+    budget: Budget
+    gate: Gate
+    store: Executor
+    reader: Executor
+    clerk: Executor
+    paused: Callable[[], bool] = lambda: False
+    suspects: PoisonIsolation = field(default_factory=PoisonIsolation)
+    answered: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A line whose body has been understood, or refused."""
+
+    line: int
+    custom_id: str
+    asked: EndpointTask | ApiError
+
+
+class Run:
+    """One batch, computed on behalf of `tenant`. `totals` are of what has been kept so far."""
+
+    def __init__(self, source: LineSource, answers: Answers, means: Means, tenant: str = "") -> None:
+        self._source = source
+        self._answers = answers
+        self._means = means
+        self._tenant = tenant
+        self._done: list[tuple[FinishedLines, int]] = []  # each with what it took of the budget
+        self._news = asyncio.Event()
+        self._open = 0  # lines begun and not yet kept
+        self._taken = 0  # of the budget
+        self._fed = False
+        self._ending = False  # nobody waits any more for what cannot be kept at once
+        self.totals = Totals()
+
+    @property
+    def under_way(self) -> int:
+        """Lines begun and not yet kept."""
+        return self._open
+
+    async def run(self) -> None:
+        """Returns when every line has an answer. Cancelled, it keeps what is done.
+
+        While answers cannot be written, such as to a full disk, it holds them; the budget bounds how many these are.
+
+        Errors: EngineClosed, where the rest is left to another run; InputChanged; OSError, sqlite3.Error.
+        """
+        self.totals = await self._in_store(self._answers.totals)
+        marks = await self._in_store(lambda: self._answers.answered(self._source.lines))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep())
+                await self._feed(marks, tasks)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            try:
+                await self._keep_rest()
+            finally:
+                self._give(self._taken)  # of lines that were ended
+                self._open = 0
+
+    def _give(self, units: int) -> None:
+        self._taken -= units
+        self._means.budget.give(units)
+
+    async def _feed(self, marks: bytearray, tasks: asyncio.TaskGroup) -> None:
+        """Begins every line that has no answer, as the budget allows."""
+        chunks = self._chunks(marks)
+        coming = self._read(chunks)
+        while chunk := await coming:
+            coming = self._read(chunks)
+            for ready in chunk:
+                await self._begin(ready, tasks)
+        self._fed = True
+        self._news.set()
+
+    def _read(self, chunks: Iterator[list[_Ready]]) -> asyncio.Future[list[_Ready]]:
+        return asyncio.get_running_loop().run_in_executor(self._means.reader, next, chunks, [])
+
+    def _chunks(self, marks: bytearray) -> Iterator[list[_Ready]]:
+        """Lines without an answer, understood, some at a time. In a thread: tokenising takes long."""
+        chunk: list[_Ready] = []
+        size = 0
+        for line in read_lines(self._source.path):
+            if line.data is None or line.row >= len(marks) or marks[line.row]:
+                continue
+            chunk.append(self._understood(line))
+            size += len(line.data)
+            if len(chunk) >= CHUNK or size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _understood(self, line: InputLine) -> _Ready:
+        request = parse_known_line(self._source.path, line)
+        prepare = ENDPOINTS.get(request.url)
+        if prepare is None:
+            raise InputChanged(
+                f"line {line.number} of {self._source.path.name} has another url than when it was validated"
+            )
+        try:
+            return _Ready(line.row, request.custom_id, prepare(bytes(request.body), self._means.served))
+        except ApiError as error:
+            return _Ready(line.row, request.custom_id, error)
+        except Exception as error:
+            return _Ready(line.row, request.custom_id, _unexpected(error, request.custom_id))
+
+    async def _begin(self, ready: _Ready, tasks: asyncio.TaskGroup) -> None:
+        while self._means.paused():
+            await asyncio.sleep(PAUSE)
+        asked = ready.asked
+        taken = await self._means.budget.take(1 if isinstance(asked, ApiError) else asked.samples)
+        self._taken += taken
+        self._open += 1
+        if isinstance(asked, ApiError):
+            self._end(FinishedLines(ready.line, ready.custom_id, asked), taken)
+        else:
+            tasks.create_task(self._answer(ready, asked, taken))
+
+    async def _answer(self, ready: _Ready, asked: EndpointTask, taken: int) -> None:
+        self._end(FinishedLines(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
+
+    async def _compute(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
+        """What writes the answer, or why there is none. Errors: EngineClosed."""
+        try:
+            return await self._means.suspects.compute(lambda: self._attempt(ready, asked))
+        except PoisonRequest as error:
+            log.error("batch line %r ends the engine: %s", ready.custom_id, error.__cause__)
+            message = "the engine died each time it computed this, the last time with no other line of a batch"
+            return ApiError(500, message, kind=SERVER, code="engine_died")
+
+    async def _attempt(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
+        """As `_compute`. Errors: EngineDead, where the engine died meanwhile, too."""
+        for _ in range(ATTEMPTS):
+            try:
+                await self._means.gate.passed()
+                while self._means.paused():
+                    await asyncio.sleep(PAUSE)
+                return await asked.compute(self._tenant)
+            except ApiError as error:
+                return error
+            except (EngineClosed, EngineDead):
+                raise
+            except asyncio.CancelledError:
+                if _told_to_end():
+                    raise
+                # Something it waited for was cancelled, not the line: a task that ended so would never be kept.
+                log.warning("batch line %r is computed anew: what it waited for was cancelled", ready.custom_id)
+            except RequestFailed as error:
+                return of_exception(error, ready.custom_id)
+            except EngineError as error:
+                log.warning("batch line %r is computed anew: %s", ready.custom_id, error)
+            except Exception as error:
+                return _unexpected(error, ready.custom_id)
+        return unavailable(f"this was begun {ATTEMPTS} times and never ended", "engine_unavailable")
+
+    def _end(self, done: FinishedLines, taken: int) -> None:
+        self._done.append((done, taken))
+        self._news.set()
+
+    async def _keep(self) -> None:
+        """Keeps answers as they come, those together that come together."""
+        while self._open or not self._fed:
+            await self._news.wait()
+            self._news.clear()
+            if len(self._done) < min(GROUP, self._open):
+                await asyncio.sleep(GROUP_SECONDS)
+            while self._done:
+                await self._keep_some()
+
+    async def _keep_some(self) -> None:
+        group = self._done[:GROUP]
+        del self._done[:GROUP]
+        try:
+            written = await uninterrupted(self._keep_first(group))
+            wait = KEEP_AGAIN
+            while written:
+                log.error("answers of a batch are kept in memory; the next try to write them is in %g seconds", wait)
+                await asyncio.sleep(wait)  # cancelled, it gives them up: only what is on the disk counts
+                wait = min(2 * wait, MAX_KEEP_AGAIN)
+                written = await uninterrupted(self._commit(written))
+        finally:
+            self._open -= len(group)
+            self._give(sum(taken for _, taken in group))
+
+    async def _keep_first(self, group: Sequence[tuple[FinishedLines, int]]) -> Sequence[LineAnswer]:
+        written = await self._in(self._means.reader, lambda: [write(done) for done, _ in group])
+        return await self._commit(written)
+
+    async def _commit(self, written: Sequence[LineAnswer]) -> Sequence[LineAnswer]:
+        """Commit the answers. Returns them if that may work later. Errors: OSError, sqlite3.Error."""
+        try:
+            new = await self._in_store(lambda: self._answers.add(written))
+        except (OSError, sqlite3.Error) as error:
+            if self._ending or is_damage(error):
+                raise
+            log.error("answers of a batch cannot be written: %s", error)
+            return written
+        self.totals = self.totals.plus(new)
+        self._means.answered.update("failed" if one.failed else "completed" for one in new)
+        return ()
+
+    async def _keep_rest(self) -> None:
+        """Keep the lines that are done when a run is given up, if that works at once: they have been computed."""
+        self._ending = True
+        while self._done:
+            await self._keep_some()
+
+    async def _in_store(self, function: Callable[[], T]) -> T:
+        return await self._in(self._means.store, function)
+
+    async def _in(self, executor: Executor, function: Callable[[], T]) -> T:
+        # Cancelled, it is carried out all the same: what has been computed is to be kept.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))
+
+
+def _told_to_end() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _unexpected(error: Exception, custom_id: str) -> ApiError:
+    """A defect costs a line, not its batch."""
+    name = new_id("req")
+    log.error("%s: batch line %r: %s", name, custom_id, error or type(error).__name__, exc_info=error)
+    return internal(name)
+
+
+def samples_ahead(max_running: int) -> int:
+    """The budget for an engine that runs so many samples at once: enough that it never waits for one."""
+    return AHEAD * max_running

@@ -1,0 +1,176 @@
+"""Offline: a file of requests answered without a server, resumable at any moment.
+
+OUT.jsonl           written at the end, as a whole: every line of the input once, in its order
+OUT.jsonl.partial   answers so far; gone once OUT.jsonl is there
+OUT.jsonl.lock      held while it runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Self, TypeVar
+
+from tok_client.types import BatchError
+from tok_core import AsyncEngine, InvalidField
+from tok_server.batch.execution.budget import Budget
+from tok_server.batch.execution.gate import Gate
+from tok_server.batch.execution.outcome import each_line
+from tok_server.batch.execution.run import LineSource, Means, Run, samples_ahead
+from tok_server.batch.offline.resume import kept_of
+from tok_server.batch.storage.answers import Answers, Totals
+from tok_server.batch.storage.blobs import durable
+from tok_server.batch.storage.database import StoreError, remove_database
+from tok_server.batch.storage.lock import FileLock
+from tok_server.batch.storage.validation import MAX_ERRORS, validate
+from tok_server.limits.limits import Limits
+from tok_server.openai.endpoints import ENDPOINTS, ServedModel
+from tok_server.parsing.formats import Formats
+
+T = TypeVar("T")
+
+AUTO = Formats()
+MAX_LINE_BYTES = Limits().max_body  # bytes of a line, as of a request by HTTP
+
+
+class BadInput(Exception):
+    """Lines that are no requests; `more`: there are others than these."""
+
+    def __init__(self, errors: list[BatchError]) -> None:
+        super().__init__(f"{len(errors)} bad lines")
+        self.errors = errors
+        self.more = len(errors) >= MAX_ERRORS
+
+
+class Offline:
+    """One file to answer. A context manager, which holds the output's lock: `check`, then `answer`.
+
+    model         its name: lines may ask for it, or for none
+    retry_failed  an output that is there is of this input: its failed lines are to be answered anew
+
+    Errors: InvalidField (file, output), StoreError (in use).
+    """
+
+    def __init__(self, file: Path, output: Path, model: str, *, retry_failed: bool = False) -> None:
+        self.partial = output.with_name(output.name + ".partial")
+        self._file = file
+        self._output = output
+        self._model = model
+        self._retry = retry_failed
+        self._lock_path = output.with_name(output.name + ".lock")
+        self._lock: FileLock | None = None
+        self._store = ThreadPoolExecutor(1, "tok-batch-store")
+        self._reader = ThreadPoolExecutor(1, "tok-batch-reader")
+        self._digest = ""
+        self._run: Run | None = None
+        self.lines = 0
+        self._ended = False
+
+    @property
+    def totals(self) -> Totals:
+        """What is answered so far."""
+        return Totals() if self._run is None else self._run.totals
+
+    def __enter__(self) -> Self:
+        if not self._file.is_file():
+            raise InvalidField("file", str(self._file), "a file that is there")
+        if not self._output.parent.is_dir():
+            raise InvalidField("output", str(self._output), "a file in a directory that is there")
+        self._lock = FileLock(self._lock_path, str(self._output))
+        try:
+            self._check_output()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _check_output(self) -> None:
+        there, begun = self._output.exists(), self.partial.exists()
+        # Both: it was ended between writing the one and deleting the other, or while it retried.
+        if there and not self._retry and not begun:
+            allowed = "a file that is not there yet, or one of the same input with --retry-failed"
+            raise InvalidField("output", str(self._output), allowed)
+        if self._retry and not there and not begun:
+            raise InvalidField("retry_failed", True, f"nothing while {self._output} is not there")
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        for pool in (self._reader, self._store):
+            pool.shutdown()
+        if self._lock is not None:
+            self._lock_path.unlink(missing_ok=True)
+            self._lock.close()
+
+    async def check(self) -> None:
+        """Looks at all lines of the input. Errors: BadInput, and nothing has been run."""
+        look = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
+        found = await self._in(self._reader, look)
+        if found.errors:
+            raise BadInput(found.errors)
+        self.lines, self._digest = found.lines, found.digest
+
+    async def answer(self, engine: AsyncEngine, formats: Formats = AUTO) -> Totals:
+        """Answers what has no answer, writes the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
+        source = LineSource(self._file, self.lines)
+        answers = await self._in(self._store, self._begun)
+        gate = Gate(engine, until_closed=False)
+        try:
+            if self._retry and self._output.exists():
+                await self._in(self._store, lambda: self._take_over(answers))
+            budget = Budget(samples_ahead(engine.info.max_running))
+            served = ServedModel(engine, self._model, formats)
+            self._run = Run(source, answers, Means(served, budget, gate, self._store, self._reader, self._reader))
+            await self._run.run()
+            await self._in(self._store, lambda: self._write(source, answers))
+        finally:
+            gate.close()
+            await self._in(self._store, answers.close)
+        await self._in(self._store, lambda: remove_database(self.partial))
+        return self._run.totals
+
+    def _begun(self) -> Answers:
+        """Answers so far; none if it died after the output was written, and failed lines are to be answered anew."""
+        answers = self._open()
+        try:
+            written = self._retry and self._output.exists() and self._is_written(answers)
+        except BaseException:
+            answers.close()
+            raise
+        if not written:
+            return answers
+        answers.close()
+        remove_database(self.partial)
+        return self._open()
+
+    def _is_written(self, answers: Answers) -> bool:
+        """Whether the output holds these very answers."""
+        with self._output.open("rb") as stream:
+            pairs = zip_longest(answers.in_order(), stream)
+            return all(one is not None and line == one.text + b"\n" for one, line in pairs)
+
+    def _open(self) -> Answers:
+        try:
+            return Answers(self.partial, f"{self._digest} by {self._model}")
+        except StoreError as error:
+            raise StoreError(f"{error}; delete it to begin anew, or choose another --output") from error
+
+    def _take_over(self, answers: Answers) -> None:
+        """Keeps the answers of the output that are none of failed lines."""
+        for group in kept_of(self._output, LineSource(self._file, self.lines)):
+            answers.add(group)
+
+    def _write(self, source: LineSource, answers: Answers) -> None:
+        with durable(self._output) as stream:
+
+            def take(text: bytes, _: bool) -> None:
+                stream.write(text + b"\n")
+
+            each_line(source, answers, None, take, lambda: self._ended)
+
+    async def _in(self, executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        # Cancelled, it is carried out all the same: what has been computed is to be kept.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

@@ -1,0 +1,84 @@
+"""How far an offline batch is: a bar on a terminal, else a line from time to time, both on standard error."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tok_core import AsyncEngine
+from tok_server.batch.offline.offline import Offline
+
+DRAW_EVERY = 0.25
+TELL_EVERY = 30.0
+
+
+class Pace:
+    """Lines done, their rate since the start, and the time left at that rate."""
+
+    def __init__(self, work: Offline, engine: AsyncEngine) -> None:
+        self._work = work
+        self._engine = engine
+        self._began = time.monotonic()
+        self._lines: int | None = None  # done when it began
+        self._tokens = engine.stats()["output_tokens"]
+
+    def look(self) -> tuple[int, str]:
+        """Lines done, and the rest in words."""
+        totals = self._work.totals
+        done = totals.completed + totals.failed
+        if self._lines is None and done:
+            self._lines = done  # what an earlier run has done says nothing of the pace
+            self._began = time.monotonic()
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        rate = (done - (self._lines or 0)) / seconds
+        tokens = (self._engine.stats()["output_tokens"] - self._tokens) / seconds
+        left = duration((self._work.lines - done) / rate) if rate else "?"
+        return done, f"{totals.failed:,} failed, {tokens:,.0f} tok/s, {left} left"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+@contextmanager
+def showing(work: Offline, engine: AsyncEngine) -> Iterator[None]:
+    """Shows how far `work` is while the context lasts."""
+    console = Console(stderr=True)
+    pace = Pace(work, engine)
+    ended = threading.Event()
+    show = _bar if console.is_terminal else _lines
+    thread = threading.Thread(target=show, args=(work, pace, console, ended), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bar(work: Offline, pace: Pace, console: Console, ended: threading.Event) -> None:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rest]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
+        task = bar.add_task("answering", total=work.lines, rest="")
+        while True:
+            last = ended.is_set()
+            done, rest = pace.look()
+            bar.update(task, completed=done, rest=rest, refresh=True)
+            if last:
+                return
+            ended.wait(DRAW_EVERY)
+
+
+def _lines(work: Offline, pace: Pace, console: Console, ended: threading.Event) -> None:
+    while not ended.wait(TELL_EVERY):
+        done, rest = pace.look()
+        print(f"{done:,} of {work.lines:,} lines, {rest}", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""Read a partial output file again, to find the lines that need no new answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tok_client.decoders import decoder
+from tok_server.batch.execution.run import GROUP, LineSource
+from tok_server.batch.storage.answers import LineAnswer
+from tok_server.batch.storage.database import StoreError
+from tok_server.batch.storage.lines import parse_line, read_lines
+from tok_server.batch.storage.output_lines import answer_of
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+
+
+def kept_of(output: Path, source: LineSource) -> Iterator[list[LineAnswer]]:
+    """The answers of lines that did not fail, some at a time. Errors: StoreError for the output of another input."""
+    group: list[LineAnswer] = []
+    lines = 0
+    with output.open("rb") as answers:
+        for line, text in zip(read_lines(source.path), answers, strict=False):
+            lines += 1
+            found = _read(text, output, lines)
+            if line.data is None or found.custom_id != parse_line(line.data).custom_id:
+                raise StoreError(f"{output}: its line {lines} is no answer to line {line.number} of {source.path}")
+            if found.response is not None and found.response.status_code == 200:
+                group.append(answer_of(line.row, 200, bytes(found.response.body), text.rstrip(b"\n")))
+            if len(group) >= GROUP:
+                yield group
+                group = []
+        rest = answers.readline()
+    if lines != source.lines or rest:
+        raise StoreError(f"{output}: has another number of lines than {source.path}")
+    yield group
+
+
+def _read(text: bytes, output: Path, number: int) -> _Line:
+    try:
+        return decoder(_Line).decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(f"{output}: its line {number} is no answer: {error}") from error

@@ -1,0 +1,1 @@
+"""Files, batches and answers on disk: SQLite and one file each, safe against any death of the process."""

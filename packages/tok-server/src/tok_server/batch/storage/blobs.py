@@ -1,0 +1,111 @@
+"""Blobs: what files hold, each a file of the data directory. One is there as a whole, or not at all.
+
+A blob is written beside its place, and moves there once the index has its file; it leaves its place before the index
+forgets its file. After any crash, a blob that the index does not know is therefore unfinished, by its name, or foreign.
+
+    write file-….part ─► commit its row ─► rename to file-…
+    rename to file-….part ─► delete its row ─► delete file-….part
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from tok_server.batch.storage.database import PRIVATE_FILE
+
+FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+UNFINISHED = ".part"
+PRIVATE_DIRECTORY = 0o700
+
+
+class Blobs:
+    """The directory of all files' contents."""
+
+    def __init__(self, directory: Path) -> None:
+        make_directory(directory)
+        self._directory = directory
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's content is. Raises ValueError for what is no id: it may come from a client."""
+        if not FILE_ID.fullmatch(file_id):
+            raise ValueError(f"file id {file_id[:80]!r}; allowed: file- and 24 hexadecimal digits")
+        return self._directory / file_id
+
+    def unpublished(self, file_id: str) -> Path:
+        """Return the path of a file's content before `publish` and after `withdraw`."""
+        path = self.path(file_id)
+        return path.with_name(path.name + UNFINISHED)
+
+    @contextmanager
+    def writing(self, file_id: str) -> Iterator[IO[bytes]]:
+        """Yield a file to write the content to; it is on the disk when the context ends, for `publish`."""
+        with _written(self.unpublished(file_id), PRIVATE_FILE) as stream:
+            yield stream
+
+    def publish(self, file_id: str) -> None:
+        """Move written content to its place. Without effect if there is none."""
+        try:
+            os.replace(self.unpublished(file_id), self.path(file_id))
+        except FileNotFoundError:
+            return
+        sync_directory(self._directory)
+
+    def withdraw(self, file_id: str) -> None:
+        """Move content away from its place, so that it can be discarded. Without effect if there is none."""
+        try:
+            os.replace(self.path(file_id), self.unpublished(file_id))
+        except FileNotFoundError:
+            return
+        sync_directory(self._directory)
+
+    def discard(self, file_id: str) -> None:
+        """Delete content that is not published, if there is any."""
+        self.unpublished(file_id).unlink(missing_ok=True)
+
+    def entries(self) -> list[tuple[str, Path, bool]]:
+        """Return id, path, and whether it is published, of each content; nothing that is not ours."""
+        named = [(path.name.removesuffix(UNFINISHED), path) for path in sorted(self._directory.iterdir())]
+        return [(id, path, path.name == id) for id, path in named if FILE_ID.fullmatch(id) and path.is_file()]
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[IO[bytes]]:
+    """A stream to write to; `path` has all of it once the context has ended, and is untouched before."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with _written(unfinished, 0o666) as stream:
+        yield stream
+    os.replace(unfinished, path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _written(path: Path, mode: int) -> Iterator[IO[bytes]]:
+    """Yield a stream to a new file at `path`, which is on the disk when the context ends; gone after an error."""
+    try:
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that is its owner's alone, or make an existing one so. Errors: OSError."""
+    path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    path.chmod(PRIVATE_DIRECTORY)
+
+
+def sync_directory(directory: Path) -> None:
+    """A new name lasts only once its directory is on the disk, too."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Place: where in a data directory everything of batches is, readable by the owner of the process alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+
+from tok_server.batch.storage.blobs import PRIVATE_DIRECTORY, Blobs, make_directory, sync_directory
+from tok_server.batch.storage.database import SIDE_FILES, StoreError
+
+log = logging.getLogger("tok.server")
+
+BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+SUFFIX = ".sqlite"
+
+
+class Place:
+    """The directory, made if it is missing. Errors: StoreError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lock = directory / "batches.lock"
+        self.store = directory / "batches.sqlite"
+        self.lost = directory / "lost"
+        self.answers_directory = directory / "batches"
+        try:
+            _make_data_directory(directory, self.store)
+            self.blobs = Blobs(directory / "files")
+            make_directory(self.answers_directory)
+        except OSError as error:
+            raise StoreError(f"data directory {directory}: cannot be made: {error.strerror or error}") from error
+
+    def answers(self, batch_id: str) -> Path:
+        """Where a batch's answers are until it ends. Raises ValueError for what is no id."""
+        if not BATCH_ID.fullmatch(batch_id):
+            raise ValueError(f"batch id {batch_id[:80]!r}; allowed: batch_ and 24 hexadecimal digits")
+        return self.answers_directory / (batch_id + SUFFIX)
+
+    def answer_ids(self) -> list[str]:
+        """Return the ids of all batches that have answers here."""
+        ids = {path.name.partition(SUFFIX)[0] for path in self.answers_directory.iterdir()}
+        return sorted(filter(BATCH_ID.fullmatch, ids))
+
+    def set_aside(self, path: Path) -> Path:
+        """Move a file into `lost/` beside what is there, and return where it is now. Errors: OSError."""
+        make_directory(self.lost)
+        target, count = self.lost / path.name, 0
+        while target.exists():
+            count += 1
+            target = self.lost / f"{path.name}.{count}"
+        os.rename(path, target)
+        sync_directory(self.lost)
+        return target
+
+    def set_answers_aside(self, batch_id: str) -> None:
+        """Move a batch's answers into `lost/`, if it has any. Errors: OSError."""
+        path = self.answers(batch_id)
+        sides = [path.with_name(path.name + side) for side in SIDE_FILES]
+        if moved := [str(self.set_aside(side)) for side in sides if side.exists()]:
+            log.warning("%s: its answers have been moved to %s", batch_id, moved[0])
+
+
+def _make_data_directory(directory: Path, index: Path) -> None:
+    """Make the data directory. An existing one that is not only ours, such as /tmp, keeps its mode."""
+    if not directory.exists():
+        make_directory(directory)
+        return
+    found = directory.stat()
+    loose = found.st_mode & 0o077
+    ours = index.exists() or not any(directory.iterdir())
+    if loose and ours and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
+        directory.chmod(PRIVATE_DIRECTORY)
+    elif loose:
+        log.warning("data directory %s is open to other users of this machine: chmod 700 %s", directory, directory)

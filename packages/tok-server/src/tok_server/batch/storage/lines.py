@@ -1,0 +1,84 @@
+"""The lines of a JSONL file, read as a stream: memory holds one of them, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tok_server.batch.storage.database import StoreError
+from tok_server.wire.json import BadJson, decode
+
+SLICE = 1 << 20
+LOOK_EVERY = 4096  # lines between two looks at whether to stop
+
+
+class Stopped(Exception):
+    """Somebody no longer wants the result."""
+
+
+class InputChanged(StoreError):
+    """A file is not what it was when it was validated; the message says how."""
+
+
+class InputLine(NamedTuple):
+    """One line that is not blank.
+
+    row     counts the lines that are not blank, from 0
+    number  counts all lines, from 1, as editors do
+    data    None: it has more bytes than allowed
+    """
+
+    row: int
+    number: int
+    data: bytes | None
+
+
+class LineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a line says; the body is left as it is."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[InputLine]:
+    """The lines that are not blank.
+
+    most  bytes of a line; None: any number, for a file whose lines have been looked at before
+
+    Errors: Stopped, OSError.
+    """
+    row = number = 0
+    with path.open("rb") as stream:
+        while data := stream.readline(-1 if most is None else most + 2):
+            if number % LOOK_EVERY == 0 and stopped():  # by lines read: blank ones take their time, too
+                raise Stopped
+            number += 1
+            text = data.strip()
+            too_long = most is not None and len(data.rstrip(b"\r\n")) > most
+            while too_long and not data.endswith(b"\n") and (data := stream.readline(SLICE)):
+                pass
+            if text:
+                yield InputLine(row, number, None if too_long else text)
+                row += 1
+
+
+def parse_line(data: bytes) -> LineRequest:
+    """The request of a line. Errors: BadJson."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise BadJson(None, f"is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    return decode(data, LineRequest)
+
+
+def parse_known_line(path: Path, line: InputLine) -> LineRequest:
+    """Return the request of a line that was validated before. Errors: InputChanged."""
+    try:
+        return parse_line(line.data or b"")
+    except BadJson as error:
+        raise InputChanged(f"line {line.number} of {path.name} {error}") from error

@@ -1,0 +1,127 @@
+"""Recovery: check a data directory when a server starts, and finish what a crash left half done.
+
+Nothing is deleted but unfinished parts. What the index does not know moves to `lost/`, from where it can be moved back.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from tok_client.decoders import decoder
+from tok_client.types import FileObject
+from tok_server.batch.storage.database import (
+    PRIVATE_FILE,
+    DamagedError,
+    StoreError,
+    check_content,
+    check_version,
+    reading,
+    remove_database,
+)
+from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.store import KNOWN_VERSIONS, Store, StoredJob
+
+log = logging.getLogger("tok.server")
+
+MAX_NAMED = 10  # names that one log line lists
+
+
+def check_index(place: Place) -> None:
+    """Refuse an index that is missing, empty or damaged while its contents are there. Changes nothing.
+
+    Errors: StoreError, which says what to do.
+    """
+    path = place.store
+    contents = _contents(place)
+    if not path.exists() or not path.stat().st_size:
+        log_file = path.with_name(path.name + "-wal")
+        if contents or (log_file.exists() and log_file.stat().st_size):
+            raise StoreError(_without_index(place, "is missing" if not path.exists() else "is empty"))
+        return
+    try:
+        with reading(path) as connection:
+            check_content(connection, path)
+            check_version(connection, path, KNOWN_VERSIONS)
+            records = _check_records(connection, path)
+    except DamagedError as error:
+        raise DamagedError(f"{error}. {_WAY_OUT_OF_DAMAGE.format(index=path, directory=place.directory)}") from error
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+    if contents and not records:
+        raise StoreError(_without_index(place, "has no entries"))
+
+
+_WAY_OUT_OF_DAMAGE = (
+    "Nothing has been changed. Put back a copy of it; or save what can be read with "
+    "`sqlite3 {index} .recover | sqlite3 recovered.sqlite`, and put that in its place without its -wal and -shm files; "
+    "or start with another --data-dir and keep {directory} for later"
+)
+
+
+def _contents(place: Place) -> list[Path]:
+    """Return blobs and answers that an index should know."""
+    published = [path for _, path, finished in place.blobs.entries() if finished]
+    return [*published, *map(place.answers, place.answer_ids())]
+
+
+def _without_index(place: Place, why: str) -> str:
+    return (
+        f"{place.store}: {why}, but there are files or answers beside it. Nothing has been changed. Put back the index "
+        f"(batches.sqlite and, if there is one, batches.sqlite-wal); or, to begin without these files, move files/ and "
+        f"batches/ and what is left of the index out of {place.directory}"
+    )
+
+
+def _check_records(connection: sqlite3.Connection, path: Path) -> int:
+    """Decode every record, and return how many there are. Errors: DamagedError."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    count = 0
+    for table, kind in (("files", FileObject), ("batches", StoredJob)):
+        if table not in tables:
+            continue
+        for number, record in connection.execute(f"SELECT number, record FROM {table}"):
+            count += 1
+            try:
+                decoder(kind).decode(record)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+                raise DamagedError(f"{path}: is damaged: row {number} of {table} cannot be read: {error}") from error
+    return count
+
+
+def recover(place: Place, store: Store) -> None:
+    """Finish or undo what a crash interrupted; move what the index does not know to `lost/`. Errors: OSError."""
+    for _, path, _ in place.blobs.entries():
+        path.chmod(PRIVATE_FILE)  # earlier versions left it to the umask
+    known = store.file_ids()
+    lost = [str(place.set_aside(path)) for path in _unknown_blobs(place, known)]
+    batches = store.batch_statuses()
+    for id in place.answer_ids():
+        status = batches.get(id)
+        if status is None or status == "failed":
+            place.set_answers_aside(id)
+        elif status in ("completed", "expired", "cancelled"):
+            remove_database(place.answers(id))  # its output files have all of it
+    if lost:
+        names = ", ".join(lost[:MAX_NAMED]) + (", …" if len(lost) > MAX_NAMED else "")
+        log.warning("%d files that the index does not know have been moved to lost/: %s", len(lost), names)
+    if gone := known.difference(id for id, _, finished in place.blobs.entries() if finished):
+        names = ", ".join(sorted(gone)[:MAX_NAMED]) + (", …" if len(gone) > MAX_NAMED else "")
+        log.warning("the contents of %d files are gone: %s", len(gone), names)
+
+
+def _unknown_blobs(place: Place, known: set[str]) -> list[Path]:
+    """Publish contents whose row was committed, delete unfinished ones, and return those that nobody knows."""
+    unknown = []
+    for id, path, finished in place.blobs.entries():
+        if finished:
+            if id not in known:
+                unknown.append(path)
+        elif id in known and not place.blobs.path(id).exists():
+            place.blobs.publish(id)  # the crash came between the commit and this step
+        else:
+            path.unlink()
+    return unknown

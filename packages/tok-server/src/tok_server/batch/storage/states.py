@@ -1,0 +1,104 @@
+"""The states of a batch, and what leads from one to the next: functions of a Job, without effect where they do not fit.
+
+    validating ─► in_progress ─► finalizing ─► completed
+        │              │              └──────► expired       (time over: the lines left become errors)
+        ▼              └─► cancelling ───────► cancelled     (the same)
+      failed
+
+Cancelled or expired while validating, a batch ends without files. Any open state leads to failed once the input is gone
+or changed, or the answers are damaged.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tok_client.types import (
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchRequestCounts,
+    BatchUsage,
+    InputTokensDetails,
+    OutputTokensDetails,
+)
+from tok_server.batch.storage.answers import Totals
+from tok_server.batch.storage.output_lines import Unanswered
+from tok_server.batch.storage.store import StoredJob
+from tok_server.batch.storage.validation import Validated
+
+Early = Literal["cancelled", "expired"]
+BEFORE_THE_END = ("validating", "in_progress")
+
+
+def validated(job: StoredJob, found: Validated, now: int) -> StoredJob:
+    """It may begin, or is refused with what is wrong."""
+    if job.batch.status != "validating":
+        return job
+    if found.errors:
+        errors = BatchErrors(data=found.errors)
+        return _with(job, status="failed", failed_at=now, errors=errors, request_counts=BatchRequestCounts())
+    started = _with(job, status="in_progress", in_progress_at=now)
+    return with_totals(msgspec.structs.replace(started, lines=found.lines, digest=found.digest), Totals())
+
+
+def failed(job: StoredJob, error: BatchError, now: int) -> StoredJob:
+    """It cannot go on, at whatever moment that is found."""
+    if not job.open:
+        return job
+    return _with(job, status="failed", failed_at=now, errors=BatchErrors(data=[error]))
+
+
+def end_early(job: StoredJob, how: Early, now: int) -> StoredJob:
+    """It is to end with the lines that are answered."""
+    if job.batch.status not in BEFORE_THE_END:
+        return job
+    if how == "cancelled":
+        return _with(job, status="cancelling", cancelling_at=now)
+    return msgspec.structs.replace(_with(job, status="finalizing", finalizing_at=now), expired=True)
+
+
+def answered(job: StoredJob, now: int) -> StoredJob:
+    """All lines are answered."""
+    return _with(job, status="finalizing", finalizing_at=now) if job.batch.status == "in_progress" else job
+
+
+def missing(job: StoredJob) -> Unanswered | None:
+    """Why lines may be left without an answer; None: none is."""
+    if job.batch.status == "cancelling":
+        return "batch_cancelled"
+    return "batch_expired" if job.expired else None
+
+
+def finished(job: StoredJob, totals: Totals, output: str | None, errors: str | None, now: int) -> StoredJob:
+    """Its files are written."""
+    match job.batch.status, job.expired:
+        case "cancelling", _:
+            ended = _with(job, status="cancelled", cancelled_at=now)
+        case "finalizing", True:
+            ended = _with(job, status="expired", expired_at=now)
+        case "finalizing", False:
+            ended = _with(job, status="completed", completed_at=now)
+        case _:
+            return job
+    return with_totals(_with(ended, output_file_id=output, error_file_id=errors), totals)
+
+
+def with_totals(job: StoredJob, totals: Totals) -> StoredJob:
+    """With what has been counted."""
+    counts = BatchRequestCounts(total=job.lines, completed=totals.completed, failed=totals.failed)
+    used = BatchUsage(
+        input_tokens=totals.input_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=totals.cached_tokens),
+        output_tokens=totals.output_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=totals.reasoning_tokens),
+        total_tokens=totals.input_tokens + totals.output_tokens,
+    )
+    return _with(job, request_counts=counts, usage=used)
+
+
+def _with(job: StoredJob, **fields: object) -> StoredJob:
+    batch: Batch = msgspec.structs.replace(job.batch, **fields)
+    return msgspec.structs.replace(job, batch=batch)

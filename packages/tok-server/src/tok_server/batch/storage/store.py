@@ -1,0 +1,299 @@
+"""Store: which files and batches there are, in one SQLite file; each change is on the disk when it returns.
+
+A record is the JSON that clients see, beside the columns by which it is looked for. For one thread.
+
+Each record has an owner: the tenant who made it. An owner sees its own records and those of NOBODY, which were made
+without API keys or by versions that knew no owners. For everyone else a record does not exist.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from tok_client.decoders import decoder
+from tok_client.types import Batch, FileObject
+from tok_server.batch.storage.clock import Reading
+from tok_server.batch.storage.database import StoreError, check_version, open_database, transaction
+
+VERSION = 2
+KNOWN_VERSIONS = (0, 1, VERSION)
+NOBODY = ""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    purpose TEXT NOT NULL,
+    deadline REAL,
+    owner TEXT NOT NULL DEFAULT '',
+    record BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    input TEXT NOT NULL,
+    open INTEGER NOT NULL,
+    owner TEXT NOT NULL DEFAULT '',
+    record BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), elapsed REAL, boot TEXT, uptime REAL);
+CREATE INDEX IF NOT EXISTS files_by_deadline ON files (deadline) WHERE deadline IS NOT NULL;
+CREATE INDEX IF NOT EXISTS batches_open ON batches (input) WHERE open
+"""
+FROM_VERSION_1 = """
+ALTER TABLE files ADD COLUMN deadline REAL;
+ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+DROP INDEX IF EXISTS files_expiring
+"""
+VISIBLE = "owner IN ('', ?)"
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+T = TypeVar("T")
+
+
+class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch, and what clients are not told of it.
+
+    lines         of its input, once that has been validated
+    digest        of its input, once that has been validated; "": unknown
+    keep_seconds  after which its output is deleted; None: never
+    deadline      when its time is over, on the data directory's clock; None: never
+    owner         who made it
+    expired       it is being finished because its time was over
+    """
+
+    batch: Batch
+    lines: int = 0
+    digest: str = ""
+    keep_seconds: int | None = None
+    deadline: float | None = None
+    owner: str = NOBODY
+    expired: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it still changes."""
+        return self.batch.status not in ENDED
+
+
+class Page(NamedTuple, Generic[T]):
+    """Some records, and whether more follow."""
+
+    records: list[T]
+    more: bool
+
+
+class Missing(LookupError):
+    """There is no such record; `id` says which."""
+
+    def __init__(self, kind: str, id: str) -> None:
+        super().__init__(f"there is no {kind} {id[:80]!r}")
+        self.id = id
+
+
+class InUse(Exception):
+    """A file that a batch still reads."""
+
+
+class Store:
+    """All records of a data directory. Functions that take an `owner` see what that owner may see."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = decoder(FileObject)
+        self._job = decoder(StoredJob)
+        _migrate(path)
+        self._connection = open_database(path, SCHEMA, VERSION, "FULL")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    # Clock
+
+    def clock(self) -> Reading | None:
+        """Return the clock as it was saved last; None if it never was."""
+        row = self._connection.execute("SELECT elapsed, boot, uptime FROM clock").fetchone()
+        return None if row is None else Reading(*row)
+
+    def save_clock(self, reading: Reading) -> None:
+        """Save the clock."""
+        with transaction(self._connection):
+            self._connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", reading)
+
+    def start_deadlines(self, now: float) -> None:
+        """Give files and open batches of version 1, which kept no measured deadlines, their whole time from now on."""
+        with transaction(self._connection):
+            for id, record in self._connection.execute(
+                "SELECT id, record FROM files WHERE deadline IS NULL"
+            ).fetchall():
+                file = self._file.decode(record)
+                if isinstance(file.expires_at, int):
+                    deadline = now + max(0, file.expires_at - file.created_at)
+                    self._connection.execute("UPDATE files SET deadline = ? WHERE id = ?", (deadline, id))
+            for job in self.open_jobs():
+                expires = job.batch.expires_at
+                if job.deadline is None and isinstance(expires, int):
+                    deadline = now + max(0, expires - job.batch.created_at)
+                    self._update(msgspec.structs.replace(job, deadline=deadline))
+
+    # Files
+
+    def add_file(self, file: FileObject, owner: str = NOBODY, deadline: float | None = None) -> None:
+        """A new file.
+
+        deadline  when it may be deleted, on the data directory's clock; None: never
+        """
+        with transaction(self._connection):
+            self._add_file(file, owner, deadline)
+
+    def _add_file(self, file: FileObject, owner: str, deadline: float | None) -> None:
+        row = (file.id, file.purpose, deadline, owner, msgspec.json.encode(file))
+        self._connection.execute("INSERT INTO files (id, purpose, deadline, owner, record) VALUES (?, ?, ?, ?, ?)", row)
+
+    def file(self, id: str, owner: str = NOBODY) -> FileObject:
+        """One file. Errors: Missing."""
+        query = f"SELECT record FROM files WHERE id = ? AND {VISIBLE}"
+        row = self._connection.execute(query, (id, owner)).fetchone()
+        if row is None:
+            raise Missing("file", id)
+        return self._file.decode(row[0])
+
+    def files(
+        self, after: str | None, limit: int, *, newest_first: bool, purpose: str | None, owner: str = NOBODY
+    ) -> Page[FileObject]:
+        """Files in the order of their making, from the one behind `after`. Errors: Missing."""
+        where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
+        rows, more = self._page("file", "files", after, limit, newest_first, where, values, owner)
+        return Page([self._file.decode(row) for row in rows], more)
+
+    def check_unused(self, id: str, owner: str = NOBODY) -> None:
+        """Raise Missing for a file that is not there, InUse for one that an open batch reads."""
+        self.file(id, owner)
+        user = self._connection.execute("SELECT id FROM batches WHERE open AND input = ?", (id,)).fetchone()
+        if user is not None:
+            raise InUse(f"file {id!r} is the input of batch {user[0]!r}, which has not ended")
+
+    def delete_file(self, id: str, owner: str = NOBODY) -> None:
+        """Errors: Missing, InUse."""
+        with transaction(self._connection):
+            self.check_unused(id, owner)
+            self._connection.execute("DELETE FROM files WHERE id = ?", (id,))
+
+    def expired(self, now: float) -> list[str]:
+        """Return the ids of files whose time is over, those in use aside."""
+        where = "deadline <= ? AND id NOT IN (SELECT input FROM batches WHERE open)"
+        return [id for (id,) in self._connection.execute(f"SELECT id FROM files WHERE {where}", (now,))]
+
+    def delete_files(self, ids: Iterable[str]) -> None:
+        """Delete these files, whoever owns them: all or none."""
+        with transaction(self._connection):
+            self._connection.executemany("DELETE FROM files WHERE id = ?", [(id,) for id in ids])
+
+    def file_ids(self) -> set[str]:
+        """The ids of all files, whoever owns them."""
+        return {id for (id,) in self._connection.execute("SELECT id FROM files")}
+
+    # Batches
+
+    def add_job(self, job: StoredJob) -> None:
+        """A new batch, whose input is a file with purpose "batch" that its owner sees. Errors: Missing."""
+        with transaction(self._connection):
+            if self.file(job.batch.input_file_id, job.owner).purpose != "batch":
+                raise Missing("file with purpose 'batch' and id", job.batch.input_file_id)
+            row = (job.batch.id, job.batch.input_file_id, job.open, job.owner, msgspec.json.encode(job))
+            self._connection.execute("INSERT INTO batches (id, input, open, owner, record) VALUES (?, ?, ?, ?, ?)", row)
+
+    def job(self, id: str, owner: str = NOBODY) -> StoredJob:
+        """One batch. Errors: Missing."""
+        query = f"SELECT record FROM batches WHERE id = ? AND {VISIBLE}"
+        return self._found(id, self._connection.execute(query, (id, owner)).fetchone())
+
+    def any_job(self, id: str) -> StoredJob:
+        """One batch, whoever owns it. Errors: Missing."""
+        return self._found(id, self._connection.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone())
+
+    def _found(self, id: str, row: tuple[bytes] | None) -> StoredJob:
+        if row is None:
+            raise Missing("batch", id)
+        return self._job.decode(row[0])
+
+    def jobs(self, after: str | None, limit: int, owner: str = NOBODY) -> Page[StoredJob]:
+        """Batches, the newest first, from the one behind `after`. Errors: Missing."""
+        rows, more = self._page("batch", "batches", after, limit, True, "", (), owner)
+        return Page([self._job.decode(row) for row in rows], more)
+
+    def batch_statuses(self) -> dict[str, str]:
+        """Return the status of every batch by its id, whoever owns it."""
+        records = self._connection.execute("SELECT record FROM batches")
+        jobs = (self._job.decode(record) for (record,) in records)
+        return {job.batch.id: job.batch.status for job in jobs}
+
+    def open_jobs(self) -> list[StoredJob]:
+        """Batches that have not ended, the oldest first."""
+        rows = self._connection.execute("SELECT record FROM batches WHERE open ORDER BY number")
+        return [self._job.decode(record) for (record,) in rows]
+
+    def change(
+        self,
+        id: str,
+        change: Callable[[StoredJob], StoredJob],
+        outputs: Sequence[FileObject] = (),
+        output_deadline: float | None = None,
+    ) -> StoredJob:
+        """Makes of a batch what `change` makes of it, and adds its output files, both or neither. Errors: Missing."""
+        with transaction(self._connection):
+            job = change(self.any_job(id))
+            self._update(job)
+            for file in outputs:
+                self._add_file(file, job.owner, output_deadline)
+        return job
+
+    def _update(self, job: StoredJob) -> None:
+        row = (job.open, msgspec.json.encode(job), job.batch.id)
+        self._connection.execute("UPDATE batches SET open = ?, record = ? WHERE id = ?", row)
+
+    def _page(
+        self,
+        kind: str,
+        table: str,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        where: str,
+        values: tuple[str, ...],
+        owner: str,
+    ) -> tuple[list[bytes], bool]:
+        """Records, and whether more follow."""
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        where, values = f"{VISIBLE} {where}", (owner, *values)
+        if after is not None:
+            query = f"SELECT number FROM {table} WHERE id = ? AND {VISIBLE}"
+            found = self._connection.execute(query, (after, owner)).fetchone()
+            if found is None:
+                raise Missing(kind, after)
+            where, values = f"{where} AND number {beyond} ?", (*values, found[0])
+        query = f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
+        rows = [record for (record,) in self._connection.execute(query, (*values, limit + 1))]
+        return rows[:limit], len(rows) > limit
+
+
+def _migrate(path: Path) -> None:
+    """Bring an index of version 1 to this version; it gets deadlines by `Store.start_deadlines`. Errors: StoreError."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        if check_version(connection, path, KNOWN_VERSIONS) == 1:
+            with transaction(connection):
+                for statement in FROM_VERSION_1.split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be used: {error}") from error
+    finally:
+        connection.close()

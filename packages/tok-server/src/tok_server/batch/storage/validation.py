@@ -1,0 +1,128 @@
+"""Validation: a file's lines are looked at before the first of them runs, and told by number where they are wrong.
+
+What a body says is not looked into: a bad one is answered with its error, and the other lines go on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tok_client.types import BatchError
+from tok_server.batch.storage.lines import InputChanged, InputLine, LineRequest, parse_line, read_lines
+from tok_server.wire.json import BadJson
+
+MAX_ERRORS = 100
+MAX_CUSTOM_ID_CHARS = 512  # characters of a custom_id
+MAX_LINES = 50_000_000  # blank ones too: their ids are held in memory
+
+
+class Validated(NamedTuple):
+    """A file that has been looked at.
+
+    lines   how many there are
+    digest  of their bytes: another file has another one
+    errors  what is wrong, the first `MOST_ERRORS`; none: nothing
+    """
+
+    lines: int
+    digest: str
+    errors: list[BatchError]
+
+
+def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[], bool] = lambda: False) -> Validated:
+    """Looks at all lines: each a request to one of `urls`, of at most `most` bytes, its custom_id unique.
+
+    Of more than `MAX_LINES` no more are looked at. Memory: 16 bytes a line. Errors: Stopped, OSError.
+    """
+    seen, digest, errors, lines = _Ids(), blake2b(digest_size=16), list[BatchError](), 0
+    for line in read_lines(path, most, stopped):
+        if line.number > MAX_LINES:
+            message = f"The file has more than {MAX_LINES} lines."
+            return Validated(lines, digest.hexdigest(), [_error(line, "too_many_lines", message, None)])
+        lines += 1
+        digest.update(b"\n" + (line.data or b""))
+        error, custom_id = _check(line, urls, most)
+        seen.add(custom_id, line.number)
+        if error is not None and len(errors) < MAX_ERRORS:
+            errors.append(error)
+    if not lines:
+        errors.append(BatchError(code="empty_file", message="The file has no requests."))
+    errors += [_duplicate(number) for number in seen.repeated()]
+    errors.sort(key=lambda error: error.line or 0)
+    return Validated(lines, digest.hexdigest(), errors[:MAX_ERRORS])
+
+
+def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Raise InputChanged if the lines are not those that `validate` saw. Errors: Stopped, OSError."""
+    found = blake2b(digest_size=16)
+    for line in read_lines(path, stopped=stopped):
+        found.update(b"\n" + (line.data or b""))
+    if found.hexdigest() != digest:
+        raise InputChanged(f"the lines of {path.name} are not those that were validated")
+
+
+def _check(line: InputLine, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:
+    """What is wrong with the line, and the custom_id to compare."""
+    if line.data is None:
+        return _error(line, "line_too_long", f"The line has more than {most} bytes.", None), None
+    try:
+        request = parse_line(line.data)
+    except BadJson as error:
+        code = "invalid_request" if error.path else "invalid_json_line"
+        return _error(line, code, f"The line is no request: {error}.", error.path), None
+    return _check_request(line, request, urls), request.custom_id
+
+
+def _check_request(line: InputLine, request: LineRequest, urls: Collection[str]) -> BatchError | None:
+    if not 1 <= len(request.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"custom_id has {len(request.custom_id)} characters; allowed: 1 to {MAX_CUSTOM_ID_CHARS}."
+        return _error(line, "invalid_custom_id", message, "custom_id")
+    if request.method != "POST":
+        return _error(line, "invalid_method", f"method is {request.method[:80]!r}; allowed: 'POST'.", "method")
+    if request.url not in urls:
+        allowed = ", ".join(map(repr, sorted(urls)))
+        return _error(line, "invalid_url", f"url is {request.url[:80]!r}; allowed: {allowed}.", "url")
+    if not bytes(request.body).startswith(b"{"):
+        return _error(line, "invalid_body", "body is no JSON object.", "body")
+    return None
+
+
+def _error(line: InputLine, code: str, message: str, param: str | None) -> BatchError:
+    return BatchError(code=code, message=message, line=line.number, param=param)
+
+
+def _duplicate(number: int) -> BatchError:
+    message = "custom_id is that of an earlier line; allowed: one that no other line has."
+    return BatchError(code="duplicate_custom_id", message=message, line=number, param="custom_id")
+
+
+class _Ids:
+    """Which custom ids came before: a digest of 12 bytes of each, and its line's number."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._numbers = array("I")
+
+    def add(self, custom_id: str | None, number: int) -> None:
+        """`None`: the line has none."""
+        if custom_id is not None:
+            self._digests += blake2b(custom_id.encode(), digest_size=12).digest()
+            self._numbers.append(number)
+
+    def repeated(self) -> Iterator[int]:
+        """Numbers of lines whose id an earlier line has, the first `MOST_ERRORS`."""
+        if not self._numbers:
+            return
+        digests = np.frombuffer(self._digests, "S12")
+        # Trailing zero bytes are no part of such a string to NumPy: as whole numbers, all bytes count.
+        words = digests.view(np.uint32).reshape(-1, 3)
+        order = np.lexsort(words.T[::-1])
+        same = (words[order[1:]] == words[order[:-1]]).all(axis=1)
+        numbers = np.frombuffer(self._numbers, np.uintc)[order[1:][same]]
+        yield from np.sort(numbers)[:MAX_ERRORS].tolist()

@@ -1,0 +1,1 @@
+"""`tok bench manager`: what a step costs the manager, without a GPU."""

@@ -1,0 +1,111 @@
+"""Drive: keeps the slots of a simulated engine full, and counts what its manager's steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from tok_core.manager.profiler import ManagerProfiler, Part
+from tok_core.messages import Cancel
+from tok_core.simulation.manager import Simulation
+from tok_server.bench.manager.load import Load
+
+MAX_FILL_FACTOR = 4  # times as many steps as planned that filling all slots may take
+
+Look = Callable[[], None]
+"""Called after every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What some steps have cost.
+
+    seconds  of the manager's CPU
+    tokens   that were generated and belong to somebody
+    running  sequences at the end
+    sizes    bytes to the worker, from it, and to the engine
+    parts    seconds by part; only where they were timed
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    running: int
+    sizes: tuple[int, int, int]
+    parts: dict[Part, float]
+
+
+class ManagerDriver:
+    """A workload's requests, the manager they go to, and half as many again as have slots waiting."""
+
+    def __init__(self, load: Load, simulation: Simulation) -> None:
+        self.load = load
+        self.simulation = simulation
+        self._rng = np.random.default_rng(4)
+        self._given = 0  # samples, those cancelled left out
+        self._open: list[int] = []  # requests, oldest first, where some are to be replaced
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a slot."""
+        return self.simulation.manager.stats().sequences_running
+
+    def fill(self, look: Look) -> None:
+        """Until all slots are taken, or cannot be, and as many steps more as the workload needs to be steady."""
+        ports = self.simulation.ports
+        while ports.steps < MAX_FILL_FACTOR * self.load.fill_steps and self.running < self.load.sequences:
+            self._turn()
+            look()
+        self.block(self.load.warm_up, look)
+
+    def block(self, steps: int, look: Look, clockwork: ManagerProfiler | None = None) -> Block:
+        """The next so many steps."""
+        last = self.simulation.ports.steps + steps
+        return self._measure(lambda: self.simulation.ports.steps < last, self._turn, look, clockwork)
+
+    def start_all(self, look: Look, clockwork: ManagerProfiler | None) -> Block:
+        """All steps until as many requests as there are slots have started, which are there from the beginning."""
+        for _ in range(self.load.sequences):
+            self._give()
+        return self._measure(lambda: self.running < self.load.sequences, self.simulation.turn, look, clockwork)
+
+    def _measure(
+        self, more: Callable[[], bool], turn: Callable[[], float], look: Look, clockwork: ManagerProfiler | None
+    ) -> Block:
+        seconds, before = 0.0, self._counts()
+        with nullcontext() if clockwork is None else clockwork.timing(self.simulation.manager):
+            while more():
+                seconds += turn()
+                look()
+        steps, tokens, *sizes = (new - old for new, old in zip(self._counts(), before, strict=True))
+        parts = {} if clockwork is None else clockwork.seconds
+        return Block(seconds, steps, tokens, self.running, (sizes[0], sizes[1], sizes[2]), parts)
+
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        ports = self.simulation.ports
+        return ports.steps, ports.tokens, ports.input_bytes, ports.output_bytes, ports.progress_bytes
+
+    def _turn(self) -> float:
+        """A turn of the manager's loop, after what has ended is made up for; its CPU seconds."""
+        self._replace()
+        while self._given - self.simulation.ports.finished < 1.5 * self.load.sequences:
+            self._give()
+        return self.simulation.turn()
+
+    def _give(self) -> None:
+        request = next(self.load.requests)
+        self.simulation.submit(request)
+        self._given += request.params.n
+        if self.load.replaced:
+            self._open.append(request.rid)
+
+    def _replace(self) -> None:
+        if not self.load.replaced or len(self._open) < self.load.sequences:
+            return
+        count = max(1, int(self.load.replaced * self.load.sequences))
+        for place in sorted(self._rng.choice(self.load.sequences, count, replace=False).tolist(), reverse=True):
+            self.simulation.submit(Cancel(self._open.pop(place)))
+        self._given -= count

@@ -1,0 +1,99 @@
+"""Measures a manager under a workload in blocks of steps: in turns as a whole, and part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import fmean, median
+from typing import NamedTuple
+
+from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
+from tok_core.simulation.manager import Simulation
+from tok_server.bench.manager.drive import Block, ManagerDriver
+from tok_server.bench.manager.load import LOADS, vocabulary
+from tok_server.bench.manager.result import ManagerResult
+from tok_server.bench.watch import Show, progress_bar, seldom
+
+PAIRS, STEPS = 6, 16  # blocks of each kind, and steps a block
+SHOW_EVERY = 0.1  # seconds
+ADMISSION = "admission"
+
+
+class Measured(NamedTuple):
+    """Blocks that nobody timed part by part, blocks that were, and the share of tokens thrown away meanwhile."""
+
+    plain: list[Block]
+    timed: list[Block]
+    discarded: float = 0.0
+
+
+def run_manager(name: str, sequences: int, stop: str | None = None, step_seconds: float = 0.0) -> ManagerResult:
+    """Measures the manager under the workload `name`. Errors: InvalidField for a stop string that is none."""
+
+    def make() -> ManagerDriver:
+        load = LOADS[name](sequences, () if stop is None else (stop,))
+        return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary(), step_seconds))
+
+    plain, timed, discarded = _admit(make) if name == ADMISSION else _run_steps(make())
+    started = plain[0].seconds if name == ADMISSION else None
+    to_worker, from_worker, to_engine = (_typical(one.sizes[kind] / one.steps for one in plain) for kind in range(3))
+    ms = _typical((one.seconds / one.steps for one in plain), 1e3)
+    return ManagerResult(
+        engine="tok",
+        workload=name,
+        sequences=sequences,
+        us_per_token=None if started else _typical((one.seconds / max(one.tokens, 1) for one in plain), 1e6),
+        ms_per_step=ms,
+        input_bytes=round(to_worker),
+        output_bytes=round(from_worker),
+        progress_bytes=round(to_engine),
+        running=round(fmean(one.running for one in plain)),
+        steps=sum(one.steps for one in plain + timed),
+        discarded_share=round(discarded, 5),
+        stop=stop,
+        step_time_ms=step_seconds * 1e3 or None,
+        us_per_request=started and round(started / sequences * 1e6, 2),
+        seconds=started and round(started, 4),
+        **_divided(ms, timed),
+    )
+
+
+def _divided(ms: float, timed: list[Block]) -> dict[Part, float]:
+    """`ms` by part. To time a part takes time, which is none of the manager's, so blocks only tell the shares."""
+    typical = {part: median(one.parts[part] / one.steps for one in timed) for part in PARTS}
+    scale = ms / sum(typical.values())
+    return {part: round(seconds * scale, 4) for part, seconds in typical.items()}
+
+
+def _typical(values: Iterable[float], scale: float = 1.0) -> float:
+    return round(median(values) * scale, 4)
+
+
+def _run_steps(drive: ManagerDriver) -> Measured:
+    """Blocks in turns, so that what slows the machine down for a while slows both kinds down."""
+    load, ports, plain, timed = drive.load, drive.simulation.ports, [], []
+    with progress_bar("steps", load.fill_steps + load.warm_up + 2 * PAIRS * STEPS) as show:
+        look = _looking(show, lambda: (ports.steps, ports.tokens, drive.running))
+        drive.fill(look)
+        before = drive.simulation.manager.stats()
+        for _ in range(PAIRS):
+            plain.append(drive.block(STEPS, look))
+            timed.append(drive.block(STEPS, look, ManagerProfiler()))
+        after = drive.simulation.manager.stats()
+    discarded = after.discarded_tokens - before.discarded_tokens
+    kept = after.output_tokens - before.output_tokens
+    return Measured(plain, timed, discarded / max(discarded + kept, 1))
+
+
+def _admit(make: Callable[[], ManagerDriver]) -> Measured:
+    """Twice the same: as a whole, and part by part."""
+    return Measured([_start_all(make(), None)], [_start_all(make(), ManagerProfiler())])
+
+
+def _start_all(drive: ManagerDriver, clockwork: ManagerProfiler | None) -> Block:
+    with progress_bar("started", drive.load.sequences) as show:
+        look = _looking(show, lambda: (drive.running, drive.simulation.ports.tokens, drive.running))
+        return drive.start_all(look, clockwork)
+
+
+def _looking(show: Show, values: Callable[[], tuple[int, int, int]]) -> Callable[[], None]:
+    return seldom(lambda: show(*values()), SHOW_EVERY)

@@ -1,0 +1,150 @@
+"""The clients of `tok bench server`, in a process of their own: connections that ask, and do little else.
+
+`python -m tok_server.bench.server.client PORT CONNECTIONS WARM_UP SECONDS RATE BODY`. With a rate of 0 a connection
+asks again as soon as it is answered; otherwise requests are sent by the clock, each by a connection that waits for
+nothing. Says "begin" once the warm-up is over, and at the end how many requests were answered since, the CPU seconds
+that took here, and how long it was. What has come is looked at every `LOOK` seconds: it takes little of the CPU.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+
+import msgspec
+
+LOOK = 0.002  # seconds
+MAX_READ_BYTES = 1 << 18
+END = b"0\r\n\r\n"  # of a body in chunks; neither JSON nor events end like it
+BREAK = b"\r\n\r\n"
+LENGTH = b"content-length: "
+
+
+class RequestTally(msgspec.Struct):
+    """What has happened since the warm-up; failures: since the beginning."""
+
+    requests: int = 0
+    failures: int = 0
+    cpu: float = 0.0
+    seconds: float = 0.0
+
+
+class Talk:
+    """One connection: a request, and how much of its answer has come."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setblocking(False)
+        self.status = b""  # line of the latest answer
+        self._request = request
+        self._head = self._end = b""
+        self._left: int | None = None  # bytes of a body whose length is known
+
+    def ask(self) -> None:
+        """Sends the request: so short that the system takes it at once."""
+        self._head = self._end = self.status = b""
+        self._left = None
+        self.socket.sendall(self._request)
+
+    def read(self) -> bool:
+        """Whether the answer has ended. Errors: OSError where the server has gone."""
+        part = self.socket.recv(MAX_READ_BYTES)
+        if not part:
+            raise ConnectionError("the server has gone")
+        if not self.status:
+            self._head += part
+            head, found, part = self._head.partition(BREAK)
+            if not found:
+                return False
+            self._begin(head.lower())
+        if self._left is not None:
+            self._left -= len(part)
+            return self._left <= 0
+        self._end = (self._end + part)[-len(END) :]
+        return self._end == END
+
+    def _begin(self, head: bytes) -> None:
+        self.status = head.partition(b"\r\n")[0]
+        _, found, rest = head.partition(LENGTH)
+        if found:
+            self._left = int(rest.partition(b"\r\n")[0])
+
+
+class LoadDriver:
+    """Connections that ask, for `seconds` after a warm-up. `rate`: requests a second; 0: as many as are answered."""
+
+    def __init__(self, port: int, connections: int, rate: float, body: bytes) -> None:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        request = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        self.tally = RequestTally()
+        self._rate = rate
+        self._selector = selectors.DefaultSelector()
+        self._idle = deque(Talk(port, request) for _ in range(connections))
+        for talk in self._idle:
+            self._selector.register(talk.socket, selectors.EVENT_READ, talk)
+        self._began, self._sent = time.monotonic(), 0
+
+    def run(self, seconds: float) -> None:
+        """Asks for so long. Answers under way at the end are left to a later call."""
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end and self._selector.get_map():
+            for _ in range(self._due(now)):
+                self._idle.popleft().ask()
+                self._sent += 1
+            for key, _ in self._selector.select(LOOK):
+                self._read(key.data)
+            time.sleep(LOOK)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for key in list(self._selector.get_map().values()):
+            key.data.socket.close()
+        self._selector.close()
+
+    def _due(self, now: float) -> int:
+        """How many requests are to be sent now, and can be."""
+        if not self._rate:
+            return len(self._idle)
+        return min(len(self._idle), int((now - self._began) * self._rate) - self._sent)
+
+    def _read(self, talk: Talk) -> None:
+        try:
+            ended = talk.read()
+        except OSError:
+            self.tally.failures += 1
+            self._selector.unregister(talk.socket)
+            talk.socket.close()
+            return
+        if ended:
+            self.tally.failures += b" 200 " not in talk.status
+            self.tally.requests += 1
+            self._idle.append(talk)
+
+
+def drive(port: int, connections: int, warm_up: float, seconds: float, rate: float, body: bytes) -> RequestTally:
+    """Asks for so long, says so in between, and returns what came of it."""
+    all_of_them = LoadDriver(port, connections, rate, body)
+    tally = all_of_them.tally
+    try:
+        all_of_them.run(warm_up)
+        tally.requests, began, cpu = 0, time.monotonic(), time.process_time()
+        print("begin", flush=True)
+        all_of_them.run(seconds)
+        tally.cpu, tally.seconds = time.process_time() - cpu, time.monotonic() - began
+    finally:
+        all_of_them.close()
+    return tally
+
+
+def main(words: list[str]) -> None:
+    """Prints a line at the beginning and one at the end."""
+    port, connections, warm_up, seconds, rate, body = words
+    tally = drive(int(port), int(connections), float(warm_up), float(seconds), float(rate), body.encode())
+    print(msgspec.json.encode(tally).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""Measures the HTTP server in this process, over an engine that computes nothing, with clients in others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from tok_core.simulation.engine import SimulatedEngine
+from tok_server.app import make_app
+from tok_server.bench.server.client import RequestTally
+from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME
+from tok_server.http.connections import listening
+from tok_server.http.context import CONTEXT
+from tok_server.http.pauses import keep_short
+from tok_server.serve import listen
+from tok_server.settings import Settings
+
+MAX_RUNNING = 8192
+STEP = 0.005  # seconds: no GPU takes less for as many samples as are asked for here
+WARM_UP = 1.0  # seconds
+LOOK = 0.002  # seconds between looks at how late the event loop is
+
+
+class Scenario(NamedTuple):
+    """A request, and how many connections ask for it again and again."""
+
+    connections: int
+    tokens: int
+    n: int = 1
+    stream: bool = False
+
+    @property
+    def body(self) -> str:
+        asked = {"max_tokens": self.tokens, "n": self.n, "stream": self.stream}
+        return json.dumps({"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "ignore_eos": True, "temperature": 1, **asked})
+
+
+SCENARIOS = {
+    "whole": Scenario(connections=256, tokens=8),
+    "streamed": Scenario(connections=512, tokens=128, stream=True),
+    "samples": Scenario(connections=8, tokens=16, n=1024),
+}
+
+
+class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one scenario has come to.
+
+    offered_per_s    requests sent by the clock; 0: each connection asked again once it was answered
+    *_per_s          of requests answered to their end
+    loop_p50, _p99   ms by which the server's event loop was late
+    *_cpu            cores taken: by the server, by manager and worker, and by the clients
+    """
+
+    engine: str
+    scenario: str
+    offered_per_s: float
+    requests_per_s: float
+    tokens_per_s: float
+    loop_p50: float
+    loop_p99: float
+    server_cpu: float
+    engine_cpu: float
+    client_cpu: float
+    failures: int
+
+
+class _Watch:
+    """CPU seconds since it was made, and by how many seconds the loop was late while it looked."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.delays: list[float] = []
+        self._engine = engine
+        self._began, self._server, self._engines = time.monotonic(), time.process_time(), engine.cpu_seconds()
+
+    async def look(self) -> None:
+        while True:
+            due = time.monotonic() + LOOK
+            await asyncio.sleep(LOOK)
+            self.delays.append(max(time.monotonic() - due, 0.0))
+
+    def cores(self) -> tuple[float, float]:
+        """Taken by the server, and by manager and worker."""
+        seconds = time.monotonic() - self._began
+        return (time.process_time() - self._server) / seconds, (self._engine.cpu_seconds() - self._engines) / seconds
+
+
+async def run_server(names: list[str], clients: int, seconds: float, rate: float = 0.0) -> list[ServerResult]:
+    """One scenario after the other, all with one server. Errors: TokError where it cannot start.
+
+    rate  requests a second that are sent by the clock; 0: each connection asks again once it is answered
+    """
+    engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING, step_seconds=STEP)
+    await engine.start()
+    runner = web.AppRunner(make_app(engine, Settings(model_name=DEMO_NAME)), handler_cancellation=True)
+    try:
+        await runner.setup()
+        listener = listen("127.0.0.1", 0)
+        async with listening(runner, runner.app[CONTEXT], listener, None):
+            port = int(listener.getsockname()[1])
+            keep_short()
+            return [await _measure(name, engine, port, clients, seconds, rate) for name in names]
+    finally:
+        await runner.cleanup()
+        await engine.close()
+
+
+async def _measure(
+    name: str, engine: SimulatedEngine, port: int, clients: int, seconds: float, offered: float
+) -> ServerResult:
+    scenario = SCENARIOS[name]
+    share = -(-scenario.connections // clients), offered / clients
+    asking = [await _client(port, *share, seconds, scenario) for _ in range(clients)]
+    await asyncio.gather(*(_line(one) for one in asking))
+    watch = _Watch(engine)
+    looking = asyncio.create_task(watch.look())
+    tallies = [msgspec.json.decode(line, type=RequestTally) for line in await asyncio.gather(*map(_line, asking))]
+    server_cpu, engine_cpu = watch.cores()
+    looking.cancel()
+    await asyncio.gather(*(one.wait() for one in asking))
+    rate = sum(one.requests / one.seconds for one in tallies)
+    p50, p99 = np.percentile(watch.delays, (50, 99)) * 1e3
+    return ServerResult(
+        engine="tok",
+        scenario=name,
+        offered_per_s=offered,
+        requests_per_s=round(rate, 1),
+        tokens_per_s=round(rate * scenario.n * scenario.tokens, 1),
+        loop_p50=round(float(p50), 3),
+        loop_p99=round(float(p99), 3),
+        server_cpu=round(server_cpu, 3),
+        engine_cpu=round(engine_cpu, 3),
+        client_cpu=round(sum(one.cpu / one.seconds for one in tallies), 3),
+        failures=sum(one.failures for one in tallies),
+    )
+
+
+async def _client(port: int, connections: int, rate: float, seconds: float, scenario: Scenario) -> Process:
+    words = (str(port), str(connections), str(WARM_UP), str(seconds), str(rate), scenario.body)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tok_server.bench.server.client", *words, stdout=PIPE
+    )
+
+
+async def _line(client: Process) -> bytes:
+    assert client.stdout is not None
+    return await client.stdout.readline()
+
+
+def table(results: list[ServerResult]) -> str:
+    """The results as text."""
+    names = ("scenario", "requests/s", "tokens/s", "late p50 ms", "p99 ms", "server CPU", "engine CPU", "client CPU")
+    lines = ["".join(f"{name:>13}" for name in names)]
+    for one in results:
+        rates = f"{one.scenario:>13}{one.requests_per_s:>13,.1f}{one.tokens_per_s:>13,.0f}"
+        cpu = "".join(f"{cores:>13.2f}" for cores in (one.server_cpu, one.engine_cpu, one.client_cpu))
+        failed = f"  {one.failures} failed" if one.failures else ""
+        lines.append(f"{rates}{one.loop_p50:>13.2f}{one.loop_p99:>13.2f}{cpu}{failed}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Workloads run on an engine or against a server, and what they show."""

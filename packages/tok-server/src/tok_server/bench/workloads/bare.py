@@ -1,0 +1,38 @@
+"""A view of a model directory without its tokenizer: an engine on it takes and gives token ids, and makes no text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tok_core.models.weights.hub import resolve
+from tok_core.runtime.scratch_directory import ScratchDirectory
+
+KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+
+
+@contextmanager
+def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
+    """A directory of links to what of `model` (a directory or a hub id) is no text. Errors: ModelError.
+
+    Meanwhile warnings of the engine are not logged, of which the missing tokenizer is one.
+    """
+    path = resolve(model, data_dir)
+    log = logging.getLogger("tok_core")
+    level = log.level
+    scratch = ScratchDirectory("bench")
+    try:
+        view = Path(scratch.name) / (path.resolve().name or "model")
+        view.mkdir()
+        for pattern in KEPT:
+            for file in path.glob(pattern):
+                (view / file.name).symlink_to(file.resolve())
+        log.setLevel(logging.ERROR)
+        try:
+            yield str(view)
+        finally:
+            log.setLevel(level)
+    finally:
+        scratch.cleanup()

@@ -1,0 +1,53 @@
+"""What the engine itself has counted during a run, as figures of its Result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tok_server.bench.workloads.result import Result, ratio
+
+Counters = Mapping[str, float]
+
+COUNTED = (
+    "steps",
+    "preemptions",
+    "discarded_tokens",
+    "output_tokens",
+    "group_rows",
+    "schedule_seconds",
+    "launch_seconds",
+    "device_seconds",
+    "output_seconds",
+)
+"""Names of the counters that are needed."""
+
+
+def since(before: Counters, after: Counters) -> Callable[[str], float]:
+    """How much a counter has grown."""
+    return lambda name: after[name] - before[name]
+
+
+def with_counted(result: Result, before: Counters, after: Counters) -> Result:
+    """`result` with the figures that the counters before and after the run tell."""
+    grown, steps = since(before, after), after["steps"] - before["steps"]
+    replica_seconds = result.seconds * after.get("replicas", 1)
+
+    def mean_ms(part: str) -> float:
+        return round(ratio(grown(f"{part}_seconds"), steps) * 1e3, 3)
+
+    return msgspec.structs.replace(
+        result,
+        group_rows_share=round(ratio(grown("group_rows"), grown("output_tokens") + grown("discarded_tokens")), 4),
+        preemptions=int(grown("preemptions")),
+        discarded_tokens=int(grown("discarded_tokens")),
+        computed_tokens=int(grown("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
+        steps=int(steps),
+        # Steps queued behind the last token are counted, too, but lie after the run.
+        gpu_busy_share=round(min(ratio(grown("device_seconds"), replica_seconds), 1.0), 4),
+        schedule_ms=mean_ms("schedule"),
+        launch_ms=mean_ms("launch"),
+        device_ms=mean_ms("device"),
+        output_ms=mean_ms("output"),
+    )

@@ -1,0 +1,209 @@
+"""A workload through `Engine`: all requests at once, token ids in and out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
+from tok_core.engine.engine import Prompt
+from tok_core.mesh import RankCoordinates
+from tok_core.messages import EngineInfo
+from tok_server.bench.busy import Busy, busy_of_trace
+from tok_server.bench.gpu import first_gpu
+from tok_server.bench.tracing import run_traced, tracing
+from tok_server.bench.watch import Show, progress_bar, seldom, watching
+from tok_server.bench.workloads.bare import without_tokenizer
+from tok_server.bench.workloads.counted import Counters, since, with_counted
+from tok_server.bench.workloads.result import Result, percentile, ratio
+from tok_server.bench.workloads.timeline import timeline
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest, backwards
+
+LOOK_EVERY = 0.02
+TELL_EVERY = 0.25
+WARM_UP_TOKENS = 16
+SETTLE_SECONDS = 10.0
+
+
+def run_offline(
+    config: EngineConfig, name: str, workload: Workload, *, reps: int, keep_engine: bool, text: bool
+) -> Iterator[Result]:
+    """One result a repetition, each on an engine of its own that has been warmed up.
+
+    name         of the model
+    keep_engine  one engine for all repetitions: later ones find the earlier ones' tokens in the prefix cache
+    text         makes texts of the tokens, too
+
+    Errors: those of the engine.
+    """
+    with _viewing(config, text) as config:
+        for first in range(0, reps, reps if keep_engine else 1):
+            yield from _on_one_engine(config, name, workload, range(first, reps if keep_engine else first + 1))
+
+
+def trace_offline(
+    config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
+) -> dict[RankCoordinates, Busy]:
+    """Trace `steps` steps in the middle of one more run, which takes about `of` steps, and print what each worker did.
+
+    The trace goes to `file`, and to files beside it for further workers (`tok_core.worker.trace_files`). It runs on an
+    engine of its own, so that no result includes the cost of tracing. Steps after the traced ones are not run.
+    Errors: InvalidField for too many steps; those of the engine.
+    """
+    with _viewing(tracing(config, file, steps, of), text) as config:
+        prompts, params = _requests(workload.requests, workload)
+        files = run_traced(config, lambda engine: engine.generate(prompts, params))
+    return {place: busy_of_trace(of_one) for place, of_one in files.items()}
+
+
+@contextmanager
+def _viewing(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
+    """`config` with a model that makes texts of tokens only if asked to."""
+    view = nullcontext(config.model) if text else without_tokenizer(config.model, config.data_dir)
+    with view as model:
+        yield msgspec.structs.replace(config, model=model)
+
+
+def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: range) -> Iterator[Result]:
+    began = time.monotonic()
+    with Engine(config) as engine:
+        started = time.monotonic() - began
+        warm_up(engine, workload)
+        for rep in reps:
+            result = measure(engine, name, workload, rep)
+            yield msgspec.structs.replace(result, startup_s=round(started, 2), prefix_groups=config.prefix_groups)
+
+
+def warm_up(engine: Engine, workload: Workload) -> None:
+    """As many sequences as run at once, a few tokens each."""
+    requests = backwards(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
+    engine.generate(*_requests(requests, workload))
+
+
+class _Looks:
+    """What is seen of a run while it lasts: `moments` are the rows of `timeline`, `outputs` what is done."""
+
+    def __init__(self, engine: Engine, show: Show) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.moments: list[tuple[float, ...]] = []
+        self.gpu = first_gpu() if engine.info.device.startswith("cuda") else None
+        self.before = settled(engine)
+        self.began = time.monotonic()
+        self._engine = engine
+        self._show = show
+        self._tell_seldom = seldom(self.tell, TELL_EVERY)
+
+    def look(self) -> None:
+        """Takes little: the run goes on meanwhile, on the same interpreter."""
+        stats = self._engine.stats()
+        grown = since(self.before, stats)
+        worked = grown("device_seconds") / stats["replicas"]
+        row = (grown("output_tokens"), stats["sequences_running"], worked, grown("computed_tokens"))
+        self.moments.append((time.monotonic() - self.began, *row))
+        self._tell_seldom()
+
+    def tell(self) -> None:
+        """Draws the progress, and looks at the GPU's memory."""
+        _, tokens, running, *_ = self.moments[-1]
+        self._show(len(self.outputs), int(tokens), int(running))
+        if self.gpu is not None:
+            self.gpu.sample()
+
+
+def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
+    """One repetition on an engine that has nothing else to do. Errors: those of the engine."""
+    prompts, params = _requests(workload.requests, workload)
+    with progress_bar(f"{workload.name} {rep}", len(prompts)) as show:
+        looks = _Looks(engine, show)
+        with watching(looks.look, LOOK_EVERY):
+            looks.outputs.extend(output for _, output in engine.stream(prompts, params))
+            seconds = time.monotonic() - looks.began
+        looks.tell()
+    result = _result(engine.info, name, workload, rep, looks, seconds)
+    return with_counted(result, looks.before, settled(engine))
+
+
+def settled(engine: Engine) -> Counters:
+    """The engine's counters once the steps that were queued behind the last token are back, too."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while engine.stats()["steps_in_flight"] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return engine.stats()
+
+
+def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Prompts, and how each is sampled."""
+    params = [
+        SamplingParams(
+            n=one.n,
+            max_tokens=one.max_tokens,
+            temperature=workload.temperature,
+            top_p=workload.top_p,
+            ignore_eos=one.ignore_eos,
+            seed=index,
+        )
+        for index, one in enumerate(requests)
+    ]
+    return [one.ids for one in requests], params
+
+
+def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _Looks, seconds: float) -> Result:
+    outputs, gpu = looks.outputs, looks.gpu
+    completions = [one for output in outputs for one in output.outputs]
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(one.token_ids) for one in completions)
+    ttft, latency, per_token = _times(outputs)
+    return Result(
+        engine="tok",
+        mode="offline",
+        workload=workload.name,
+        rep=rep,
+        prompts=len(outputs),
+        sequences=len(completions),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        seconds=round(seconds, 3),
+        output_tok_s=round(output_tokens / seconds, 1),
+        total_tok_s=round((prompt_tokens + output_tokens) / seconds, 1),
+        mean_out=round(ratio(output_tokens, len(completions)), 2),
+        finished_by_stop=sum(one.finish_reason == "stop" for one in completions),
+        errors=sum(one.finish_reason == "abort" for one in completions),
+        gpu=None if gpu is None else gpu.name,
+        peak_gpu_mem_gib=None if gpu is None else round(gpu.peak / 2**30, 2),
+        latency_p50_s=percentile(latency, 0.5),
+        latency_p99_s=percentile(latency, 0.99),
+        concurrency=info.max_running,
+        model=name,
+        ttft_p50_s=percentile(ttft, 0.5),
+        ttft_p99_s=percentile(ttft, 0.99),
+        per_token_p50_ms=percentile(per_token, 0.5, 1e3),
+        per_token_p99_ms=percentile(per_token, 0.99, 1e3),
+        prefix_hit_share=round(ratio(sum(output.cached_tokens for output in outputs), prompt_tokens), 4),
+        device=info.device,
+        dtype=info.dtype,
+        backend=info.backend,
+        kv_cache_tokens=info.kv_cache_tokens,
+        max_step_tokens=info.max_step_tokens,
+        tp_few_tokens=info.few_tokens,
+        tp_async_tokens=info.async_tokens,
+        timeline=timeline(looks.moments, seconds),
+    )
+
+
+def _times(outputs: list[RequestOutput]) -> tuple[list[float], list[float], list[float]]:
+    """Of each request: to its first token, to its end, and per token of its longest sample."""
+    ttft, latency, per_token = [], [], []
+    for output in outputs:
+        times = output.timings
+        assert times.first_token is not None
+        assert times.finished is not None
+        ttft.append(times.first_token - times.submitted)
+        latency.append(times.finished - times.submitted)
+        longest = max(len(one.token_ids) for one in output.outputs)
+        if longest > 1:
+            per_token.append((times.finished - times.first_token) / (longest - 1))
+    return ttft, latency, per_token

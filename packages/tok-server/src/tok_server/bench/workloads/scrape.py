@@ -1,0 +1,54 @@
+"""The counters of a tok server, as its /metrics shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+
+from tok_server.bench.workloads.counted import COUNTED, Counters
+
+SETTLE_SECONDS = 2.0
+
+
+async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | None:
+    """What the server at `url`, the page's address, has counted once its queued steps are back.
+
+    None where the page is not there or lacks what only a tok server counts.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        page = await _page(session, url)
+        found = {name: page[key] for name in COUNTED if (key := f"tok_{name}_total") in page}
+        if len(found) < len(COUNTED):
+            return None
+        found["replicas"] = page.get("tok_replicas", 1.0)
+        if not page.get("tok_steps_in_flight") or time.monotonic() > deadline:
+            return found
+        await asyncio.sleep(0.05)
+
+
+async def _page(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return parse(await response.text()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
+        return {}
+
+
+def parse(page: str) -> dict[str, float]:
+    """The values without labels of a page in Prometheus' text format; what is no such line is left out.
+
+    >>> parse('# HELP a_total x\\na_total 3.0\\nb{c="d"} 1.0\\nnonsense')
+    {'a_total': 3.0}
+    """
+    values = {}
+    for line in page.splitlines():
+        name, _, value = line.partition(" ")
+        if not line.startswith("#") and "{" not in name:
+            try:
+                values[name] = float(value)
+            except ValueError:
+                continue
+    return values

@@ -1,0 +1,267 @@
+"""A workload against any OpenAI-compatible server: a fixed number of requests open at once, timed by the client."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tok_core import TokError
+from tok_server.bench.gpu import first_gpu
+from tok_server.bench.watch import Show, progress_bar, watching
+from tok_server.bench.workloads.answers import BenchAnswer, ask, body
+from tok_server.bench.workloads.counted import with_counted
+from tok_server.bench.workloads.histogram import Histograms, histogram
+from tok_server.bench.workloads.offline import WARM_UP_TOKENS
+from tok_server.bench.workloads.result import Result, percentile, ratio
+from tok_server.bench.workloads.scrape import counters_of
+from tok_server.bench.workloads.timeline import timeline_of_requests
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest, backwards
+
+LOOK_EVERY = 0.25
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class ServerError(TokError):
+    """The server that is to be measured does not answer, or not as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTarget:
+    """The server, and how it is asked.
+
+    url          base URL, with or without "/v1"
+    model        the name sent; None: the first that the server lists
+    engine       what the result calls the server
+    concurrency  requests open at once
+    stream       answers are streamed, so that the time to the first token is known
+    reset_path   a path below the URL's host to POST to before each repetition, to empty the server's cache
+    wait         seconds to wait for the server
+    timeout      seconds that one request may take
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    engine: str = "server"
+    concurrency: int = 4096
+    stream: bool = False
+    reset_path: str | None = None
+    wait: float = 0.0
+    timeout: float = 3600.0
+
+    @property
+    def base(self) -> str:
+        """The URL that ends in /v1."""
+        url = self.url.rstrip("/")
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+    @property
+    def host(self) -> str:
+        """The URL's beginning, up to the path."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    @property
+    def local(self) -> bool:
+        """Whether the server is on this machine, so that its GPU is ours."""
+        return urlsplit(self.url).hostname in LOCAL
+
+
+async def run_serve(target: ServerTarget, workload: Workload, reps: int) -> AsyncIterator[Result]:
+    """One result a repetition, after a warm-up. Errors: ServerError; those of single requests are counted."""
+    _allow_many_files()
+    headers = {"Content-Type": "application/json"}
+    if target.api_key is not None:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    limits = aiohttp.ClientTimeout(total=target.timeout)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, read_bufsize=1 << 20
+    ) as session:
+        model = await _await_model(session, target, workload)
+        await _warm_up(session, target, workload, model)
+        for rep in range(reps):
+            await _reset(session, target)
+            yield await _measure(session, target, workload, model, rep)
+
+
+async def _find_model(session: aiohttp.ClientSession, target: ServerTarget) -> str:
+    """The model to ask for."""
+    if target.model is not None:
+        return target.model
+    try:
+        async with session.get(f"{target.base}/models", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ServerError(f"no server answers at {target.base}/models: {error}") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerError(f"{target.base}/models lists no model: {error!r}") from error
+
+
+async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload) -> str:
+    """Waits until the server answers a request of one token: some list their model before it is loaded."""
+    deadline = time.monotonic() + target.wait
+    probe = backwards(workload.requests, sequences=1, max_tokens=1)
+    while True:
+        try:
+            model = await _find_model(session, target)
+            answer = (await _fire(session, target, _bodies(probe, workload, model, target), []))[0]
+            if answer.error is None:
+                return model
+            raise ServerError(f"{target.base}/completions does not answer: {answer.error}")
+        except ServerError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+async def _warm_up(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str) -> None:
+    requests = backwards(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
+    answers = await _fire(session, target, _bodies(requests, workload, model, target), [])
+    errors = [one.error for one in answers if one.error is not None]
+    if errors:
+        raise ServerError(f"{len(errors)} of {len(answers)} requests failed in the warm-up: {errors[0]}")
+
+
+async def _reset(session: aiohttp.ClientSession, target: ServerTarget) -> None:
+    if target.reset_path is None:
+        return
+    url = f"{target.host}/{target.reset_path.lstrip('/')}"
+    try:
+        async with session.post(url) as response:
+            if response.status != 200:
+                raise ServerError(f"POST {url} gave {response.status}")
+    except aiohttp.ClientError as error:
+        raise ServerError(f"POST {url}: {error}") from error
+
+
+async def _measure(
+    session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str, rep: int
+) -> Result:
+    bodies = _bodies(workload.requests, workload, model, target)
+    gpu = first_gpu() if target.local else None
+    answers: list[BenchAnswer] = []
+    before = await counters_of(session, f"{target.host}/metrics")
+    with progress_bar(f"{workload.name} {rep}", len(bodies)) as show:
+
+        def look() -> None:
+            _show(show, answers, len(bodies), target.concurrency)
+            if gpu is not None:
+                gpu.sample()
+
+        with watching(look, LOOK_EVERY):
+            began = time.monotonic()
+            ordered = await _fire(session, target, bodies, answers)
+            seconds = time.monotonic() - began
+    known = None if gpu is None else (gpu.name, round(gpu.peak / 2**30, 2))
+    result = _result(target, workload, model, rep, ordered, began, seconds, known)
+    after = None if before is None else await counters_of(session, f"{target.host}/metrics")
+    if before is None or after is None or after["steps"] < before["steps"]:  # another server, or one started anew
+        return result
+    return with_counted(result, before, after)
+
+
+def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, target: ServerTarget) -> list[bytes]:
+    return [body(one, workload, model, stream=target.stream) for one in requests]
+
+
+async def _fire(
+    session: aiohttp.ClientSession, target: ServerTarget, bodies: list[bytes], done: list[BenchAnswer]
+) -> list[BenchAnswer]:
+    """The answers in the order of `bodies`; `done` receives them in the order of completion."""
+    answers: dict[int, BenchAnswer] = {}
+    waiting: Iterator[tuple[int, bytes]] = iter(enumerate(bodies))
+    url = f"{target.base}/completions"
+
+    async def work() -> None:
+        for index, data in waiting:
+            answers[index] = await ask(session, url, data, stream=target.stream)
+            done.append(answers[index])
+
+    await asyncio.gather(*(work() for _ in range(min(target.concurrency, len(bodies)))))
+    return [answers[index] for index in range(len(bodies))]
+
+
+def _show(show: Show, answers: list[BenchAnswer], total: int, concurrency: int) -> None:
+    done = len(answers)
+    show(done, sum(one.output_tokens for one in answers[:done]), min(concurrency, total - done))
+
+
+def _allow_many_files() -> None:
+    """Every open request has a socket."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _result(
+    target: ServerTarget,
+    workload: Workload,
+    model: str,
+    rep: int,
+    answers: list[BenchAnswer],
+    began: float,
+    seconds: float,
+    gpu: tuple[str, float] | None,
+) -> Result:
+    good = [one for one in answers if one.error is None]
+    errors = [one.error for one in answers if one.error is not None]
+    prompt_tokens = sum(one.prompt_tokens for one in good)
+    output_tokens = sum(one.output_tokens for one in good)
+    sequences = sum(one.samples for one in good)
+    latency = [one.ended - one.began for one in good]
+    ttft = [one.first - one.began for one in good if one.first is not None]
+    per_token = _per_token(good)
+    cached = [one.cached_tokens for one in good if one.cached_tokens is not None]
+    return Result(
+        engine=target.engine,
+        mode="http",
+        workload=workload.name,
+        rep=rep,
+        prompts=len(answers),
+        sequences=sequences,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        seconds=round(seconds, 3),
+        output_tok_s=round(output_tokens / seconds, 1),
+        total_tok_s=round((prompt_tokens + output_tokens) / seconds, 1),
+        mean_out=round(ratio(output_tokens, sequences), 2),
+        finished_by_stop=sum(one.stopped for one in good),
+        errors=len(errors),
+        gpu=None if gpu is None else gpu[0],
+        peak_gpu_mem_gib=None if gpu is None else gpu[1],
+        latency_p50_s=percentile(latency, 0.5),
+        latency_p99_s=percentile(latency, 0.99),
+        concurrency=target.concurrency,
+        model=model,
+        ttft_p50_s=percentile(ttft, 0.5),
+        ttft_p99_s=percentile(ttft, 0.99),
+        per_token_p50_ms=percentile(per_token, 0.5, 1e3),
+        per_token_p99_ms=percentile(per_token, 0.99, 1e3),
+        prefix_hit_share=round(ratio(sum(cached), prompt_tokens), 4) if cached else None,
+        first_error=errors[0] if errors else None,
+        timeline=timeline_of_requests(
+            [one.began - began for one in good],
+            [(one.began if one.first is None else one.first) - began for one in good],
+            [one.ended - began for one in good],
+            [one.output_tokens for one in good],
+            [one.samples for one in good],
+            seconds,
+        ),
+        histograms=Histograms(histogram(latency), histogram(ttft), histogram(per_token)),
+    )
+
+
+def _per_token(answers: list[BenchAnswer]) -> list[float]:
+    """Of streamed answers with one sample: `usage` does not tell how long each of several is."""
+    return [
+        (one.ended - one.first) / (one.output_tokens - 1)
+        for one in answers
+        if one.first is not None and one.samples == 1 and one.output_tokens > 1
+    ]

@@ -1,0 +1,187 @@
+"""Workloads: fixed lists of requests, read from JSONL files.
+
+{"meta": {"name": "mine", "temperature": 0.6, "top_p": 1.0}}                  once, in any place
+{"ids": [1, 2, 3], "n": 4, "max_tokens": 64, "ignore_eos": false}             a request
+{"rand": [seed, length], "n": 1, "max_tokens": 187, "ignore_eos": true}       one with a random prompt
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from tok_core import InvalidField, TokError
+from tok_server.bench.workloads.random_ids import random_ids
+
+NAMES = ("monkeys", "sharegpt", "decode")
+
+
+class WorkloadError(TokError):
+    """A workload file that cannot be read; the message names file, line, field, value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """A prompt in token ids, how many samples of it, their length, and whether they stop before it at an end id."""
+
+    ids: list[int]
+    n: int
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, and how their tokens are drawn."""
+
+    name: str
+    temperature: float
+    top_p: float
+    requests: list[WorkloadRequest]
+
+    @property
+    def sequences(self) -> int:
+        """Samples of all requests."""
+        return sum(request.n for request in self.requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(request.ids) for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a prompt and an answer to it have together."""
+        return max(len(request.ids) + request.max_tokens for request in self.requests)
+
+
+class _Meta(msgspec.Struct):
+    name: str | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class _Line(msgspec.Struct):
+    ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)] | None = None
+    rand: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]] | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    ignore_eos: bool = False
+    meta: _Meta | None = None
+
+
+_ALLOWED = {
+    "ids": "a list of integers from 0, not empty",
+    "rand": "[seed, length], integers from 0 and 1",
+    "n": "integers from 1",
+    "max_tokens": "integers from 1",
+    "ignore_eos": "true or false",
+    "meta": "an object; temperature from 0, top_p above 0 and at most 1",
+}
+
+
+def read_workload(
+    source: str,
+    directory: Path | None = None,
+    *,
+    limit: int | None = None,
+    n: int | None = None,
+    max_tokens: int | None = None,
+) -> Workload:
+    """The workload `source`: a file, or `NAME` for `NAME.jsonl` in `directory`.
+
+    limit       only the first so many requests
+    n           so many samples of every request, instead of what the file says
+    max_tokens  none longer than this
+
+    Errors: InvalidField for what is no workload; WorkloadError for a file of another form.
+    """
+    file = find(source, directory)
+    meta = _Meta()
+    requests: list[WorkloadRequest] = []
+    for where, line in _lines(file):
+        if line.meta is not None:
+            meta = line.meta
+        elif limit is None or len(requests) < limit:
+            requests.append(_request(where, line, n, max_tokens))
+    if not requests:
+        raise WorkloadError(f"{file}: has no requests; allowed: at least one")
+    return Workload(meta.name or file.stem, meta.temperature, meta.top_p, requests)
+
+
+def find(source: str, directory: Path | None) -> Path:
+    """The file of a workload. Errors: InvalidField naming the flag that is missing or wrong."""
+    if directory is not None and (found := directory / f"{source}.jsonl").is_file():
+        return found
+    if source in NAMES:
+        shown = None if directory is None else str(directory)
+        raise InvalidField("workload_dir", shown, f"a directory with {source}.jsonl (it does not come with tok)")
+    if not Path(source).is_file():
+        raise InvalidField("workload", source, f"{', '.join(NAMES)} or a JSONL file")
+    return Path(source)
+
+
+def backwards(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
+    """Requests to warm up with: the first ones that have `sequences` samples together, cut to `max_tokens`.
+
+    Their prompts are reversed, so that afterwards no beginning of a prompt is in the prefix cache.
+    """
+    chosen, samples = [], 0
+    for one in requests:
+        if samples >= sequences:
+            break
+        n = min(one.n, sequences - samples)
+        chosen.append(WorkloadRequest(one.ids[::-1], n, min(one.max_tokens, max_tokens), one.ignore_eos))
+        samples += n
+    return chosen
+
+
+def _lines(file: Path) -> Iterator[tuple[str, _Line]]:
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{file}, line {number}"
+                    yield where, _parse(where, line)
+    except OSError as error:
+        raise WorkloadError(f"{file}: cannot be read ({error})") from error
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+
+
+def _parse(where: str, line: bytes) -> _Line:
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError as error:
+        _refuse(where, line, error)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{where}: not JSON ({error})") from error
+
+
+def _refuse(where: str, line: bytes, error: msgspec.ValidationError) -> NoReturn:
+    named = re.search(r"\$\.(\w+)", str(error))
+    if named is None:
+        raise WorkloadError(f"{where}: is no JSON object") from error
+    field = named[1]
+    raise WorkloadError(_told(where, field, msgspec.json.decode(line)[field])) from error
+
+
+def _told(where: str, field: str, value: object) -> str:
+    return f"{where}: {InvalidField(field, value, _ALLOWED[field])}"
+
+
+def _request(where: str, line: _Line, n: int | None, max_tokens: int | None) -> WorkloadRequest:
+    if line.max_tokens is None:
+        raise WorkloadError(_told(where, "max_tokens", None))
+    if line.ids is None and line.rand is None:
+        raise WorkloadError(_told(where, "ids", None) + f"; or rand: {_ALLOWED['rand']}")
+    ids = line.ids if line.ids is not None else random_ids(*line.rand)  # type: ignore[misc]
+    length = line.max_tokens if max_tokens is None else min(line.max_tokens, max_tokens)
+    return WorkloadRequest(ids, n or line.n, length, line.ignore_eos)

@@ -1,0 +1,126 @@
+"""Back ends of a terminal chat: a model loaded into this process, or one behind a URL."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Generator
+from contextlib import suppress
+from typing import TypeVar
+
+import tok_client
+from tok_client.types import UNSET
+from tok_core import AsyncEngine, InvalidField, ModelError, RequestStream, SamplingParams
+from tok_server.flags.engine_flags import CHAT_TEMPERATURE, engine_config
+
+T = TypeVar("T")
+Piece = str | Exception | None
+Message = dict[str, str]
+
+
+class LocalChatBackend:
+    """A model in this program. The engine has its event loop in a thread, so that the terminal may block."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        config = engine_config(options)
+        given = {} if options.temperature is None else {"temperature": options.temperature}
+        SamplingParams(**given, max_tokens=options.max_tokens)  # names what is not allowed, before the model is loaded
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread.start()
+        self._engine = AsyncEngine(config)
+        try:
+            self._run(self._engine.start())
+            sampling = {"temperature": CHAT_TEMPERATURE, **self._engine.info.sampling_defaults, **given}
+            self._params = SamplingParams(**sampling, max_tokens=options.max_tokens)
+            if self._engine.chat_template is None or self._engine.tokenizer is None:
+                raise ModelError(f"model {config.model!r}: has no chat template; it cannot be talked to")
+        except BaseException:
+            self.close()
+            raise
+
+    def reply(self, messages: list[Message]) -> Generator[str]:
+        """The answer, piece by piece. Leaving early aborts it. Errors: InvalidField, EngineError."""
+        engine = self._engine
+        assert engine.chat_template is not None
+        assert engine.tokenizer is not None
+        text = engine.chat_template.render(messages)
+        prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        stream = self._run(self._submit(prompt))
+        asyncio.run_coroutine_threadsafe(_forward(stream, pieces), self._loop)
+        try:
+            while (piece := _next(pieces)) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+        finally:
+            stream.abort()
+
+    def close(self) -> None:
+        """Ends the engine and its thread."""
+        self._run(self._engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _submit(self, prompt: list[int]) -> RequestStream:
+        return self._engine.generate(prompt, self._params)
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _next(pieces: queue.SimpleQueue[Piece]) -> Piece:
+    """Wait for the next piece, and now and then look for signals: one that comes just before a wait does not end it."""
+    while True:
+        with suppress(queue.Empty):
+            return pieces.get(timeout=0.5)
+
+
+async def _forward(stream: RequestStream, pieces: queue.SimpleQueue[Piece]) -> None:
+    try:
+        async for delta in stream:
+            if delta.text:
+                pieces.put(delta.text)
+        pieces.put(None)
+    except Exception as error:
+        pieces.put(error)
+
+
+class RemoteChatBackend:
+    """The model of an OpenAI-compatible server: the first that it lists, if none is named."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        try:
+            self._client = tok_client.Client(options.url, api_key=options.api_key)
+        except ValueError as error:
+            raise InvalidField("url", options.url, f"a base URL such as http://host:port/v1 ({error})") from error
+        self._temperature = UNSET if options.temperature is None else options.temperature
+        self._max_tokens = options.max_tokens
+        try:
+            self._model = options.model or self._client.models.list().data[0].id
+        except BaseException:
+            self.close()
+            raise
+
+    def reply(self, messages: list[Message]) -> Generator[str]:
+        """The answer, piece by piece. Leaving early disconnects. Errors: tok_client.TokError."""
+        chunks = self._client.chat.completions.create(
+            model=self._model,
+            messages=messages,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+            stream=True,
+        )
+        with chunks:
+            for chunk in chunks:
+                for choice in chunk.choices:
+                    if isinstance(choice.delta.content, str) and choice.delta.content:
+                        yield choice.delta.content
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()

@@ -1,0 +1,67 @@
+"""Dialogue: what has been said in a terminal chat, and the commands that change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tok_server.commands.chat_backends import Message
+
+HELP = """/reset          begin a new conversation
+/system [TEXT]  instructions ahead of it, and a new beginning; without TEXT: none
+/save FILE      write what was said to FILE, as the JSON that the API takes for messages
+/help           this list
+/exit           end, as Ctrl-D does; Ctrl-C stops an answer only"""
+EXIT = "/exit"
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """A conversation. `system`: instructions ahead of it."""
+
+    system: str | None = None
+    said: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        """As a model is asked."""
+        opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return opening + self.said
+
+    def add(self, role: str, content: str) -> None:
+        """Somebody has said something."""
+        self.said.append({"role": role, "content": content})
+
+    def command(self, line: str) -> str:
+        """Does what a line that begins with "/" says; what to tell of it."""
+        name, _, rest = line.partition(" ")
+        done = self._commands().get(name)
+        if done is None:
+            return f"there is no command {name}; these are:\n{HELP}"
+        return done(rest.strip())
+
+    def _commands(self) -> dict[str, Callable[[str], str]]:
+        return {"/reset": self._reset, "/system": self._instruct, "/save": self._save, "/help": lambda _: HELP}
+
+    def _reset(self, _: str) -> str:
+        self.said.clear()
+        return "a new conversation"
+
+    def _instruct(self, text: str) -> str:
+        self.system = text or None
+        self.said.clear()
+        return "a new conversation, with these instructions" if text else "a new conversation, without instructions"
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "/save needs the name of a file: /save talk.json"
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                json.dump(self.messages, file, ensure_ascii=False, indent=2)
+        except FileExistsError:
+            return f"{name} is there already; name another file"
+        except OSError as error:
+            return f"{name} cannot be written: {error.strerror}"
+        return f"{len(self.messages)} messages in {name}"

@@ -1,0 +1,41 @@
+"""What a model directory stores as weights, read off the headers of its safetensors files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tok_core.errors import ModelError
+
+
+class _Entry(msgspec.Struct):
+    """One tensor of a header: element type, shape, and its bytes' place behind the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def stored_tensors(directory: Path) -> int:
+    """How many tensors the files hold, their bytes all there. Errors: ModelError naming the file at fault."""
+    from tok_core.models.weights.loading import checkpoint_files
+
+    return sum(map(_tensors_of, checkpoint_files(directory)))
+
+
+def _tensors_of(file: Path) -> int:
+    """The format: 8 bytes, little-endian, the header's length; the header, JSON; the tensors."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = stream.read(length) if length <= size - 8 else b""
+        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries = [msgspec.json.decode(raw, type=_Entry) for name, raw in found.items() if name != "__metadata__"]
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
+    end = 8 + length + max((entry.data_offsets[1] for entry in entries), default=0)
+    if not entries or size < end:
+        raise ModelError(f"{file}: has {size} bytes and {len(entries)} tensors, which end at byte {end}")
+    return len(entries)

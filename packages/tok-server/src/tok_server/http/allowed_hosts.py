@@ -1,0 +1,69 @@
+"""AllowedHosts: the host names that the server answers to.
+
+A web page can have its own name resolve to 127.0.0.1 (DNS rebinding). To the browser, this server's answers are
+then of the page's own origin. Requests by other names than the server's own are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from aiohttp import web
+
+from tok_server.wire.errors import ApiError
+
+ANY = "*"
+MAX_KNOWN = 256  # values of the header that are remembered
+
+
+class AllowedHosts:
+    """The names by which a server that listens on `host` may be asked.
+
+    allowed  names beside localhost and addresses. Without any, a server that others can reach answers to every name
+    """
+
+    def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
+        self._names = frozenset(_name(one) for one in (*allowed, "localhost", host))
+        self._restricted = ANY not in allowed and (bool(allowed) or _is_loopback(_name(host)))
+        self._everywhere = bool(allowed)  # else only connections that end at loopback are looked at
+        self._known: set[str] = set()  # values of the header that are allowed
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raise ApiError (403) for a request by a name that is not the server's."""
+        given = request.headers.get("Host", "")
+        if not self._restricted or given in self._known:
+            return
+        name = _name(given)
+        if name and name not in self._names and not name.endswith(".localhost") and not _is_address(name):
+            if self._everywhere or _comes_to_loopback(request):
+                message = f"Host is {given[:200]!r}, which is not a name of this server; --allowed-host adds names"
+                raise ApiError(403, message, param="Host", code="host_not_allowed")
+        elif len(self._known) < MAX_KNOWN:
+            self._known.add(given)
+
+
+def _name(host: str) -> str:
+    """Return the host without its port: "[::1]:80" is "::1"."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name = host if host.count(":") > 1 else host.partition(":")[0]
+    return name.rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    # No name can be made to resolve to an address: a page at one is served by whoever has it.
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
+
+
+def _comes_to_loopback(request: web.BaseRequest) -> bool:
+    own = None if request.transport is None else request.transport.get_extra_info("sockname")
+    return not isinstance(own, tuple) or _is_loopback(str(own[0]))

@@ -1,0 +1,258 @@
+"""Connections: what clients that are slow, idle or too many can hold of the server is bounded, one by one.
+
+A request's head must arrive in `header_timeout`, and a client must go on reading what it asked for: within each
+`write_timeout` it takes `LEAST_TAKEN` bytes, or all there is, or is cut off. A connection without a request is closed
+after `idle_timeout`. How long bodies may take, `tok_server.http.body` knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+
+from tok_server.http.context import Context
+from tok_server.wire.errors import ApiError, invalid, limited
+
+log = logging.getLogger("tok.server")
+
+MIN_READ_BYTES = 16_384  # bytes
+MAX_HEADERS = 128
+LINGER = 2.0  # seconds to read on where an answer was given before the request's body had arrived
+LOOKS = 8  # at each connection within the shortest timeout
+BATCH = 256  # connections looked at before others get their turn
+SPARE_FILES = 512  # descriptors for everything but clients
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_begun", "_body", "_busy", "_held", "_listener", "_socket", "_taken", "_taken_at", "_writer")
+
+    def __init__(self, listener: Listener, server: web.Server) -> None:
+        limits = listener.context.settings
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # each request is logged once: by its handler
+            keepalive_timeout=limits.idle_timeout,
+            lingering_time=LINGER,
+            max_line_size=limits.max_header,
+            max_field_size=limits.max_header,
+            max_headers=MAX_HEADERS,
+        )
+        self._listener = listener
+        self._socket: asyncio.Transport | None = None
+        self._busy = self._held = False
+        self._begun: float | None = None  # when the head came, of which not all has come
+        self._writer: AbstractStreamWriter | None = None  # of the latest request
+        self._body: StreamReader | None = None  # of it, too
+        self._taken, self._taken_at = 0, 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast("asyncio.Transport", transport)  # of another loop than asyncio's it need not be one by type
+        if self._listener.open(self):
+            super().connection_made(transport)
+        else:
+            # Nothing of a request has been read; whoever asks too soon may still hear why.
+            self._socket.write(_raw(self._listener.refuse_connection()))
+            self._socket.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.closed(self)
+        self._socket = self._writer = self._body = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # An answer may be given before the body has come: what then comes of it is no head.
+        rest = self._body is not None and not self._body.is_eof()
+        if data and self._begun is None and not self._busy and not rest:  # aiohttp itself sends b"", to go on
+            self._begun = self._listener.now()
+        super().data_received(data)
+
+    def pause_reading(self) -> None:
+        self._held = True
+        super().pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # Called for each part of a body that is read, but only where reading was paused is the transport to resume.
+        if self._held:
+            self._held = not resume_parser  # else it holds back what it has got
+            super().resume_reading(resume_parser)
+        elif resume_parser and not self._upgraded:
+            self.data_received(b"")  # the parser may hold back some of what has come without a pause
+
+    def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
+        """A request is handled now; its head has come."""
+        self._busy, self._begun, self._writer, self._body = True, None, writer, body
+        self._taken, self._taken_at = 0, self._listener.now()
+
+    def end(self) -> None:
+        """It has been."""
+        self._busy = False
+
+    def check(self, now: float) -> None:
+        """Ends the connection if its client keeps it waiting for too long."""
+        limits = self._listener.context.settings
+        if self._begun is not None and now - self._begun > limits.header_timeout:
+            self._begun = None
+            self._late()
+        elif self._stuck(now, limits.write_timeout):
+            self._cut_off()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP, in the shape of all errors."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun: there is no room for another")
+        failure = _malformed(status, exc, message, self._listener.context.settings.max_header)
+        self._listener.context.metrics.refuse(failure.limit)
+        if status >= 500:
+            log.error("a request failed outside of its handler", exc_info=exc)
+        response = failure.response()
+        response.headers["Server"] = "tok"
+        response.force_close()
+        return response
+
+    def _late(self) -> None:
+        seconds = self._listener.context.settings.header_timeout
+        failure = limited("header_timeout", 408, f"the request's headers did not arrive within {seconds:g} seconds")
+        self._listener.context.metrics.refuse(failure.limit)
+        if self._socket is not None and not self._socket.is_closing():
+            self._socket.write(_raw(failure))
+        self.force_close()
+
+    def _stuck(self, now: float, patience: float) -> bool:
+        """Whether something waits to be sent, and its client has taken too little of it for too long."""
+        waiting = 0 if self._socket is None else _waiting(self._socket)
+        taken = (0 if self._writer is None else self._writer.output_size) - waiting
+        if not waiting or taken >= self._taken + MIN_READ_BYTES:
+            self._taken, self._taken_at = taken, now
+        return now - self._taken_at > patience and waiting > 0
+
+    def _cut_off(self) -> None:
+        log.warning("a client that does not read its answer was cut off")
+        self._listener.context.metrics.refuse("write_timeout")
+        if self._socket is not None:
+            self._socket.abort()  # which cancels the handler, and that the engine's work
+
+
+class Listener:
+    """The open connections of one server."""
+
+    def __init__(self, context: Context, server: web.Server) -> None:
+        self.context = context
+        self._server = server
+        self._open: set[Connection] = set()
+        self._time = asyncio.get_running_loop().time
+        self._stalled = 0.0
+
+    def now(self) -> float:
+        """Seconds, those aside in which the loop was held up and could read nothing of what clients had sent."""
+        return self._time() - self._stalled
+
+    def __call__(self) -> Connection:
+        """For `create_server`."""
+        return Connection(self, self._server)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, connection: Connection) -> bool:
+        """Whether there is room for one more."""
+        if len(self._open) >= self.context.settings.max_connections:
+            return False
+        self._open.add(connection)
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        """It has been lost."""
+        self._open.discard(connection)
+
+    def refuse_connection(self) -> ApiError:
+        """Why there is no room."""
+        most = self.context.settings.max_connections
+        self.context.metrics.refuse("max_connections")
+        return limited("max_connections", 503, f"{most} connections are open already", retry_after=1)
+
+    async def look(self) -> None:
+        """Looks at every connection, again and again."""
+        limits = self.context.settings
+        pause = min(1.0, min(limits.header_timeout, limits.write_timeout) / LOOKS)
+        while True:
+            began = self._time()
+            await asyncio.sleep(pause)
+            self._stalled += max(0.0, self._time() - began - pause)
+            for number, connection in enumerate(list(self._open)):
+                connection.check(self.now())
+                if number % BATCH == BATCH - 1:
+                    await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def listening(
+    runner: web.AppRunner, context: Context, port: socket.socket, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Listener]:
+    """Takes connections at `port` while the context lasts. Open ones end with the runner's cleanup."""
+    assert runner.server is not None
+    listener = Listener(context, runner.server)
+    context.metrics.connections.set_function(listener.__len__)
+    loop = asyncio.get_running_loop()
+    patience = context.settings.header_timeout if tls else None
+    server = await loop.create_server(listener, sock=port, ssl=tls, backlog=1024, ssl_handshake_timeout=patience)
+    looking = asyncio.create_task(listener.look())
+    try:
+        yield listener
+    finally:
+        server.close()
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+
+
+def allow_files(connections: int) -> None:
+    """Lets the process open as many files as that many connections need, or says in the log that it may not."""
+    wanted = connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("this process may open %d files, too few for --max-connections %d", hard, connections)
+
+
+def _waiting(transport: asyncio.Transport) -> int:
+    """Bytes that the system has not taken yet. Of TLS, asyncio tells only those that are not packed yet."""
+    below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    return transport.get_write_buffer_size() + (0 if below is None else int(below.get_write_buffer_size()))
+
+
+def _malformed(status: int, exc: BaseException | None, message: str | None, most: int) -> ApiError:
+    if isinstance(exc, LineTooLong):
+        return limited("max_header", 431, f"a header, or the request line, has more than {most} bytes")
+    if status >= 500:
+        return ApiError(status, "internal error; the server's log has more", kind="server_error", code="internal_error")
+    return invalid(None, f"this is not HTTP as the server knows it: {(message or 'bad request').splitlines()[0][:200]}")
+
+
+def _raw(error: ApiError) -> bytes:
+    """A whole response, for a connection that has no request."""
+    body = error.body()
+    named = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **error.headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+    return f"HTTP/1.1 {error.status} \r\n{head}\r\n".encode() + body

@@ -1,0 +1,140 @@
+"""What all answers have in common: requests are named, let in or not, counted and logged, and errors look alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from tok_server.http.body import check_encoding
+from tok_server.http.connections import Connection
+from tok_server.http.context import CONTEXT, Context
+from tok_server.observability.log_format import FIELDS
+from tok_server.observability.request_counts import COUNTS, RequestCounts
+from tok_server.wire.errors import NOT_SERVED, of_exception, unavailable
+from tok_server.wire.ids import new_id
+
+log = logging.getLogger("tok.server")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CLIENT_GONE = 499  # in log and metrics only: nobody is left to read a status
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
+RATED = ("/v1/", "/tokenize", "/detokenize")  # beginnings of paths that count against the rate limits
+
+
+@web.middleware
+async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around every handler."""
+    context = request.app[CONTEXT]
+    counts = request[COUNTS] = RequestCounts(new_id("req"))
+    connection = request.protocol
+    if isinstance(connection, Connection):
+        connection.begin(request.writer, request.content)
+    context.open_requests += 1
+    status = CLIENT_GONE
+    try:
+        context.hosts.check(request)
+        response: web.StreamResponse | None = context.origins.preflight(request.method, request.headers)
+        if response is None:
+            await context.turns.begin()
+            _let_in(request, context, counts)
+            response = await handler(request)
+        status = counts.failed or response.status
+        return response
+    except ConnectionError as error:
+        raise asyncio.CancelledError from error
+    except Exception as error:
+        failure = of_exception(error, counts.id)
+        status = failure.status
+        context.metrics.refuse(failure.limit)
+        if status >= 500:
+            trace = error if status == 500 else None
+            level = logging.WARNING if status == NOT_SERVED else logging.ERROR
+            log.log(level, "%s: %s", counts.id, error or type(error).__name__, exc_info=trace)
+        return failure.response()
+    finally:
+        if isinstance(connection, Connection):
+            connection.end()
+        context.open_requests -= 1
+        context.held_bytes -= counts.held_bytes
+        if context.rates:
+            context.rates.charge(counts.key, counts.tokens)
+        _record(context, request, counts, status)
+
+
+def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> None:
+    """Raises ApiError for a request that is turned away whatever it asks."""
+    context.origins.check(request.method, request.headers)
+    counts.key = context.keys.check(request.path, request.headers)
+    counts.tenant = context.keys.tenant(counts.key)
+    if request.method == "POST":
+        if context.draining:
+            raise unavailable("the server is stopping", "draining")
+        check_encoding(request)
+        if context.rates and request.path.startswith(RATED):
+            context.rates.admit(counts.key)
+
+
+async def dress(request: web.Request, response: web.StreamResponse) -> None:
+    """The headers of every answer. For `on_response_prepare`."""
+    context = request.app[CONTEXT]
+    headers = response.headers
+    headers["x-request-id"] = request[COUNTS].id
+    headers["Server"] = "tok"  # and not what it is built of
+    headers["X-Content-Type-Options"] = "nosniff"
+    if more := context.origins.headers(request.headers.get("Origin")):
+        headers.update(more)
+    if context.rates and request.path.startswith(RATED):
+        headers.update(context.rates.headers(request[COUNTS].key))
+    if context.draining:
+        headers["Connection"] = "close"
+        response.force_close()
+
+
+def _record(context: Context, request: web.Request, counts: RequestCounts, status: int) -> None:
+    resource = request.match_info.route.resource
+    endpoint = resource.canonical if resource else "other"  # not the path: those have no bound
+    now = time.monotonic()
+    seconds = now - counts.started
+    context.metrics.ended(endpoint, status, seconds)
+    if status < 400 and (took := counts.took(now)) is not None:
+        context.latencies.observe(took)
+    if context.telemetry is not None:
+        context.telemetry.record(request, endpoint, counts, status)
+    level = logging.DEBUG if endpoint in QUIET else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    path = request.rel_url.raw_path[:500]  # as it was sent: what it stands for may hold line breaks
+    log.log(
+        level,
+        "%s %s %s: %d, %.3f s",
+        counts.id,
+        request.method,
+        path,
+        status,
+        seconds,
+        extra={FIELDS: _fields(request, counts, status, seconds, path)},
+    )
+
+
+def _fields(request: web.Request, counts: RequestCounts, status: int, seconds: float, path: str) -> dict[str, object]:
+    """What a structured log says of a request beside its line."""
+    found: dict[str, object] = {
+        "request_id": counts.id,
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": request.remote,
+    }
+    if counts.key >= 0:
+        found["api_key"] = counts.key
+    if counts.queued is not None:
+        found |= {"prompt_tokens": counts.prompt_tokens, "cached_tokens": counts.cached_tokens}
+        found["output_tokens"] = counts.output_tokens
+    if counts.first_token is not None:
+        found["first_token_seconds"] = round(counts.first_token - counts.started, 6)
+    return found

@@ -1,0 +1,1 @@
+"""How much of anything the server takes, and for how long."""

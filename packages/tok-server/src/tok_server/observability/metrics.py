@@ -1,0 +1,144 @@
+"""What the server counts, as Prometheus reads it at /metrics.
+
+The engine's statistics are there twice: `tok_steps_total` is of all replicas together, `tok_replica_steps_total` of the
+one that its label `replica` names, and so are the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tok_server.observability.seconds_histogram import SecondsHistogram
+
+# name of the engine's statistic -> what it is; names without "_total" there, Prometheus adds it to counters
+COUNTERS = {
+    "requests_finished": "Requests the engine has ended.",
+    "prompt_tokens": "Tokens of prompts.",
+    "cached_tokens": "Tokens of prompts found in the prefix cache.",
+    "output_tokens": "Tokens generated.",
+    "skipped_tokens": "Tokens generated that a grammar left no choice about, and that nobody drew.",
+    "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
+    "preemptions": "Samples interrupted for lack of memory.",
+    "steps": "Forward passes.",
+    "group_rows": "Tokens computed for an output as one of a group, which reads a shared prefix once.",
+    "schedule_seconds": "Time taken to make steps.",
+    "launch_seconds": "Time taken to launch them.",
+    "device_seconds": "Time the device took for them, from the first operation of each to its last.",
+    "output_seconds": "Time taken to take in what came of them.",
+    "restarts": "Times a replica was started anew.",
+}
+DEFERRED = "deferred_"  # begins the engine's statistics of work put off; the kind of work follows
+GAUGES = {
+    "requests_running": "Requests of which at least one sample runs.",
+    "requests_waiting": "Requests waiting to run.",
+    "sequences_running": "Samples that run.",
+    "pages_total": "Pages of the KV cache.",
+    "pages_used": "Pages of the KV cache that hold something needed.",
+    "steps_in_flight": "Forward passes queued at the worker.",
+}
+WHOLE_GAUGES = {
+    "replicas": "Replicas of the model.",
+    "replicas_ready": "Replicas that serve.",
+}
+REPLICA_GAUGES = {"ready": "Whether the replica serves: 1 or 0."}
+REPLICA = "replica"
+
+
+class EngineStats(NamedTuple):
+    """The engine's statistics: of all replicas together, and of each by its number. Empty while it has none."""
+
+    whole: Mapping[str, float] = {}
+    replicas: Sequence[Mapping[str, float]] = ()
+
+
+class Metrics:
+    """Counters and histograms of the HTTP side, beside the engine's own statistics, as `stats` returns them."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._by_answer: dict[tuple[str, int], Counter] = {}
+        self._registry.register(_EngineCollector(stats))
+        self.requests = Counter(
+            "tok_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
+        )
+        self._seconds = SecondsHistogram(
+            "tok_request_seconds", "From a request's arrival to the end of its answer.", label="endpoint"
+        )
+        self._first_token = SecondsHistogram(
+            "tok_time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
+        self.add(self._seconds)
+        self.add(self._first_token)
+        self.refused = Counter(
+            "tok_refused",
+            "Requests and connections that were refused or cut off, by the limit that says so.",
+            ("limit",),
+            registry=self._registry,
+        )
+        self.connections = Gauge("tok_connections", "Connections of clients.", registry=self._registry)
+
+    def add(self, more: Collector) -> None:
+        """Renders these, too."""
+        self._registry.register(more)
+
+    def ended(self, endpoint: str, status: int, seconds: float) -> None:
+        """Counts a request that was answered."""
+        found = self._by_answer.get((endpoint, status))
+        if found is None:  # looked up once: that takes longer than to count
+            found = self._by_answer[endpoint, status] = self.requests.labels(endpoint, str(status))
+        found.inc()
+        self._seconds.observe(seconds, endpoint)
+
+    def began(self, seconds: float) -> None:
+        """Counts the first token of a request, so long after that came."""
+        self._first_token.observe(seconds)
+
+    def refuse(self, limit: str | None) -> None:
+        """Counts what a limit has refused; None: it was no limit."""
+        if limit is not None:
+            self.refused.labels(limit).inc()
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        whole, replicas = self._stats()
+        each = {str(number): stats for number, stats in enumerate(replicas)}
+        yield from _families("tok_", {"": whole}, (), {**GAUGES, **WHOLE_GAUGES})
+        yield from _families("tok_replica_", each, (REPLICA,), {**GAUGES, **REPLICA_GAUGES})
+
+
+def _families(
+    prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...], gauges: Mapping[str, str]
+) -> Iterable[Metric]:
+    """Statistics by the value of the one label, if there is one: a family for each of those that are there."""
+    for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, gauges)):
+        for name, text in texts.items():
+            family = kind(prefix + name, text, labels=labels)
+            for label, values in stats.items():
+                if name in values:
+                    family.add_metric((label,)[: len(labels)], values[name])
+            if family.samples:
+                yield family
+    yield _deferred(prefix, stats, labels)
+
+
+def _deferred(prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...]) -> Metric:
+    text = "Steps made without work that can wait, the worker being about to run dry."
+    family = CounterMetricFamily(f"{prefix}deferred", text, labels=(*labels, "work"))
+    for label, values in stats.items():
+        for name in sorted(values):
+            if name.startswith(DEFERRED):
+                family.add_metric((*(label,)[: len(labels)], name.removeprefix(DEFERRED)), values[name])
+    return family

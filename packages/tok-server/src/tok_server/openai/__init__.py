@@ -1,0 +1,1 @@
+"""The OpenAI API: completions, chats, responses, embeddings, models."""

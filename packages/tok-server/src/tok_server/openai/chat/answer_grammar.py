@@ -1,0 +1,143 @@
+"""The grammar of a chat's whole answer: calls that must be made, or follow their schema, thoughts, a format asked for.
+
+The calls are in the model's own format, so that it writes what it has learned to. Where no call must be made
+the answer may be any text in which no other call begins, or what has been asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, cast
+
+from tok_client.types import FunctionDefinition, JSONObject
+from tok_core.grammar import Grammar
+from tok_core.grammar.json_schema.keywords import Json
+from tok_core.grammar.json_schema.schema import SchemaRules
+from tok_core.grammar.regex import regular
+from tok_core.grammar.regex.characters import Unsupported, complement, one_of
+from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
+from tok_core.grammar.text import expression
+from tok_server.openai.chat.tool_offer import Offer
+from tok_server.openai.generation.params import given
+from tok_server.parsing import hermes, reasoning
+from tok_server.parsing.formats import CallFormat
+from tok_server.parsing.markup import NO_MARKUP, Markup
+from tok_server.wire.errors import invalid
+from tok_server.wire.json import encode
+
+MOST_PARAMETERS: Final = 256 * 1024
+"""Bytes of all schemas of tools together, as JSON, that calls are held to."""
+NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class AnswerShape(NamedTuple):
+    """How an answer may look: its grammar, None where any text will do, and its markup."""
+
+    grammar: Grammar | None
+    markup: Markup
+
+
+def answer_shape(
+    offer: Offer, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
+) -> AnswerShape:
+    """Puts the offer and what was `asked` for together. Errors: ApiError for what no grammar can say.
+
+    field  which asks for the grammar `asked`: it stands for what is said, after thoughts and if no tool is called
+    """
+    if asked is not None and offer.required:
+        raise invalid(field, f"{field} asks for a format; with tool_choice that requires a call: none")
+    strict = any(given(function.strict) for function in offer.allowed.values())
+    constrained = asked is not None or (markup.calls is not None and (offer.required or strict))
+    if not constrained or not markup:
+        return AnswerShape(asked, markup)
+    if asked is not None and asked.kind == "ebnf":
+        if markup.calls is not None:
+            raise invalid(field, f"{field} asks for rules (EBNF); with tools allowed: JSON, a regex, a choice")
+        return AnswerShape(asked, NO_MARKUP)  # rules are the whole answer
+    rules = Rules()
+    answer = _answer(offer, markup.calls, _said(asked, field, rules) if asked else None, rules)
+    if markup.reasoning:
+        answer = sequence([_thoughts(markup.thinking, rules), answer])
+    return AnswerShape(Grammar(kind="ebnf", value=rules.text(answer)), markup)
+
+
+def _said(asked: Grammar, field: str, rules: Rules) -> str:
+    try:
+        return expression(asked, rules)
+    except (Unsupported, RecursionError) as error:
+        raise invalid(field, f"{field} cannot be followed; allowed: {error}") from error
+
+
+def _answer(offer: Offer, kind: CallFormat | None, said: str | None, rules: Rules) -> str:
+    if kind is None:
+        return said or NOTHING
+    calls = _calls(offer, kind, rules)
+    if offer.required:
+        return calls
+    if said is not None:
+        return rules.either([calls, said])
+    if kind == "hermes":
+        return sequence([rules.regular(_without(hermes.OPEN)), rules.maybe(calls)])
+    return rules.either([calls, rules.regular(_no_object())])
+
+
+def _calls(offer: Offer, kind: CallFormat, rules: Rules) -> str:
+    """One call, or several one after the other."""
+    size = sum(len(encode(function.parameters)) for function in offer.allowed.values() if given(function.parameters))
+    if size > MOST_PARAMETERS:
+        raise invalid("tools", f"tools have {size} bytes of parameters; allowed: at most {MOST_PARAMETERS} together")
+    one = rules.either([_call(function, index, kind, rules) for index, function in enumerate(offer.allowed.values())])
+    if kind == "hermes":
+        one = sequence([literal(f"{hermes.OPEN}\n"), one, literal(f"\n{hermes.CLOSE}")])
+    if not offer.parallel:
+        return one
+    separator = "\n" if kind == "hermes" else "; "
+    return sequence([one, rules.repeat(sequence([literal(separator), one]), 0, None)])
+
+
+def _call(function: FunctionDefinition, index: int, kind: CallFormat, rules: Rules) -> str:
+    named = "arguments" if kind == "hermes" else "parameters"
+    schema = given(function.parameters)
+    try:
+        whole = cast(Json, _object(NO_PARAMETERS if schema is None else schema))
+        arguments = SchemaRules(whole, rules).root()
+    except (Unsupported, RecursionError) as error:
+        path = f"tools[{index}].function.parameters"
+        raise invalid(path, f"{path} ({function.name}) cannot be followed; allowed: {error}") from error
+    return sequence([literal(f'{{"name": "{function.name}", "{named}": '), arguments, literal("}")])
+
+
+def _object(schema: Mapping[str, object]) -> JSONObject:
+    """Arguments are an object, whatever the schema leaves open."""
+    return dict(schema) if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
+
+
+def _thoughts(thinking: bool, rules: Rules) -> str:
+    """A think block, which may be left out unless the prompt has opened it."""
+    inside = sequence([rules.regular(_without(reasoning.CLOSE)), literal(f"{reasoning.CLOSE}\n\n")])
+    return inside if thinking else rules.maybe(sequence([literal(reasoning.OPEN), inside]))
+
+
+def _without(mark: str) -> str:
+    """Any text in which `mark`, whose first character is in it only once, is not, as a regular expression.
+
+    Wherever its first character comes, as much of the mark follows as does, and then another character than its next.
+    """
+    first = mark[0]
+    rest = regular.repeat(_none_of(first), 0, None)
+    begun = [
+        regular.literal(mark[:size]) + regular.maybe(_none_of(first + mark[size]) + rest)
+        for size in range(1, len(mark))
+    ]
+    return rest + regular.repeat(regular.either(begun), 0, None)
+
+
+def _no_object() -> str:
+    """Any text no line of which may begin a call as Llama writes it, as a regular expression."""
+    indent = regular.repeat(regular.characters(one_of(" \t")), 0, None)
+    line = indent + regular.maybe(_none_of("{<\n\t ") + regular.repeat(_none_of("\n"), 0, None))
+    return line + regular.repeat(regular.literal("\n") + line, 0, None)
+
+
+def _none_of(text: str) -> str:
+    return regular.characters(complement(one_of(text)))

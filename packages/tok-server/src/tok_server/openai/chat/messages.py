@@ -1,0 +1,109 @@
+"""Chat messages as templates take them: a role, one text, and what the assistant called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from tok_client.types import (
+    AssistantMessage,
+    AudioPart,
+    CustomToolCall,
+    DeveloperMessage,
+    FilePart,
+    FunctionMessage,
+    FunctionToolCall,
+    ImagePart,
+    Message,
+    RefusalPart,
+    SystemMessage,
+    TextPart,
+    ToolMessage,
+    UnsetType,
+    UserMessage,
+)
+from tok_server.openai.generation.params import given
+from tok_server.wire.errors import ApiError, invalid
+
+Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
+TemplateMessage = dict[str, object]
+
+MAX_MESSAGES = 8192  # of a chat: templates take some microseconds for each
+
+
+def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
+    """All messages for the template. Errors: ApiError naming what is refused ("messages[1].audio")."""
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"messages holds {len(messages)} messages; allowed: at most {MAX_MESSAGES}")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Message, path: str) -> TemplateMessage:
+    match message:
+        case SystemMessage() | DeveloperMessage():
+            # Templates know the newer name of the role only where the model was trained on it.
+            return _plain("system", _text(message.content, path), given(message.name))
+        case UserMessage():
+            return _plain("user", _text(message.content, path), given(message.name))
+        case AssistantMessage():
+            return _assistant(message, path)
+        case ToolMessage():
+            return {"role": "tool", "content": _text(message.content, path), "tool_call_id": message.tool_call_id}
+        case FunctionMessage():
+            raise _unsupported(f"{path}.role", f"role {message.role!r} (use role 'tool')")
+    assert_never(message)
+
+
+def _plain(role: str, content: str, name: str | None) -> TemplateMessage:
+    named = {} if name is None else {"name": name}
+    return {"role": role, "content": content, **named}
+
+
+def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
+    for field in ("function_call", "audio", "refusal"):
+        if given(getattr(message, field)):
+            raise _unsupported(f"{path}.{field}", field)
+    calls = given(message.tool_calls) or []
+    content = None if isinstance(message.content, UnsetType) else message.content
+    if content is None and not calls:
+        raise invalid(f"{path}.content", f"{path}.content is missing; allowed: text, or tool_calls beside it")
+    found = _plain("assistant", _text(content, path), given(message.name))
+    if calls:
+        found["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    thoughts = given(message.reasoning_content)
+    if thoughts:
+        found["reasoning_content"] = thoughts
+    return found
+
+
+def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage:
+    if isinstance(call, CustomToolCall):
+        raise _unsupported(f"{path}.type", "a call of type 'custom'")
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> object:
+    """The arguments as an object, which is what templates write down; what is none stays the text that it is."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def _text(content: str | Sequence[Part] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, TextPart):
+            raise _unsupported(f"{path}.content[{index}].type", f"content of type {part.type!r}")
+        parts.append(part.text)
+    return "".join(parts)
+
+
+def _unsupported(path: str, what: str) -> ApiError:
+    return invalid(path, f"{path}: {what} is not supported yet; allowed: text", "unsupported_parameter")

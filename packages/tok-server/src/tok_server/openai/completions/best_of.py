@@ -1,0 +1,39 @@
+"""best_of: of more samples than are wanted, those that the model itself finds likeliest."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tok_client.types import CompletionRequest
+from tok_core import Completion, InvalidField, RequestOutput, SamplingParams
+from tok_server.openai.generation.job import drawing, renamed
+from tok_server.openai.generation.params import given
+from tok_server.wire.errors import invalid
+
+
+def drawn(request: CompletionRequest, params: SamplingParams) -> int | None:
+    """How many samples of each prompt are drawn, if these are more than are wanted. Errors: ApiError 400."""
+    best_of, n = given(request.best_of), params.n
+    if best_of is None or best_of == n:
+        return None
+    if best_of < n:
+        raise invalid("best_of", f"best_of is {best_of}; allowed: at least n ({n})")
+    if given(request.stream):
+        raise invalid("best_of", f"best_of is {best_of}; allowed with stream=true: n ({n}), as all must end first")
+    try:
+        drawing(params, best_of)
+    except InvalidField as error:
+        raise renamed(error, "best_of") from error
+    return best_of
+
+
+def best(output: RequestOutput, count: int) -> RequestOutput:
+    """The same with the `count` samples of the highest log-probability per token, the best first, numbered anew."""
+    ranked = sorted(output.outputs, key=lambda one: (-_per_token(one), one.index))
+    chosen = [msgspec.structs.replace(one, index=index) for index, one in enumerate(ranked[:count])]
+    return msgspec.structs.replace(output, outputs=chosen)
+
+
+def _per_token(sample: Completion) -> float:
+    logprobs = sample.logprobs or []
+    return sum(one.logprob for one in logprobs) / max(len(logprobs), 1)

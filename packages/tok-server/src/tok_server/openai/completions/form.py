@@ -1,0 +1,193 @@
+"""CompletionForm: the JSON of a text completion's answer. Choice number: prompt × n + sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from tok_client.types import (
+    UNSET,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Maybe,
+    PromptLogprobs,
+    StopWhenResult,
+    Usage,
+)
+from tok_core import Completion as Sample
+from tok_core import Delta, RequestOutput, TokenLogprob
+from tok_server.openai.completions.best_of import best
+from tok_server.openai.completions.echo import EchoedPrompt, both
+from tok_server.openai.generation.answer import event
+from tok_server.openai.generation.chunk_form import ChunkForm
+from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from tok_server.openai.generation.usage import running_usage, usage
+from tok_server.parsing.stop_when_rule import result_of
+from tok_server.wire.ids import fingerprint
+from tok_server.wire.json import encode
+from tok_server.wire.json_pieces import elements, filled, free, separated, slices, taken
+from tok_server.wire.text_event import TextEvent
+
+
+class CompletionForm(ChunkForm):
+    """Of one request. `texts`: how tokens are shown."""
+
+    def __init__(self, job: Job, texts: TokenTexts) -> None:
+        super().__init__(job)
+        self._texts = texts
+        self._echoes: dict[int, EchoedPrompt] = {}
+        self._told: dict[int, Maybe[PromptLogprobs]] = {}  # of prompts
+        self._offsets: dict[int, Offsets] = {}  # of streamed choices that have begun
+        self._same: dict[int, TextEvent] = {}  # of choices that run, if only text is told of them
+        self._tokens = 0
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        """The answer of finished requests, one a prompt."""
+        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        if self._job.best_of is not None:
+            outputs = [best(output, self._job.params.n) for output in outputs]
+        choices = [
+            self._whole_choice(prompt, output, one) for prompt, output in enumerate(outputs) for one in output.outputs
+        ]
+        return encode(self._object(choices, usage(outputs, tokens), result_of(outputs)))
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The same a piece at a time; frees the log-probabilities of `outputs` as it goes."""
+        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        found = outputs
+        if self._job.best_of is not None:
+            found = [best(output, self._job.params.n) for output in outputs]
+        envelope = encode(self._object([], usage(outputs, tokens), result_of(outputs)))
+        choices = separated(
+            self._choice_pieces(prompt, output, one) for prompt, output in enumerate(found) for one in output.outputs
+        )
+        yield from filled(envelope, [("choices", choices)])
+        for output in outputs:
+            for one in output.outputs:
+                free(one.logprobs)
+
+    def _choice_pieces(self, prompt: int, output: RequestOutput, one: Sample) -> Iterator[bytes]:
+        choice = self._whole_choice(prompt, output, one)
+        free(one.logprobs)
+        lists: list[tuple[str, Iterable[bytes]]] = []
+        if (told := choice.logprobs) is not None:
+            lists += [
+                ("tokens", elements(taken(told.tokens))),
+                ("token_logprobs", elements(taken(told.token_logprobs))),
+                ("top_logprobs", elements(taken(told.top_logprobs or []))),
+                ("text_offset", elements(taken(told.text_offset))),
+            ]
+            choice = msgspec.structs.replace(choice, logprobs=CompletionLogprobs(top_logprobs=[]))
+        if (of_prompt := choice.prompt_logprobs) is not UNSET and of_prompt is not None:
+            lists.append(("prompt_logprobs", elements(slices(of_prompt))))  # other choices have the same
+            choice = msgspec.structs.replace(choice, prompt_logprobs=[])
+        return filled(encode(choice), lists)
+
+    def events(self, prompt: int, delta: Delta) -> bytes:
+        """A chunk; before a choice's first one, with `echo`, another that holds the prompt."""
+        self._tokens += len(delta.token_ids)
+        index = self._index(prompt, delta.index)
+        if delta.finish_reason is not None:
+            self._same.pop(index, None)
+        elif delta.text and (same := self._same.get(index)) is not None:
+            return same.of(delta.text)
+        parts = self._opened(prompt, index, delta)
+        if delta.text or delta.finish_reason or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
+            parts.append(
+                CompletionChoice(
+                    index=index,
+                    text=delta.text,
+                    logprobs=self._logprobs(delta.logprobs, self._offsets[index]),
+                    finish_reason=delta.finish_reason,
+                    token_ids=self._ids(delta.token_ids),
+                )
+            )
+        used = self._used_so_far() if parts else UNSET
+        return b"".join(event(encode(self._object([part], used))) for part in parts)
+
+    def _opened(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
+        """What comes before the first token of a choice that begins."""
+        if index in self._offsets:
+            return []
+        if self._plain and delta.finish_reason is None:
+            self._same[index] = TextEvent(lambda text: self._text_chunk(index, text))
+        echo, self._offsets[index] = self._begun(prompt, delta.prompt_logprobs)
+        if not self._job.echo:
+            return []
+        return [CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._ids([]))]
+
+    def _text_chunk(self, index: int, text: str) -> Completion:
+        """What a choice has gained that has begun, and does not end."""
+        return self._object([CompletionChoice(index=index, text=text)], self._used_so_far())
+
+    def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
+        return event(encode(self._object([], used or UNSET, stop_when)))
+
+    def _whole_choice(self, prompt: int, output: RequestOutput, one: Sample) -> CompletionChoice:
+        index = self._index(prompt, one.index)
+        if self._plain and not self._job.echo and self._job.prompt_logprobs is None:
+            return CompletionChoice(index=index, text=one.text, finish_reason=one.finish_reason)
+        echo, offsets = self._begun(prompt, output.prompt_logprobs)
+        return CompletionChoice(
+            index=index,
+            text=self._echo(prompt).text + one.text if self._job.echo else one.text,
+            logprobs=both(echo, self._logprobs(one.logprobs, offsets)),
+            finish_reason=one.finish_reason,
+            token_ids=self._ids(one.token_ids),
+            prompt_logprobs=self._prompt_logprobs(prompt, output),
+        )
+
+    def _begun(
+        self, prompt: int, entries: Sequence[TokenLogprob | None] | None
+    ) -> tuple[CompletionLogprobs | None, Offsets]:
+        """Log-probabilities of the prompt, as its choices echo them, and where their own tokens begin."""
+        if not self._job.echo:
+            return None, Offsets()
+        echo = self._echo(prompt)
+        return echo.logprobs(entries), echo.offsets()
+
+    def _echo(self, prompt: int) -> EchoedPrompt:
+        if prompt not in self._echoes:
+            job = self._job
+            self._echoes[prompt] = EchoedPrompt(job.prompts[prompt], self._texts, job.params.logprobs)
+        return self._echoes[prompt]
+
+    def _index(self, prompt: int, sample: int) -> int:
+        return prompt * self._job.params.n + sample
+
+    def _ids(self, token_ids: list[int]) -> Maybe[list[int]]:
+        return token_ids if self._job.return_token_ids else UNSET
+
+    def _used_so_far(self) -> Maybe[Usage]:
+        if not self._job.continuous_usage:
+            return None if self._job.include_usage else UNSET
+        return running_usage(self._job.prompts, self._tokens)
+
+    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: Offsets) -> CompletionLogprobs | None:
+        if entries is None or self._job.params.logprobs is None:
+            return None
+        return completion_logprobs(entries, self._texts, offsets)
+
+    def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> Maybe[PromptLogprobs]:
+        if self._job.prompt_logprobs is None or output.prompt_logprobs is None:
+            return UNSET
+        if prompt not in self._told:  # the same for all samples
+            self._told[prompt] = prompt_logprobs(output.prompt_logprobs, self._texts, self._job.prompt_logprobs)
+        return self._told[prompt]
+
+    def _object(
+        self, choices: list[CompletionChoice], used: Maybe[Usage], stop_when: StopWhenResult | None = None
+    ) -> Completion:
+        job = self._job
+        return Completion(
+            id=job.id,
+            created=job.created,
+            model=job.model,
+            choices=choices,
+            usage=used,
+            system_fingerprint=fingerprint(),
+            stop_when=stop_when or UNSET,
+        )

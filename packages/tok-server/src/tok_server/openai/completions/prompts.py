@@ -1,0 +1,27 @@
+"""Prompts as token ids: texts are tokenised, unless they are too long by far."""
+
+from __future__ import annotations
+
+from tok_core import AsyncEngine, InvalidField
+from tok_server.limits.prompt_size import check_size
+from tok_server.wire.errors import invalid
+
+
+def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
+    """The token ids of each; all are of one kind. `field`: what the endpoint calls them. Errors: ApiError 400."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in prompts if isinstance(prompt, list)]
+    if engine.tokenizer is None:
+        raise invalid(field, f"{field} is text, but the model has no tokenizer; allowed: token ids")
+    try:
+        for index, text in enumerate(texts):
+            check_size(text, engine.tokenizer, engine.info.max_model_len, numbered(field, index, len(texts)))
+        return engine.tokenizer.encode_batch(texts)
+    except InvalidField as error:
+        raise invalid(field, str(error)) from error
+
+
+def numbered(field: str, index: int, count: int) -> str:
+    """What errors call prompt `index` of so many in `field`."""
+    return field if count == 1 else f"{field}[{index}]"

@@ -1,0 +1,138 @@
+"""/v1/embeddings: vectors that stand for texts."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
+from tok_server.http.auth import salted
+from tok_server.http.body import read_body
+from tok_server.http.context import CONTEXT
+from tok_server.observability.request_counts import COUNTS
+from tok_server.openai.completions.endpoint import MAX_LOOP_PROMPT_BYTES
+from tok_server.openai.completions.prompts import numbered, tokenised
+from tok_server.openai.generation.answer import ignored_header, in_time, write_pieces
+from tok_server.openai.generation.job import renamed
+from tok_server.openai.generation.params import given
+from tok_server.openai.generation.request_fields import cache_salt_of, check_model, read
+from tok_server.wire.errors import ApiError, invalid
+from tok_server.wire.json import encode
+from tok_server.wire.json_pieces import elements, filled
+from tok_server.wire.openapi import Operation, json_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_INPUTS = 2048  # as OpenAI's
+NUMBERS_AT_ONCE = 4096  # written down at once
+MANY_NUMBERS = 65_536  # from which on the answer is written a piece at a time
+_TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
+_PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingJob:
+    """One HTTP request understood. `prompts`: token ids of each input; `ignored`: fields that nobody defines."""
+
+    model: str
+    prompts: list[list[int]]
+    pooling: Pooling
+    dimensions: int | None
+    base64: bool
+    ignored: tuple[str, ...] = ()
+    priority: int = 0
+    cache_salt: str | None = None
+
+    async def embed(self, engine: AsyncEngine, tenant: str, *, share_prefixes: bool) -> list[EmbeddingOutput]:
+        """Return the embeddings, input by input, for `tenant`. Errors: ApiError, EngineError."""
+        salt = salted(tenant, self.cache_salt, share_prefixes=share_prefixes)
+        options = {"dimensions": self.dimensions, "priority": self.priority, "cache_salt": salt}
+        try:
+            return await engine.embed(self.prompts, pooling=self.pooling, tenant=tenant, **options)  # type: ignore[arg-type]
+        except InvalidField as error:
+            raise self._refused(error) from error
+
+    def whole(self, outputs: list[EmbeddingOutput]) -> bytes:
+        """The answer. To be called in a thread, unless it is a short one."""
+        return b"".join(self.pieces(outputs))
+
+    def pieces(self, outputs: list[EmbeddingOutput]) -> Iterator[bytes]:
+        """The answer, a vector at a time."""
+        tokens = sum(map(len, self.prompts))
+        used = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+        vectors = (
+            [Embedding(index=index, embedding=_written(one.embedding, as_base64=self.base64))]
+            for index, one in enumerate(outputs)
+        )
+        yield from filled(encode(EmbeddingList(data=[], model=self.model, usage=used)), [("data", elements(vectors))])
+
+    def _refused(self, error: InvalidField) -> ApiError:
+        found = _PROMPT.fullmatch(error.field)
+        name = error.field if found is None else numbered("input", int(found["index"]), len(self.prompts))
+        return renamed(error, name)
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Vectors that stand for texts."""
+    context = request.app[CONTEXT]
+    context.admit(request[COUNTS].tenant)
+    body = await read_body(request, context)
+    short = len(body) <= MAX_LOOP_PROMPT_BYTES and _TOKEN_IDS.search(body) is not None
+    engine, model = context.engine, context.settings.model_name
+    job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
+    context.admit(request[COUNTS].tenant)  # since the request came, others have been read and submitted
+    counts = request[COUNTS]
+    with in_time(request, context), context.having(counts.tenant, len(job.prompts)):
+        outputs = await job.embed(context.engine, counts.tenant, share_prefixes=context.settings.share_prefixes)
+    counts.prompt_tokens += sum(map(len, job.prompts))
+    counts.cached_tokens += sum(one.cached_tokens for one in outputs)
+    numbers = sum(len(one.embedding) for one in outputs)
+    headers = ignored_header(context, job.ignored)
+    if numbers > MANY_NUMBERS:
+        return await write_pieces(request, context, job.pieces(outputs), headers)
+    answer = job.whole(outputs) if numbers <= NUMBERS_AT_ONCE else await context.work(lambda: job.whole(outputs))
+    return web.Response(body=answer, content_type="application/json", headers=headers)
+
+
+def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
+    """The body as a job, inputs as token ids. Slow for long inputs. Errors: ApiError."""
+    request, ignored = read(body, EmbeddingRequest, ())
+    check_model(given(request.model), model)
+    inputs = request.inputs()
+    if len(inputs) > MAX_INPUTS:
+        raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MAX_INPUTS}")
+    return EmbeddingJob(
+        model=model,
+        prompts=tokenised(inputs, engine, "input"),
+        pooling=given(request.pooling) or "last",
+        dimensions=given(request.dimensions),
+        base64=given(request.encoding_format) == "base64",
+        ignored=ignored,
+        cache_salt=cache_salt_of(request),
+    )
+
+
+def _written(vector: np.ndarray, *, as_base64: bool) -> list[float] | str:
+    if not as_base64:
+        numbers: list[float] = vector.tolist()
+        return numbers
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        create,
+        request=json_of(EmbeddingRequest),
+        answers={200: json_of(EmbeddingList)},
+        errors=(404,),
+    ),
+)

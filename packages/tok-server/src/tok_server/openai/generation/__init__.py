@@ -1,0 +1,1 @@
+"""From a request's fields to engine requests, and from their outputs to an answer."""

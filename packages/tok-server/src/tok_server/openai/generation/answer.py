@@ -1,0 +1,338 @@
+"""How a Job is answered: whole, or as server-sent events while it runs. What the JSON looks like, a Form says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from types import TracebackType
+from typing import Protocol
+from urllib.parse import quote
+
+from aiohttp import web
+
+from tok_client.types import StopWhenResult, Usage
+from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStream
+from tok_server.http.context import Context
+from tok_server.limits.deadlines import Deadline
+from tok_server.limits.limits import MAX_CLIENT_PRIORITY
+from tok_server.observability.request_counts import COUNTS
+from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, check_grammar, merged, submitted
+from tok_server.openai.generation.usage import usage
+from tok_server.parsing.stop_when_rule import StopWhenJudge, judged, output_of
+from tok_server.wire.errors import ApiError, invalid, limited, of_exception
+from tok_server.wire.json_pieces import next_piece
+
+log = logging.getLogger("tok.server")
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+MAX_WARNED_FIELDS = 1000
+TOGETHER = 256  # deltas whose events are made and written together: other requests run in between
+MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities that are written down at once
+MAX_LOOP_BYTES = 1 << 16  # bytes of an answer, as far as it can be told before, that the event loop writes itself
+MIN_PIECEWISE_BYTES = 1 << 20  # from which on it is written a piece at a time
+TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # in an answer, about
+
+MAX_LOGPROBS = 1 << 24  # of a whole answer: some 3 GB in memory
+MAX_KEPT_LOGPROBS = 1 << 21  # of one that is kept as a whole: some 200 MB of JSON
+MAX_RESPONSE_LOGPROBS = 1 << 18  # of a response, whose last events repeat all of it
+
+
+class Form(Protocol):
+    """The JSON of one endpoint, for one request. `most_logprobs`: that an answer may hold, streamed or not."""
+
+    most_logprobs: int | None
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        """The whole answer. Called in a thread, unless it is a short one."""
+
+    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The same in pieces, of which none takes long to make; called in a thread. `outputs` are used up."""
+
+    def events(self, prompt: int, delta: Delta) -> bytes:
+        """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing.
+
+        Called on the event loop.
+        """
+
+    def opening(self) -> bytes:
+        """Server-sent events before any token."""
+
+    def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Server-sent events at the end of all samples."""
+
+    def failed(self, failure: ApiError) -> bytes:
+        """The last server-sent event of what could not go on."""
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def check_size(job: Job, context: Context, most: int | None, tenant: str) -> None:
+    """Raises ApiError for a job of too many samples or log-probabilities (400), or one more than may wait (429).
+
+    most  log-probabilities of the answer; None: any number
+    """
+    check_drawn(job, context.settings.max_n)
+    check_priority(job, context.settings.min_client_priority)
+    check_logprobs(job, context.engine.info.max_model_len, most)
+    context.admit(tenant)  # since the request came, others have been read and submitted
+
+
+def check_drawn(job: Job, most: int) -> None:
+    """Raises ApiError (400) for a job that draws more than so many samples of a prompt."""
+    if job.drawn > most:
+        name = "n" if job.best_of is None else "best_of"
+        raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
+
+
+def check_priority(job: Job, least: int) -> None:
+    """Raises ApiError (400) for a job that asks for a class that is not open to clients."""
+    priority = job.params.priority
+    if not least <= priority <= MAX_CLIENT_PRIORITY:
+        told = f"priority is {priority}; allowed: integers from {least} to {MAX_CLIENT_PRIORITY}"
+        raise limited("min_client_priority", 400, told, param="priority")
+
+
+def check_logprobs(job: Job, max_model_len: int, most: int | None) -> None:
+    """Raises ApiError (400) for a job whose answer may hold more than so many log-probabilities."""
+    top = job.params.logprobs
+    if top is None or most is None:
+        return
+    longest = max_model_len if job.params.max_tokens is None else job.params.max_tokens
+    if len(job.prompts) * job.drawn * longest * (1 + top) > most:
+        name = job.names.get("logprobs", "logprobs")
+        factors = f"{len(job.prompts)} × {job.drawn} × {longest} × {1 + top}"
+        what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
+        raise invalid(name, f"{name}: {what}; allowed: at most {most} in all", "too_many_logprobs")
+
+
+def in_time(request: web.Request, context: Context) -> Deadline:
+    """`with in_time(…):` raises ApiError (504) once the request has taken all the time it may."""
+    return context.deadlines.since(request[COUNTS].started)
+
+
+async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
+    """The response to `request`. Errors before its first byte: ApiError, EngineError."""
+    most = form.most_logprobs if form.most_logprobs or job.stream else MAX_LOGPROBS
+    check_size(job, context, most, request[COUNTS].tenant)
+    if job.params.grammar is not None:
+        with in_time(request, context):
+            await check_grammar(context.engine, job, MAX_GRAMMAR_CHECKS, request[COUNTS].tenant)
+        context.admit(request[COUNTS].tenant)  # meanwhile the engine did not count this one
+    headers = ignored_header(context, job.ignored)
+    counts = request[COUNTS]
+    shared = context.settings.share_prefixes
+    with context.having(counts.tenant, len(job.prompts)):
+        async with submitted(context.engine, job, counts, counts.tenant, share_prefixes=shared) as streams:
+            if job.stream:
+                return await _stream(request, context, job, form, streams, headers)
+            with in_time(request, context):
+                outputs = [await output_of(stream, job.stop_when) for stream in streams]
+    for output in outputs:
+        _check_ended(output)
+    first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
+    if first:
+        context.metrics.began(min(first) - counts.started)
+    size = size_of(job, outputs)
+    if size > MIN_PIECEWISE_BYTES:
+        return await write_pieces(request, context, form.pieces(outputs), headers)
+    few = job.params.logprobs is None and len(outputs) * job.drawn <= MAX_CHOICES_AT_ONCE and size <= MAX_LOOP_BYTES
+    body = form.whole(outputs) if few else await context.work(lambda: form.whole(outputs))
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
+    """Return about how many bytes the whole answer has, or the most it can have where that tells enough."""
+    top, of_place, longest = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
+    each = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
+    of_prompt = (each if job.echo else 0) + (0 if of_place is None else LOGPROB_BYTES * (1 + of_place))
+    choices = len(outputs) * job.drawn
+    if longest is not None and not of_prompt:
+        most = choices * (CHOICE_BYTES + each * longest)
+        if most <= (MAX_LOOP_BYTES if choices <= MAX_CHOICES_AT_ONCE else MIN_PIECEWISE_BYTES):
+            return most
+    return sum(
+        CHOICE_BYTES + of_prompt * len(output.prompt_token_ids) + each * len(one.token_ids)
+        for output in outputs
+        for one in output.outputs
+    )
+
+
+async def write_pieces(
+    request: web.Request, context: Context, pieces: Iterator[bytes], headers: dict[str, str]
+) -> web.StreamResponse:
+    """Answer with a JSON body of any size, the next piece of which is made when the client has taken the last one."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
+    await response.prepare(request)
+    try:
+        while piece := await context.work(lambda: next_piece(pieces)):
+            await response.write(piece)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        # Neither the status nor the beginning can be taken back: a connection that breaks off tells the client.
+        counts = request[COUNTS]
+        log.error("%s: failed while answering: %s", counts.id, error, exc_info=error)
+        counts.failed = 500
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError("the answer broke off") from error
+    await response.write_eof()
+    return response
+
+
+def _check_ended(output: RequestOutput) -> None:
+    if any(choice.finish_reason == "abort" for choice in output.outputs):
+        raise EngineDead("the request was aborted: the engine is stopping")
+
+
+async def _stream(
+    request: web.Request,
+    context: Context,
+    job: Job,
+    form: Form,
+    streams: list[RequestStream],
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers=STREAM_HEADERS | headers)
+    await response.prepare(request)
+    try:
+        with in_time(request, context), Unread(streams, context.settings.max_unread) as unread:
+            last = await _write(response, request, context, job, form, streams, unread)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        # The status line is gone; what is left is an event that says what happened, and the end of the stream.
+        counts = request[COUNTS]
+        failure = job.refused(error, 0) if isinstance(error, InvalidField) else of_exception(error, counts.id)
+        counts.failed = failure.status
+        context.metrics.refuse(failure.limit)
+        if failure.status >= 500:
+            trace = error if failure.status == 500 else None
+            log.error("%s: failed while streaming: %s", counts.id, error, exc_info=trace)
+        for stream in streams:
+            stream.abort()
+        last = form.failed(failure)
+    await response.write_eof(last)
+    return response
+
+
+async def _write(
+    response: web.StreamResponse,
+    request: web.Request,
+    context: Context,
+    job: Job,
+    form: Form,
+    streams: list[RequestStream],
+    unread: Unread,
+) -> bytes:
+    """All events but the last ones, which are returned."""
+    if data := form.opening():
+        await response.write(data)
+    tokens = 0
+
+    def events(prompt: int, batch: Sequence[Delta]) -> bytes:
+        nonlocal tokens
+        gained = _tokens_of(batch)
+        if gained and not tokens:
+            context.metrics.began(time.monotonic() - request[COUNTS].started)
+        tokens += gained
+        return b"".join([form.events(prompt, delta) for delta in batch])
+
+    async def send(prompt: int, batch: Sequence[Delta]) -> None:
+        for start in range(0, len(batch), TOGETHER):
+            part = batch[start : start + TOGETHER]
+            if data := await context.work(partial(events, prompt, part)) if long else events(prompt, part):
+                unread.sending = True
+                await response.write(data)
+                unread.sending = False
+            if len(batch) > TOGETHER:
+                await asyncio.sleep(0)
+
+    # Events that repeat all log-probabilities take long to encode.
+    long = form.most_logprobs is not None and job.params.logprobs is not None
+    judge = None if job.stop_when is None else StopWhenJudge(job.stop_when)
+    if judge is None and len(streams) == 1:  # most are: each generator on the way takes its time for each token
+        while batch := await streams[0].batch():
+            if long or len(batch) > TOGETHER:
+                await send(0, batch)
+            elif data := events(0, batch):
+                unread.sending = True
+                await response.write(data)
+                unread.sending = False
+    else:
+        async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
+            async for prompt, batch in batches:
+                await send(prompt, batch)
+    ending = partial(form.closing, usage(streams, tokens), None if judge is None else judge.result())
+    return await context.work(ending) if long else ending()
+
+
+class Unread:
+    """`with Unread(…) as unread:` raise ApiError where a client leaves more of its streams unread than it may.
+
+    Ends the task that enters it, if tokens come while that waits for the client. While it is merely busy, no client is
+    at fault; what comes meanwhile is written together.
+
+    sending  the task waits for the client to read, or is about to write
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], most: int) -> None:
+        self.sending = False
+        self._most = most
+        self._passed = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._asked = task, task.cancelling()
+        for stream in streams:  # half of it for what has been taken, and is being written
+            stream.bound(most // (2 * len(streams)), self._flooded)
+
+    def __enter__(self) -> Unread:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.sending = False
+        if self._passed and self._task.uncancel() <= self._asked and kind is asyncio.CancelledError:
+            message = f"the client has left more than {self._most} bytes of its stream unread"
+            raise limited("max_unread", 408, message, code="unread_stream") from error
+
+    def _flooded(self) -> None:
+        if self.sending and not self._passed:
+            self._passed = True
+            self._task.cancel()
+
+
+def _tokens_of(batch: Sequence[Delta]) -> int:
+    """How many tokens samples gained. Errors: EngineDead where one was cut off."""
+    gained = 0
+    for delta in batch:
+        if delta.finish_reason == "abort":
+            raise EngineDead("the request was aborted: the engine is stopping")
+        gained += len(delta.token_ids)
+    return gained
+
+
+def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
+    """Tells the client, and once the log, which fields had no effect."""
+    if not ignored:
+        return {}
+    new = [name for name in ignored if name not in context.warned]
+    if new and len(context.warned) < MAX_WARNED_FIELDS:
+        context.warned.update(new)
+        log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
+    # Names are the client's own text: quoted, they hold no line break.
+    return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}

@@ -1,0 +1,85 @@
+"""Job: one HTTP request understood, ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tok_core import InvalidField, SamplingParams
+from tok_server.parsing.markup import NO_MARKUP, Markup
+from tok_server.parsing.stop_when_rule import StopWhenRule
+from tok_server.wire.errors import ApiError, invalid
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request understood, ready for the engine.
+
+    id                the answer's id; the engine's request ids begin with it
+    prompts           token ids of each prompt
+    best_of           samples of each prompt from which params.n are chosen, if that are more
+    include_usage     a stream ends with a chunk that carries the usage
+    return_token_ids  choices carry their token ids
+    continuous_usage  every chunk of a stream carries the usage so far
+    echo              completions begin with their prompt
+    prompt_logprobs   so many most likely tokens a place of the prompt are told; None: nothing of the prompt is
+    markup            what markup chats may hold
+    ignored           paths of fields that nobody defines
+    default_length    params.max_tokens is this server's default, which gives way to the model's length
+    stop_when         what ends the samples of its one prompt early
+    cache_salt        requests with different ones share nothing in the prefix cache
+    names             the engine's name of a field -> what this endpoint calls it
+    """
+
+    id: str
+    created: int
+    model: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    continuous_usage: bool = False
+    best_of: int | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    markup: Markup = NO_MARKUP
+    ignored: tuple[str, ...] = ()
+    default_length: bool = False
+    stop_when: StopWhenRule | None = None
+    cache_salt: str | None = None
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def drawn(self) -> int:
+        """Samples of each prompt that are drawn."""
+        return self.best_of or self.params.n
+
+    def params_of(self, prompt: list[int], max_model_len: int) -> SamplingParams:
+        """The parameters for one of the prompts. Errors: InvalidField("min_tokens") if there is no room for so many."""
+        room = max_model_len - len(prompt)
+        params = self.params if self.best_of is None else drawing(self.params, self.best_of)
+        most = params.max_tokens
+        if not self.default_length or most is None or not 1 <= room < most:
+            return params
+        return msgspec.structs.replace(params, max_tokens=room)
+
+    def refused(self, error: InvalidField, prompt: int) -> ApiError:
+        """The engine's refusal of prompt number `prompt`, in the words of this endpoint."""
+        name = self.names.get(error.field, error.field)
+        if error.field == "prompt" and name == "prompt" and len(self.prompts) > 1:
+            name = f"prompt[{prompt}]"
+        return renamed(error, name)
+
+
+def renamed(error: InvalidField, name: str) -> ApiError:
+    """The error as 400 about the field `name`."""
+    return invalid(name, str(InvalidField(name, error.value, error.allowed)))
+
+
+def drawing(params: SamplingParams, count: int) -> SamplingParams:
+    """The parameters for drawing `count` samples to choose from: their log-probabilities are needed, asked for or not.
+
+    Raises InvalidField ("n").
+    """
+    return msgspec.structs.replace(params, n=count, logprobs=params.logprobs or 0)

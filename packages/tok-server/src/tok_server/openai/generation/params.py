@@ -1,0 +1,96 @@
+"""Sampling parameters: what a request asks for, as the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import TypeVar
+
+from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
+from tok_core import InvalidField, SamplingParams
+from tok_core.grammar import Grammar
+from tok_core.messages import EngineInfo
+from tok_server.openai.generation.job import renamed
+from tok_server.wire.errors import invalid
+
+T = TypeVar("T")
+Request = CompletionRequest | ChatCompletionRequest
+
+# Names that mean the same on the wire and in the engine.
+SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "priority",
+)
+_SAME = attrgetter(*SAME)
+
+
+def given(value: Maybe[T]) -> T | None:
+    """The value; None where it is absent or null, which mean the same in requests: the default."""
+    return None if value is UNSET else value
+
+
+def sampling_params(
+    request: Request,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    info: EngineInfo,
+    names: Mapping[str, str],
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
+) -> SamplingParams:
+    """The parameters; what the request leaves out is as the model's makers set it. Errors: ApiError.
+
+    names  what this endpoint calls fields that the engine names otherwise
+    """
+    every = zip(SAME, _SAME(request), strict=True)
+    fields: dict[str, object] = dict(info.sampling_defaults)
+    fields |= {name: value for name, value in every if value is not UNSET and value is not None}
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
+    if request.stop is not UNSET:
+        fields["stop"] = _strings(request.stop)
+    if request.stop_token_ids is not UNSET:
+        fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    if request.logit_bias is not UNSET:
+        fields["logit_bias"] = _biases(request.logit_bias, info.vocab_size)
+    if max_tokens == 0 and not _asks_of_prompt(request):
+        name = names.get("max_tokens", "max_tokens")
+        raise invalid(name, f"{name} is 0; allowed: integers from 1, or 0 with echo or prompt_logprobs")
+    try:
+        return SamplingParams(**fields)  # type: ignore[arg-type]
+    except InvalidField as error:
+        raise renamed(error, names.get(error.field, error.field)) from error
+
+
+def _asks_of_prompt(request: Request) -> bool:
+    """Whether an answer without a token says something, of the prompt."""
+    echo = given(request.echo) if isinstance(request, CompletionRequest) else None
+    return bool(echo) or given(request.prompt_logprobs) is not None
+
+
+def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    """`{"42": 1.5}` as `{42: 1.5}`."""
+    for key in biases or ():
+        if not _is_number(key) or int(key) >= vocab_size:
+            allowed = f"token ids from 0 to {vocab_size - 1}, as strings without leading zeros"
+            raise invalid("logit_bias", f"logit_bias has the key {key[:80]!r}; allowed: {allowed}")
+    return {int(key): bias for key, bias in biases.items()} if biases else None
+
+
+def _is_number(key: str) -> bool:
+    """Whether it is a number in its one spelling, so that no two keys mean the same token."""
+    return key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key

@@ -1,0 +1,57 @@
+"""SampleReader: one chat sample's text, whole or while it comes, as pieces or as what its message gains."""
+
+from __future__ import annotations
+
+from tok_client.types import Delta as MessageDelta
+from tok_core import Delta
+from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.parsing.message_reader import MessageReader, message_delta
+from tok_server.parsing.pieces import CallBegin, Piece, Text
+from tok_server.parsing.reasoning import ReasoningCounter
+
+
+class SampleReader:
+    """How far one sample has been read. `texts`: how tokens are shown."""
+
+    __slots__ = ("_calls", "_counter", "_reader")
+
+    def __init__(self, job: Job, texts: TokenTexts) -> None:
+        markup = job.markup
+        self._reader = MessageReader(markup) if markup else None
+        self._counter: ReasoningCounter | None = None
+        if markup.reasoning and texts.tokenizer is not None:
+            self._counter = ReasoningCounter(texts.tokenizer, markup.thinking)
+        self._calls = 0  # told so far
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of it that are thoughts."""
+        return self._counter.count if self._counter else 0
+
+    def pieces(self, text: str, token_ids: list[int], *, ended: bool) -> list[Piece]:
+        """What the sample gained by `text`."""
+        if self._counter is not None:
+            self._counter.feed(token_ids)
+        if self._reader is None:
+            return [Text(text)] if text else []
+        return self._reader.feed(text) + (self._reader.finish() if ended else [])
+
+    def gains(self, delta: Delta) -> list[MessageDelta]:
+        """The same as deltas of its message."""
+        if self._reader is None:
+            return [MessageDelta(content=delta.text)] if delta.text else []
+        found = []
+        for piece in self.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None):
+            self._calls += isinstance(piece, CallBegin)
+            found.append(message_delta(piece, self._calls))
+        return found
+
+    def finish_reason(self, reason: str) -> str:
+        """What the API calls it."""
+        called = self._reader is not None and self._reader.calls
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def end(self) -> None:
+        """Frees what only a running sample needs."""
+        self._reader = self._counter = None

@@ -1,0 +1,143 @@
+"""The engine requests behind one HTTP request: submitted together, and aborted together unless all end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+
+from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
+from tok_server.http.auth import salted
+from tok_server.observability.request_counts import RequestCounts
+from tok_server.openai.generation.job import Job
+
+BATCH = 64  # prompts submitted before other requests get their turn
+BATCH_TOKENS = 1 << 16  # or prompts of so many tokens
+MAX_WAITING_BATCHES = 16  # batches of deltas that wait to be written, of several prompts: others stay with the engine
+MAX_GRAMMAR_CHECKS = 256  # grammars of one caller that may be compiled at once, or wait for that
+
+
+class submitted:
+    """`async with submitted(…) as streams:` gives a stream a prompt. Errors: ApiError, EngineError.
+
+    Leaving by an exception or cancelled aborts them all. To be entered after `check_grammar`: a grammar that is refused
+    later is, in the midst of the stream.
+
+    counts          is told what they have cost
+    tenant          whose requests they are
+    share_prefixes  whether tenants share cached prefixes
+    """
+
+    __slots__ = ("_counts", "_engine", "_job", "_salt", "_streams", "_tenant")
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        job: Job,
+        counts: RequestCounts | None = None,
+        tenant: str = "",
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._job = job
+        self._counts = counts
+        self._tenant = tenant
+        self._salt = salted(tenant, job.cache_salt, share_prefixes=share_prefixes)
+        self._streams: list[RequestStream] = []
+
+    async def __aenter__(self) -> list[RequestStream]:
+        try:
+            tokens = 0
+            for index, prompt in enumerate(self._job.prompts):
+                self._streams.append(self._submit(index, prompt))
+                tokens += len(prompt)
+                if index % BATCH == BATCH - 1 or tokens > BATCH_TOKENS:
+                    tokens = 0
+                    await asyncio.sleep(0)
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        if self._counts is not None:
+            self._counts.submitted(self._streams, self._job.drawn)
+        return self._streams
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(failed=kind is not None)
+        if isinstance(error, InvalidField):  # a grammar that took too much in the middle of an answer
+            raise self._job.refused(error, 0) from error
+
+    def _submit(self, index: int, prompt: list[int]) -> RequestStream:
+        job, engine = self._job, self._engine
+        try:
+            return engine.generate(
+                prompt,
+                job.params_of(prompt, engine.info.max_model_len),
+                request_id=f"{job.id}-{index}",
+                stream=job.stream,
+                tenant=self._tenant,
+                cache_salt=self._salt,
+            )
+        except InvalidField as error:
+            raise job.refused(error, index) from error
+
+    def _leave(self, *, failed: bool) -> None:
+        if failed:
+            for stream in self._streams:
+                stream.abort()
+            if self._job.params.logprobs is not None:
+                asyncio.get_running_loop().run_in_executor(None, _free, self._streams)
+        if self._counts is not None:
+            self._counts.ended(self._streams)
+
+
+def _free(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.free()
+
+
+async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, tenant: str = "") -> None:
+    """Waits until it is known that the job's grammar, if it has one, can be followed. Errors: ApiError, EngineError.
+
+    most    EngineError where it is unknown and so many others of the tenant are being compiled
+    tenant  of the request
+    """
+    if job.params.grammar is None:
+        return
+    try:
+        await engine.check_grammar(job.params.grammar, most=most, tenant=tenant)
+    except InvalidField as error:
+        raise job.refused(error, 0) from error
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
+    """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
+    queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MAX_WAITING_BATCHES)
+    tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            index, found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield index, found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    stream: RequestStream, index: int, queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]]
+) -> None:
+    try:
+        async for batch in stream.batches():
+            await queue.put((index, batch))
+        await queue.put((index, None))
+    except Exception as error:
+        await queue.put((index, error))

@@ -1,0 +1,72 @@
+"""Fields that nobody defines, at any depth of a request: they have no effect, and the answer says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from heapq import nsmallest
+from itertools import chain, islice
+
+import msgspec
+from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType
+
+from tok_client.types import known_fields
+from tok_server.http.body import Members
+from tok_server.wire.json import decode
+
+MAX_LISTED_FIELDS = 32  # so many names fit a header
+
+
+def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:
+    """Paths of such fields ("zeta", "messages[0].foo"), those of the top level first; at most `MOST_LISTED`.
+
+    found     the members of the request's JSON
+    accepted  names beside those of the type
+    """
+    if found.keys() <= _harmless(type(request), accepted):
+        return ()
+    known = known_fields(type(request))
+    top = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)  # sorting all would hold the interpreter
+    deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
+    if not top and not deep:
+        return ()
+    deeper = chain.from_iterable(_within(name, getattr(request, name), decode(found[name], object)) for name in deep)
+    return tuple(islice(chain(top, deeper), MAX_LISTED_FIELDS))
+
+
+@cache
+def _harmless(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
+    """What needs no look at what it holds: fields that hold no structs, and accepted names beside the type's."""
+    told = msgspec.inspect.type_info(kind)
+    assert isinstance(told, StructType)
+    plain = (one.encode_name for one in told.fields if not _may_hold_structs(one.type))
+    return (accepted - known_fields(kind)).union(plain)
+
+
+def _may_hold_structs(kind: Type) -> bool:
+    match kind:
+        case UnionType(types=types):
+            return any(map(_may_hold_structs, types))
+        case ListType(item_type=item) | VarTupleType(item_type=item):
+            return _may_hold_structs(item)
+    return isinstance(kind, StructType)
+
+
+def _holds_structs(value: object) -> bool:
+    """Whether it is decoded once more: only where there is something to find, as prompts of token ids are long."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, msgspec.Struct)
+
+
+def _within(path: str, value: object, given: object) -> Iterator[str]:
+    """`given`: the JSON that was decoded as `value`."""
+    if isinstance(value, list) and isinstance(given, list):
+        for index, (item, raw) in enumerate(zip(value, given, strict=True)):
+            yield from _within(f"{path}[{index}]", item, raw)
+    elif isinstance(value, msgspec.Struct) and isinstance(given, dict):
+        known = known_fields(type(value))
+        for name, raw in given.items():
+            if name in known:
+                yield from _within(f"{path}.{name}", getattr(value, name), raw)
+            else:
+                yield f"{path}.{name}"

@@ -1,0 +1,119 @@
+"""Fields of OpenAI's reference that an endpoint does not carry out: refused by name, never quietly dropped.
+
+A value that asks for nothing (null, the field's default) is accepted. Fields that only identify the client or
+its request (user, metadata, safety_identifier, prompt_cache_key) are accepted with any value: they change no
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from tok_client.types import ChatCompletionRequest, CompletionRequest, ResponseRequest, known_fields
+from tok_server.http.body import Members
+from tok_server.wire.errors import invalid
+from tok_server.wire.json import BadJson, decode
+
+Neutral = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """Fields, each with the values that ask for nothing, and why all others are refused."""
+
+    fields: Mapping[str, Neutral]
+    why: str
+
+
+_COMPLETION: Mapping[str, Neutral] = {"suffix": (None, "")}
+
+_CHAT: Mapping[str, Neutral] = {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    "verbosity": (None, "medium"),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+
+_CHAT_ONLY: Mapping[str, Neutral] = {
+    "messages": (None,),
+    "max_completion_tokens": (None,),
+    "top_logprobs": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "reasoning_effort": (None, "none"),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+}
+
+_NOT_YET = "is not supported yet"
+
+COMPLETION = (
+    Refused(_COMPLETION, _NOT_YET),
+    Refused(
+        {**_CHAT_ONLY, **_CHAT},
+        "is a field of /v1/chat/completions, not of /v1/completions",
+    ),
+)
+CHAT = (
+    Refused(_CHAT, _NOT_YET),
+    Refused(
+        {"prompt": (None,), "best_of": (None, 1), "echo": (None, False), **_COMPLETION},
+        "is a field of /v1/completions, not of /v1/chat/completions",
+    ),
+)
+_RESPONSE: Mapping[str, Neutral] = {
+    "store": (None, False),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+_ELSEWHERE = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(ResponseRequest)
+_NEUTRAL_ELSEWHERE: Mapping[str, Neutral] = {"n": (None, 1)}
+
+RESPONSE = (
+    Refused(_RESPONSE, _NOT_YET),
+    Refused(
+        {name: _NEUTRAL_ELSEWHERE.get(name, (None,)) for name in sorted(_ELSEWHERE)},
+        "is a field of other endpoints, not of /v1/responses",
+    ),
+)
+
+
+def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
+    """Raises ApiError (400) for the first field of `tables` whose value asks for something."""
+    for table in tables:
+        if not table.fields.keys().isdisjoint(given):
+            for name in filter(given.__contains__, table.fields):
+                _check(name, given[name], table)
+
+
+def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
+    try:
+        value = decode(raw, object)
+    except BadJson as error:  # a number that nothing holds
+        raise invalid(name, f"{name}: {error}") from error
+    # Compared with the type: in Python False == 0.
+    if not any(type(value) is type(one) and value == one for one in table.fields[name]):
+        allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
+        raise invalid(name, f"{name} {table.why}; allowed values: {allowed}", "unsupported_parameter")

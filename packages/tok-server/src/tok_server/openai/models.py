@@ -1,0 +1,37 @@
+"""/v1/models: the one model that is served. Before it is, they answer 503: many wait for a server by asking them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tok_client.types import Model, ModelList
+from tok_server.http.context import CONTEXT, Context
+from tok_server.openai.generation.request_fields import check_model
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import Operation, json_of
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The models that are served: one."""
+    context = request.app[CONTEXT]
+    context.await_start()
+    body = encode(ModelList(data=[_model(context)]))
+    return web.Response(body=body, content_type="application/json")
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """The served model, by its name."""
+    context = request.app[CONTEXT]
+    context.await_start()
+    check_model(request.match_info["id"], context.settings.model_name)
+    return web.Response(body=encode(_model(context)), content_type="application/json")
+
+
+def _model(context: Context) -> Model:
+    return Model(id=context.settings.model_name, created=context.created, owned_by="tok")
+
+
+OPERATIONS = (
+    Operation("GET", "/v1/models", list_models, answers={200: json_of(ModelList)}),
+    Operation("GET", "/v1/models/{id:.+}", retrieve, answers={200: json_of(Model)}, errors=(404,)),
+)

@@ -1,0 +1,166 @@
+"""A response's request as that of a chat, and what the chat calls its fields as this request has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+import msgspec
+
+from tok_client.types import (
+    UNSET,
+    AllowedTools,
+    ChatCompletionRequest,
+    FunctionDefinition,
+    FunctionName,
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Maybe,
+    NamedFunction,
+    ResponseFormat,
+    ResponseFormatConfig,
+    ResponseRequest,
+    ResponseTool,
+    ResponseToolChoice,
+    Tool,
+    ToolChoice,
+    ToolSubset,
+    UnsetType,
+)
+from tok_server.openai.generation.params import given
+from tok_server.openai.responses.conversation import messages_of
+from tok_server.wire.errors import ApiError, invalid
+
+T = TypeVar("T")
+
+LOGPROBS = "message.output_text.logprobs"
+
+# The chat's name of a field, or of what begins so, and this request's. The first that fits counts.
+NAMES: Mapping[str, str] = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens": "max_output_tokens",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
+
+
+def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
+    """The chat. Errors: ApiError, in this request's words."""
+    _check(request)
+    wants_logprobs = LOGPROBS in (given(request.include) or ())
+    top = given(request.top_logprobs)
+    if top and not wants_logprobs:
+        raise invalid("top_logprobs", f"top_logprobs is only allowed together with include: [{LOGPROBS!r}]")
+    reasoning, text = given(request.reasoning), given(request.text)
+    tools: list[Tool] = [_tool(one, f"tools[{index}]") for index, one in enumerate(given(request.tools) or ())]
+    choice = None if isinstance(request.tool_choice, UnsetType) else request.tool_choice
+    return ChatCompletionRequest(
+        model=request.model,
+        messages=messages_of(request.input, given(request.instructions)),
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stream=request.stream,
+        logprobs=wants_logprobs,
+        top_logprobs=top if wants_logprobs else None,
+        response_format=UNSET if text is None else _format(given(text.format)),
+        reasoning_effort=UNSET if reasoning is None else reasoning.effort,
+        cache_salt=request.cache_salt,
+        tools=tools,
+        tool_choice=_choice(choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def renamed(name: str) -> str:
+    """What this request calls a field of the chat."""
+    for theirs, ours in NAMES.items():
+        if name == theirs or name.startswith((f"{theirs}.", f"{theirs}[")):
+            return ours + name[len(theirs) :]
+    return name.replace("].function.", "].") if name.startswith("tools[") else name
+
+
+def in_own_words(error: ApiError) -> ApiError:
+    """The chat's refusal with the names that this request has for its fields."""
+    if error.param is None or renamed(error.param) == error.param:
+        return error
+    error.param, message = renamed(error.param), error.message.replace(error.param, renamed(error.param))
+    error.message = message
+    return error
+
+
+def _check(request: ResponseRequest) -> None:
+    """Raises ApiError for what is understood, but not carried out."""
+    for index, name in enumerate(given(request.include) or ()):
+        if name != LOGPROBS:
+            raise _unsupported(f"include[{index}]", repr(name[:80]), LOGPROBS)
+    most = given(request.max_output_tokens)
+    if most is not None and most < 1:
+        raise invalid("max_output_tokens", f"max_output_tokens is {most}; allowed: integers from 1")
+    text, reasoning, options = given(request.text), given(request.reasoning), given(request.stream_options)
+    if text is not None and given(text.verbosity) not in (None, "medium"):
+        raise _unsupported("text.verbosity", repr(text.verbosity), "null, medium")
+    for name in ("summary", "generate_summary", "context", "mode"):
+        if reasoning is not None and given(getattr(reasoning, name)) is not None:
+            raise _unsupported(f"reasoning.{name}", repr(getattr(reasoning, name))[:80], "null")
+    if options is not None:
+        if not given(request.stream):
+            raise invalid("stream_options", "stream_options is only allowed together with stream=true")
+        if given(options.include_obfuscation):
+            raise _unsupported("stream_options.include_obfuscation", "true", "false")
+
+
+def _tool(tool: ResponseTool, path: str) -> FunctionTool:
+    if tool.type != "function":
+        raise _unsupported(f"{path}.type", repr(tool.type[:80]), "function")
+    name = given(tool.name)
+    if name is None:
+        raise invalid(f"{path}.name", f"{path}.name is required, but missing")
+    return FunctionTool(
+        function=FunctionDefinition(
+            name=name,
+            description=_absent(tool.description),
+            parameters=_absent(tool.parameters),
+            strict=_absent(tool.strict),
+        )
+    )
+
+
+def _absent(value: Maybe[T]) -> Maybe[T]:
+    """Null is what many clients send for nothing; templates would show it."""
+    return UNSET if value is None else value
+
+
+def _choice(choice: str | ResponseToolChoice | None) -> Maybe[ToolChoice]:
+    if choice is None or isinstance(choice, str):
+        return choice  # type: ignore[return-value]  # the type of the field has the same literals
+    if choice.type == "function":
+        name = given(choice.name)
+        if name is None:
+            raise invalid("tool_choice.name", "tool_choice.name is required, but missing")
+        return NamedFunction(function=FunctionName(name=name))
+    if choice.type == "allowed_tools":
+        mode: Literal["auto", "required"] | None = given(choice.mode)
+        if mode is None:
+            raise invalid("tool_choice.mode", "tool_choice.mode is required, but missing")
+        return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=given(choice.tools) or []))
+    raise _unsupported("tool_choice.type", repr(choice.type[:80]), "function, allowed_tools")
+
+
+def _format(asked: ResponseFormatConfig | None) -> Maybe[ResponseFormat]:
+    if asked is None or asked.type == "text":
+        return UNSET
+    if asked.type == "json_object":
+        return JsonObjectFormat()
+    schema = JsonSchema(name=given(asked.name) or "schema", schema=asked.schema, strict=asked.strict)
+    return JsonSchemaFormat(json_schema=msgspec.structs.replace(schema, description=asked.description))
+
+
+def _unsupported(path: str, value: str, allowed: str) -> ApiError:
+    return invalid(path, f"{path} is {value}, which is not supported here; allowed: {allowed}", "unsupported_parameter")

@@ -1,0 +1,207 @@
+"""The items of a response that are being written: what they are so far, and the events that tell of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from tok_client.types import (
+    ChatTokenLogprob,
+    ContentPartAdded,
+    ContentPartDone,
+    FunctionCallArgumentsDelta,
+    FunctionCallArgumentsDone,
+    FunctionCallItem,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputMessage,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningItem,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ReasoningTextPart,
+    ResponseEvent,
+)
+from tok_client.types.responses.input import ItemStatus
+from tok_server.wire.ids import new_id
+
+Logprobs = Sequence[ChatTokenLogprob]
+
+
+class OpenItem(ABC):
+    """The item number `index`, which is being written. `numbers`: of events."""
+
+    prefix: str
+
+    def __init__(self, index: int, numbers: Iterator[int]) -> None:
+        self.id = new_id(self.prefix).replace("-", "_")
+        self.index = index
+        self._numbers = numbers
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What has been written so far."""
+        return "".join(self._texts)
+
+    def begun(self) -> list[ResponseEvent]:
+        """It begins."""
+        item = self.item("in_progress", empty=True)
+        return [OutputItemAdded(sequence_number=next(self._numbers), output_index=self.index, item=item)]
+
+    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+        """It has ended."""
+        item = self.item(status)
+        return [OutputItemDone(sequence_number=next(self._numbers), output_index=self.index, item=item)]
+
+    @abstractmethod
+    def item(self, status: ItemStatus, *, empty: bool = False) -> OutputItem:
+        """What there is of it; `empty`: without content."""
+
+    @abstractmethod
+    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+        """It goes on."""
+
+
+class OpenPart(OpenItem):
+    """An item whose content is one part."""
+
+    @abstractmethod
+    def part(self, *, empty: bool = False) -> OutputText | ReasoningTextPart:
+        """The part."""
+
+    @abstractmethod
+    def text_done(self) -> ResponseEvent:
+        """No more comes."""
+
+    def begun(self) -> list[ResponseEvent]:
+        part = self.part(empty=True)
+        return [
+            *super().begun(),
+            ContentPartAdded(
+                sequence_number=next(self._numbers),
+                item_id=self.id,
+                output_index=self.index,
+                content_index=0,
+                part=part,
+            ),
+        ]
+
+    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+        done = self.text_done()
+        part = ContentPartDone(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            content_index=0,
+            part=self.part(),
+        )
+        return [done, part, *super().ended(status)]
+
+
+class Said(OpenPart):
+    """A message."""
+
+    prefix = "msg"
+
+    def __init__(self, index: int, numbers: Iterator[int]) -> None:
+        super().__init__(index, numbers)
+        self._logprobs: list[ChatTokenLogprob] = []
+
+    def item(self, status: ItemStatus, *, empty: bool = False) -> OutputMessage:
+        return OutputMessage(id=self.id, status=status, content=[] if empty else [self.part()])
+
+    def part(self, *, empty: bool = False) -> OutputText:
+        return OutputText(text="") if empty else OutputText(text=self.text, logprobs=self._logprobs)
+
+    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return OutputTextDelta(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            content_index=0,
+            delta=text,
+            logprobs=list(logprobs),
+        )
+
+    def text_done(self) -> ResponseEvent:
+        return OutputTextDone(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            content_index=0,
+            text=self.text,
+            logprobs=self._logprobs,
+        )
+
+
+class Thinking(OpenPart):
+    """Reasoning."""
+
+    prefix = "rs"
+
+    def item(self, status: ItemStatus, *, empty: bool = False) -> ReasoningItem:
+        return ReasoningItem(id=self.id, status=status, content=[] if empty else [self.part()])
+
+    def part(self, *, empty: bool = False) -> ReasoningTextPart:
+        return ReasoningTextPart(text="" if empty else self.text)
+
+    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+        self._texts.append(text)
+        return ReasoningTextDelta(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            content_index=0,
+            delta=text,
+        )
+
+    def text_done(self) -> ResponseEvent:
+        return ReasoningTextDone(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            content_index=0,
+            text=self.text,
+        )
+
+
+class Called(OpenItem):
+    """A function call."""
+
+    prefix = "fc"
+
+    def __init__(self, index: int, numbers: Iterator[int], name: str) -> None:
+        super().__init__(index, numbers)
+        self._name = name
+        self._call_id = new_id("call").replace("-", "_")
+
+    def item(self, status: ItemStatus, *, empty: bool = False) -> FunctionCallItem:
+        return FunctionCallItem(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            arguments="" if empty else self.text,
+            status=status,
+        )
+
+    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+        self._texts.append(text)
+        return FunctionCallArgumentsDelta(
+            sequence_number=next(self._numbers), item_id=self.id, output_index=self.index, delta=text
+        )
+
+    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+        done = FunctionCallArgumentsDone(
+            sequence_number=next(self._numbers),
+            item_id=self.id,
+            output_index=self.index,
+            name=self._name,
+            arguments=self.text,
+        )
+        return [done, *super().ended(status)]

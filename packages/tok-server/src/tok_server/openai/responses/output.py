@@ -1,0 +1,76 @@
+"""Output: the items of one response, while the model writes them, and the events that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import assert_never
+
+from tok_client.types import ChatTokenLogprob, OutputItem, ResponseEvent
+from tok_client.types.responses.input import ItemStatus
+from tok_server.openai.responses.open_items import Called, Logprobs, OpenItem, Said, Thinking
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+
+
+class ResponseOutput:
+    """The items of one response. `items`: those that have ended. `numbers`: of events."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.items: list[OutputItem] = []
+        self._numbers = numbers
+        self._open: OpenItem | None = None
+        self._untold: list[ChatTokenLogprob] = []
+
+    def take(self, pieces: Iterable[Piece], logprobs: Logprobs) -> list[ResponseEvent]:
+        """What the model wrote, and the log-probabilities of its tokens: those of text are kept."""
+        self._untold += logprobs
+        events: list[ResponseEvent] = []
+        for piece in pieces:
+            opened = self._opened(piece)
+            if opened is not self._open:
+                events += self._close("completed")
+                self._open = opened
+                events += opened.begun()
+            if not isinstance(piece, CallBegin):
+                events.append(opened.gained(piece.text, _last(self._untold, piece.text)))
+            self._untold = []
+        return events
+
+    def end(self, *, whole: bool) -> list[ResponseEvent]:
+        """The last item has ended; `whole`: so the model wanted."""
+        events: list[ResponseEvent] = []
+        if self._open is None:  # clients look for a message
+            self._open = Said(0, self._numbers)
+            events += self._open.begun()
+        return events + self._close("completed" if whole else "incomplete")
+
+    def _opened(self, piece: Piece) -> OpenItem:
+        """The item that the piece belongs to: the open one, or a new one."""
+        index = len(self.items) + (self._open is not None)
+        match piece:
+            case CallBegin(name):
+                return Called(index, self._numbers, name)
+            case Text():
+                return self._open if isinstance(self._open, Said) else Said(index, self._numbers)
+            case Thought():
+                return self._open if isinstance(self._open, Thinking) else Thinking(index, self._numbers)
+            case Arguments():
+                assert self._open is not None, "arguments follow the beginning of their call"
+                return self._open
+        assert_never(piece)
+
+    def _close(self, status: ItemStatus) -> list[ResponseEvent]:
+        if self._open is None:
+            return []
+        events = self._open.ended(status)
+        self.items.append(self._open.item(status))
+        self._open = None
+        return events
+
+
+def _last(tokens: Logprobs, text: str) -> Logprobs:
+    """The last of the tokens, as many as make up the text: those before them are marks, or space around marks."""
+    left, first = len(text.encode()), len(tokens)
+    while left > 0 and first:
+        first -= 1
+        left -= len(tokens[first].bytes or ())
+    return tokens[first:]

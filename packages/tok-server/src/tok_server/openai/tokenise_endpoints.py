@@ -1,0 +1,121 @@
+"""/tokenize and /detokenize: what a text or a chat is in tokens, and the text of tokens."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tok_client.types import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from tok_core import AsyncEngine, InvalidField
+from tok_core.text import Tokenizer
+from tok_server.http.body import read_body
+from tok_server.http.context import CONTEXT
+from tok_server.limits.prompt_size import check_size
+from tok_server.observability.request_counts import COUNTS
+from tok_server.openai.chat.prompt import chat_text
+from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.openai.generation.params import given
+from tok_server.openai.generation.request_fields import check_model, read
+from tok_server.parsing.formats import Formats
+from tok_server.wire.errors import invalid, not_served
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import Operation, json_of
+
+MAX_MODEL_LENGTHS = 16  # times the model's length, that many tokens are made text at once
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The tokens of a text or a chat."""
+    context = request.app[CONTEXT]
+    context.admit(request[COUNTS].tenant)
+    body = await read_body(request, context)
+    settings = context.settings
+    found = await context.work(lambda: _tokens(body, context.engine, settings.model_name, settings.formats))
+    request[COUNTS].prompt_tokens += found.count  # against the rate limit of tokens
+    return web.Response(body=encode(found), content_type="application/json")
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of tokens."""
+    context = request.app[CONTEXT]
+    context.admit(request[COUNTS].tenant)
+    body = await read_body(request, context)
+    tokens, found = await context.work(lambda: _text(body, context.engine, context.settings.model_name))
+    request[COUNTS].prompt_tokens += tokens
+    return web.Response(body=encode(found), content_type="application/json")
+
+
+def _tokens(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> TokenizeResponse:
+    request, _ = read(body, TokenizeRequest, ())
+    check_model(given(request.model), model)
+    tokenizer = _tokenizer(engine)
+    prompt, special = given(request.prompt), given(request.add_special_tokens)
+    field = "messages" if prompt is None else "prompt"
+    text = chat_text(_as_chat(request), engine, formats) if prompt is None else prompt
+    begins = prompt is not None if special is None else special
+    try:
+        check_size(text, tokenizer, engine.info.max_model_len, field)
+        ids = tokenizer.encode(text, add_special_tokens=begins)
+    except InvalidField as error:
+        raise invalid(field, f"{field}: {error}") from error
+    strings = None
+    if given(request.return_token_strs):
+        texts = TokenTexts(tokenizer)
+        strings = [texts.text(token, "bytes:") for token in ids]
+    return TokenizeResponse(count=len(ids), max_model_len=engine.info.max_model_len, tokens=ids, token_strs=strings)
+
+
+def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        messages=given(request.messages) or [],
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
+    """Return how many tokens there are, and their text."""
+    request, _ = read(body, DetokenizeRequest, ())
+    check_model(given(request.model), model)
+    tokenizer, size = _tokenizer(engine), engine.info.vocab_size
+    most = MAX_MODEL_LENGTHS * engine.info.max_model_len
+    if len(request.tokens) > most:
+        raise invalid("tokens", f"tokens holds {len(request.tokens)} token ids; allowed: at most {most}")
+    for index, token in enumerate(request.tokens):
+        if not 0 <= token < size:
+            raise invalid(f"tokens[{index}]", f"tokens[{index}] is {token}; allowed: integers from 0 to {size - 1}")
+    text = tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return len(request.tokens), DetokenizeResponse(prompt=text)
+
+
+def _tokenizer(engine: AsyncEngine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise not_served("the model has no tokenizer: it is served in token ids only", "no_tokenizer")
+    return engine.tokenizer
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/tokenize",
+        tokenize,
+        request=json_of(TokenizeRequest),
+        answers={200: json_of(TokenizeResponse)},
+        errors=(404, 501),
+    ),
+    Operation(
+        "POST",
+        "/detokenize",
+        detokenize,
+        request=json_of(DetokenizeRequest),
+        answers={200: json_of(DetokenizeResponse)},
+        errors=(404, 501),
+    ),
+)

@@ -1,0 +1,85 @@
+"""/admin/: what an operator may ask of a running server. Wants the admin key (`tok_server.http.auth`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from functools import partial
+
+import msgspec
+from aiohttp import web
+
+from tok_client.types import ReplicaReport
+from tok_server.http.context import CONTEXT, Context
+from tok_server.wire.errors import ApiError, invalid
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import Operation, json_of
+from tok_server.wire.query import read_query
+
+log = logging.getLogger("tok.server")
+
+
+class RestartReplica(msgspec.Struct, frozen=True):
+    """Query of `POST /admin/replicas/{number}/restart`.
+
+    drain  seconds that what the replica computes is given to end; left out: as long as any request may take, and none
+           where the replica is unresponsive
+    """
+
+    drain: float | None = None
+
+
+async def restart_replica(request: web.Request) -> web.Response:
+    """Starts a replica anew once it has ended what it computes; others get the new requests meanwhile.
+
+    Answers when it serves again. With one replica only, new requests get 503 until then. `drain=SECONDS` bounds how
+    long it may compute on; 0 restarts it at once.
+    """
+    context = request.app[CONTEXT]
+    context.await_start()
+    replicas = context.engine.health().replicas
+    number = _replica(request, len(replicas))
+    drain = read_query(request, RestartReplica).drain
+    if drain is not None and not 0 <= drain < math.inf:
+        raise invalid("drain", f"drain is {drain}; allowed: seconds from 0")
+    if (state := replicas[number].state) not in ("ready", "unresponsive", "failed"):
+        raise ApiError(409, f"replica {number} is {state} already", code="restarting")
+    if drain is None:
+        drain = 0.0 if state == "unresponsive" else context.settings.request_timeout
+    # Once begun it goes on, whether or not whoever asked for it waits.
+    restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=drain))
+    context.background.add(restart)
+    restart.add_done_callback(partial(_tell, context, number))
+    await asyncio.shield(restart)
+    found = context.engine.health().replicas[number]
+    return web.Response(
+        body=encode(ReplicaReport(state=found.state, detail=found.detail)), content_type="application/json"
+    )
+
+
+def _tell(context: Context, number: int, restart: asyncio.Future[None]) -> None:
+    context.background.discard(restart)
+    error = None if restart.cancelled() else restart.exception()
+    log.info("replica %d was restarted: %s", number, error or "it serves")
+
+
+def _replica(request: web.Request, count: int) -> int:
+    given = request.match_info["number"]
+    number = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else count
+    if number >= count:
+        message = f"there is no replica {given[:80]!r}; allowed: integers from 0 to {count - 1}"
+        raise ApiError(404, message, param="number", code="not_found")
+    return number
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/admin/replicas/{number}/restart",
+        restart_replica,
+        query=RestartReplica,
+        answers={200: json_of(ReplicaReport)},
+        errors=(400, 403, 404, 409),
+    ),
+)

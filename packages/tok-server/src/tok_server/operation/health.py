@@ -1,0 +1,49 @@
+"""/health and /ready: whether requests are taken now; /version: of what they are answered by."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from aiohttp import web
+
+from tok_client.types import HealthReport, ReadyReport, ReplicaReport, VersionReport
+from tok_server.http.context import CONTEXT, Context
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import Operation, json_of
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while requests are taken, else 503; the body says why, and how each replica does."""
+    context = request.app[CONTEXT]
+    found = context.engine.health()
+    replicas = [ReplicaReport(state=one.state, detail=one.detail) for one in found.replicas]
+    return _json(context, HealthReport(status=context.state, detail=found.detail, replicas=replicas))
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while requests are taken, else 503: in one word, for load balancers and probes."""
+    context = request.app[CONTEXT]
+    return _json(context, ReadyReport(ready=takes_requests(context), status=context.state))
+
+
+async def version_of_server(request: web.Request) -> web.Response:
+    """The server's version."""
+    body = encode(VersionReport(version=version("tok-server")))
+    return web.Response(body=body, content_type="application/json")
+
+
+def takes_requests(context: Context) -> bool:
+    """Whether a request that came now would be taken."""
+    return context.ready and not context.draining and context.engine.health().ok
+
+
+def _json(context: Context, report: HealthReport | ReadyReport) -> web.Response:
+    status = 200 if takes_requests(context) else 503
+    return web.Response(status=status, body=encode(report), content_type="application/json")
+
+
+OPERATIONS = (
+    Operation("GET", "/health", health, answers={200: json_of(HealthReport), 503: json_of(HealthReport)}),
+    Operation("GET", "/ready", ready, answers={200: json_of(ReadyReport), 503: json_of(ReadyReport)}),
+    Operation("GET", "/version", version_of_server, answers={200: json_of(VersionReport)}),
+)

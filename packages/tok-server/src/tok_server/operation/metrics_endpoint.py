@@ -1,0 +1,18 @@
+"""/metrics: counters and gauges as Prometheus reads them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tok_server.http.context import CONTEXT
+from tok_server.wire.openapi import Operation, raw
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Metrics in Prometheus' text format."""
+    body = request.app[CONTEXT].metrics.render()
+    headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(body=body, headers=headers)
+
+
+OPERATIONS = (Operation("GET", "/metrics", metrics, answers={200: raw("text/plain")}),)

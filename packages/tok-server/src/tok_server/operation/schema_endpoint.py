@@ -1,0 +1,36 @@
+"""/openapi.json: what is served here, in OpenAPI's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.metadata import version
+
+from aiohttp import web
+
+from tok_server.wire.json import encode
+from tok_server.wire.openapi import JSON, Media, Operation, document
+
+
+class OpenAPIDocument:
+    """The document of one application, written when it is first asked for. `authorised`: clients must send a key."""
+
+    def __init__(self, operations: Sequence[Operation], *, authorised: bool) -> None:
+        self._operations = operations
+        self._authorised = authorised
+
+    @cached_property
+    def body(self) -> bytes:
+        """As JSON."""
+        return encode(document(self._operations, version=version("tok-server"), authorised=self._authorised))
+
+
+DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """This document."""
+    return web.Response(body=request.app[DOCUMENT].body, content_type=JSON)
+
+
+OPERATIONS = (Operation("GET", "/openapi.json", openapi, answers={200: (Media(JSON, schema={"type": "object"}),)}),)

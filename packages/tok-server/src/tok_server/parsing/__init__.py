@@ -1,0 +1,1 @@
+"""Read generated text: reasoning, content, tool calls, answers to compare."""

@@ -1,0 +1,82 @@
+"""Calls as Llama 3 models write them: a line's JSON `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from tok_server.parsing.call_parser import CallParser
+
+TAG = "<|python_tag|>"
+_BORDER = re.compile(r"[\n<]")
+
+
+class Llama3Parser(CallParser):
+    """A call may begin at the beginning of a line, after the tag, or after another call and a semicolon."""
+
+    def __init__(self, tools: Container[str]) -> None:
+        super().__init__(tools)
+        self._mark = ""  # of the tag, as far as it has been read
+        self._gap: str | None = None  # after a call, what has been read of spaces and semicolons
+        self._at_start = True  # of a line
+
+    def _outside(self, text: str, at: int) -> int:
+        if self._mark:
+            return self._in_mark(text[at], at)
+        character = text[at]
+        if character == "<":
+            self._mark = character
+            return at + 1
+        if character == "{" and (self._at_start or self._gap is not None):
+            self._open()
+            return at
+        if self._gap is not None and (character.isspace() or character == ";"):
+            self._gap += character
+            return at + 1
+        return self._in_content(text, at)
+
+    def _in_content(self, text: str, at: int) -> int:
+        if text[at].isspace():
+            end = at + 1
+            self._at_start = self._at_start or text[at] == "\n"
+        else:
+            border = _BORDER.search(text, at)
+            end = border.start() if border else len(text)
+            self._at_start = False
+        self._pass(text[at:end])
+        return end
+
+    def _in_mark(self, character: str, at: int) -> int:
+        mark = self._mark + character
+        if mark == TAG:
+            self._mark = ""
+            self._held.append(TAG)
+            self._open()
+            return at + 1
+        if TAG.startswith(mark):
+            self._mark = mark
+            return at + 1
+        self._at_start = False
+        self._pass(self._mark)
+        self._mark = ""
+        return at
+
+    def _open(self) -> None:
+        if self._gap is not None:
+            self._held.insert(0, self._gap)
+            self._gap = None
+        self._begin()
+
+    def _pass(self, text: str) -> None:
+        gap, self._gap = self._gap or "", None
+        self._content(gap + text)
+
+    def _ended(self) -> None:
+        self._gap = ""
+
+    def _give_up(self) -> None:
+        if self._mark:
+            self._held = [self._gap or "", self._mark]
+            self._mark = ""
+        self._at_start = False
+        super()._give_up()

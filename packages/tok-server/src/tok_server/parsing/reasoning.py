@@ -1,0 +1,149 @@
+"""Reasoning in think blocks, as Qwen3 and its kind write it: told apart from what is said after it.
+
+`<think>` begins the answer, or stands at the end of the prompt already; `</think>` ends the block. White space around
+reasoning is dropped, that between the block and the answer, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from tok_server.parsing.pieces import Piece, Text, Thought, joined
+
+if TYPE_CHECKING:
+    from tok_core.text import Tokenizer
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class _Place(Enum):
+    BEFORE = auto()  # nothing but white space and the beginning of the mark has come
+    THINKING = auto()
+    BETWEEN = auto()  # white space after the block
+    SAYING = auto()
+
+
+class ReasoningReader:
+    """An answer's text, in pieces of any size, split into reasoning and what is said.
+
+    thinking  the prompt has opened the block
+    thought   there is a block
+    """
+
+    def __init__(self, thinking: bool = False) -> None:
+        self.thought = thinking
+        self._opened = thinking
+        self._begun = False  # something has been thought
+        self._place = _Place.BEFORE
+        self._held = ""  # may yet be a mark, or white space at an end
+        self._out: list[Piece] = []
+
+    @property
+    def saying(self) -> bool:
+        """Whether all that comes is said."""
+        return self._place in (_Place.BETWEEN, _Place.SAYING)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What has become certain now that `text` follows."""
+        text = self._held + text
+        self._held = ""
+        while text and self._place is not _Place.SAYING:
+            text = self._read(text)
+        self._out.append(Text(text))
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """The rest."""
+        if self._place is _Place.BEFORE:
+            self._out.append(Thought(self._held.strip()) if self._opened else Text(self._held))
+        elif self._place is _Place.THINKING:
+            self._out.append(Thought(self._held.rstrip()))
+        self._held = ""
+        return self._taken()
+
+    def _read(self, text: str) -> str:
+        """Takes what can be told of `text`; the rest of it where the place has changed, else ""."""
+        match self._place:
+            case _Place.BEFORE:
+                return self._before(text)
+            case _Place.THINKING:
+                return self._thinking(text)
+            case _Place.BETWEEN:
+                return self._between(text)
+            case _Place.SAYING:
+                return text
+
+    def _before(self, text: str) -> str:
+        stripped = text.lstrip()
+        if OPEN.startswith(stripped):
+            if stripped == OPEN:
+                return self._begin("")
+            self._held = text
+            return ""
+        if stripped.startswith(OPEN):
+            return self._begin(stripped[len(OPEN) :])
+        if self._opened:
+            return self._begin(stripped)
+        self._place = _Place.SAYING
+        return text
+
+    def _begin(self, text: str) -> str:
+        self._place = _Place.THINKING
+        self.thought = True
+        return text
+
+    def _thinking(self, text: str) -> str:
+        if not self._begun:
+            text = text.lstrip()
+        end = text.find(CLOSE)
+        if end >= 0:
+            self._think(text[:end].rstrip())
+            self._place = _Place.BETWEEN
+            return text[end + len(CLOSE) :]
+        kept = text[: len(text) - _mark_at_end(text)].rstrip()
+        self._think(kept)
+        self._held = text[len(kept) :]
+        return ""
+
+    def _think(self, text: str) -> None:
+        self._begun = self._begun or bool(text)
+        self._out.append(Thought(text))
+
+    def _between(self, text: str) -> str:
+        text = text.lstrip()
+        if text:
+            self._place = _Place.SAYING
+        return text
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return joined(out)
+
+
+def _mark_at_end(text: str) -> int:
+    """How many of the last characters may begin the closing mark."""
+    return next((size for size in range(min(len(CLOSE) - 1, len(text)), 0, -1) if CLOSE.startswith(text[-size:])), 0)
+
+
+class ReasoningCounter:
+    """Counts a sample's tokens up to the end of its think block, the marks included; 0 where there is none."""
+
+    def __init__(self, tokenizer: Tokenizer, thinking: bool) -> None:
+        self._tokenizer = tokenizer
+        self._reader = ReasoningReader(thinking)
+        self._seen = 0
+
+    @property
+    def count(self) -> int:
+        return self._seen if self._reader.thought else 0
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """More tokens of the sample."""
+        for piece in self._tokenizer.pieces_of(token_ids, True):
+            if self._reader.saying:
+                return
+            # A byte a character: marks are ASCII, and the cut may go through a character.
+            self._reader.feed(piece.decode("latin-1"))
+            self._seen += 1

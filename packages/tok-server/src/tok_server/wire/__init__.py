@@ -1,0 +1,1 @@
+"""JSON over HTTP: bodies, fields, errors, and how answers are written."""

@@ -1,0 +1,136 @@
+"""ApiError: what went wrong with one HTTP request, in the shape OpenAI's clients understand.
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+
+`param` names the field, as a path where it lies deeper ("messages[1].content").
+"""
+
+from __future__ import annotations
+
+import math
+
+from aiohttp import web
+
+from tok_client.types import ErrorBody, ErrorResponse
+from tok_core import EngineError, InvalidField, RequestFailed
+from tok_server.wire.json import BadJson, encode
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+NOT_SERVED = 501
+
+
+class ApiError(Exception):
+    """A request that cannot be answered: HTTP status and the error object's four members.
+
+    `limit`: which of the server's limits says so, as `tok_server.limits.limits` names it, if it is one of them.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+        limit: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+        self.limit = limit
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        error = ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return encode(ErrorResponse(error=error))
+
+    def response(self) -> web.Response:
+        """The whole HTTP response."""
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400: the request says something that is not allowed."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_served(message: str, code: str) -> ApiError:
+    """501: this server has not what is asked for, however often; clients are told so, who try 5xx again otherwise."""
+    return ApiError(NOT_SERVED, message, code=code, headers={"x-should-retry": "false"})
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: the engine cannot answer now; clients may try again."""
+    return ApiError(503, message, kind=SERVER, code=code, headers={"Retry-After": "1"})
+
+
+def limited(
+    limit: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    kind: str | None = None,
+    code: str | None = None,
+    retry_after: float | None = None,
+) -> ApiError:
+    """More than one of the server's limits allows; `limit` is its name, and that of its flag.
+
+    retry_after  seconds after which it may be otherwise; None: it will not
+    """
+    headers = {} if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
+    kind = kind or (SERVER if status >= 500 else INVALID)
+    told = f"{message} (--{limit.replace('_', '-')})"
+    return ApiError(status, told, param=param, kind=kind, code=code or limit, headers=headers, limit=limit)
+
+
+def internal(request_id: str) -> ApiError:
+    """500: a defect of the server. What happened is in its log, not in the answer."""
+    message = f"internal error; the server's log has more under request {request_id}"
+    return ApiError(500, message, kind=SERVER, code="internal_error")
+
+
+def of_exception(error: Exception, request_id: str) -> ApiError:
+    """The ApiError that stands for any exception which a handler may end with."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidField(field=field):
+            return invalid(field, str(error))
+        case BadJson(path=path):
+            return invalid(path, str(error))
+        case RequestFailed():
+            return ApiError(500, str(error), kind=SERVER, code="request_failed")
+        case EngineError():
+            return unavailable(str(error), "engine_unavailable")
+        case web.HTTPException():
+            return _of_http(error)
+        case _:
+            return internal(request_id)
+
+
+def too_large(most: int | None) -> ApiError:
+    """413: a body of more than `most` bytes."""
+    message = "the body is too large" if most is None else f"the body has more than {most} bytes"
+    return limited("max_body", 413, message, code="request_too_large")
+
+
+def _of_http(error: web.HTTPException) -> ApiError:
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            return too_large(None)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"method {error.method} is not allowed here; allowed: {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+        case web.HTTPNotFound():
+            return ApiError(404, "there is nothing at this URL", code="not_found")
+        case _:
+            return ApiError(error.status, error.text or error.reason)

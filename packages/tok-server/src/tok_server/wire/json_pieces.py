@@ -1,0 +1,79 @@
+"""Write large JSON answers piece by piece, so that neither one piece nor its encoding holds up other requests.
+
+The envelope is encoded with empty lists, and cut where their elements belong:
+
+    {"id": …, "choices":[      elements of the list, some at a time      ], "usage": …}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from tok_server.wire.json import encode
+
+T = TypeVar("T")
+
+PIECE = 1 << 17  # bytes that are sent together, at least
+ENTRIES = 256  # of log-probabilities that are encoded together: each may have 20 likely tokens, in all 500 KB
+
+
+def split(envelope: bytes, name: str) -> tuple[bytes, bytes]:
+    """Cut an encoded object in the first empty list called `name`. No string can hold that: its quotes are escaped."""
+    mark = b'"%b":[' % name.encode()
+    at = envelope.index(mark + b"]") + len(mark)
+    return envelope[:at], envelope[at:]
+
+
+def filled(envelope: bytes, lists: Iterable[tuple[str, Iterable[bytes]]]) -> Iterator[bytes]:
+    """Yield the object with the elements of its empty lists, which are named in the order of its members."""
+    for name, elements in lists:
+        before, envelope = split(envelope, name)
+        yield before
+        yield from elements
+    yield envelope
+
+
+def separated(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the pieces of all items, with commas between the items."""
+    for number, pieces in enumerate(items):
+        if number:
+            yield b","
+        yield from pieces
+
+
+def elements(parts: Iterable[list[T]]) -> Iterator[bytes]:
+    """Yield the elements of the lists as those of one list, encoded a list at a time."""
+    return separated((encode(part)[1:-1],) for part in parts if part)
+
+
+def slices(values: list[T], size: int = ENTRIES) -> Iterator[list[T]]:
+    """Yield the values, `size` at a time."""
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
+def taken(values: list[T], size: int = ENTRIES) -> Iterator[list[T]]:
+    """Yield the values, `size` at a time, and free them: freeing millions at once holds the interpreter."""
+    values.reverse()
+    while values:
+        part = values[-size:]
+        del values[-size:]
+        part.reverse()
+        yield part
+
+
+def free(values: list[T] | None) -> None:
+    """Empty the list, some values at a time."""
+    while values:
+        del values[-64 * ENTRIES :]
+
+
+def next_piece(pieces: Iterator[bytes]) -> bytes:
+    """Return the next `PIECE` bytes or more; fewer at the end, and b"" after it."""
+    found, size = [], 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size >= PIECE:
+            break
+    return b"".join(found)

@@ -1,0 +1,31 @@
+"""What a URL's query says, as a struct: every parameter known, every value of its type."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tok_client.decoders import decoder
+from tok_server.wire.errors import invalid
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+
+
+def read_query(request: web.Request, kind: type[Q]) -> Q:
+    """The query as a `kind`. Errors: ApiError 400 naming the parameter."""
+    given = dict(request.query)
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for name in given:
+        if name not in known:
+            raise invalid(name[:80], f"{name[:80]!r} is no parameter of this URL; allowed: {', '.join(known)}")
+        if len(request.query.getall(name)) > 1:
+            raise invalid(name, f"{name} is there twice; allowed: once")
+    decoder(kind)  # makes what the conversion needs of the type, safely
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        named = next((name for name in known if f"`$.{name}`" in message), None)
+        raise invalid(named, message.replace(f" - at `$.{named}`", f": {named}")) from error

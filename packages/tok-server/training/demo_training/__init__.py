@@ -1,0 +1,1 @@
+"""Train and evaluate the demo model that tok-server embeds: a small Llama on templated word problems."""

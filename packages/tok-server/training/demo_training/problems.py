@@ -1,0 +1,54 @@
+"""The problem generator: seeded streams of word problems, split for training and for measuring by their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from demo_training.problem import ProblemSampler, WordProblem
+from demo_training.templates import TEMPLATES
+
+HELD_OUT_SHARE = 16
+"""One question in so many is held out."""
+
+
+def any_problem(random: Random) -> WordProblem:
+    """A problem of any template, of either split."""
+    draw = ProblemSampler(random)
+    return draw.pick(TEMPLATES)(draw)
+
+
+def is_held_out(question: str) -> bool:
+    """Whether the question belongs to the held-out split: decided by a hash of its text alone."""
+    return blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def training_problem(random: Random) -> WordProblem:
+    """The next problem that is not held out."""
+    while is_held_out((problem := any_problem(random)).question):
+        pass
+    return problem
+
+
+def held_out(count: int, seed: int = 0) -> list[WordProblem]:
+    """`count` different held-out problems, the same for the same seed."""
+    return list(islice(_different(Random(seed)), count))
+
+
+def write_held_out(file: Path, count: int = 200) -> None:
+    """Writes held-out problems in GSM8K's form: one `{"question", "answer"}` a line, the answer being the solution."""
+    entries = ({"question": one.question, "answer": one.solution} for one in held_out(count))
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+
+
+def _different(random: Random) -> Iterator[WordProblem]:
+    seen: set[str] = set()
+    while True:
+        problem = any_problem(random)
+        if is_held_out(problem.question) and problem.question not in seen:
+            seen.add(problem.question)
+            yield problem

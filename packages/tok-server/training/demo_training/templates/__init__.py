@@ -1,0 +1,31 @@
+"""Every template: a function from draws to a problem of two to four steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from demo_training.problem import ProblemSampler, WordProblem
+from demo_training.templates.counting import classroom, collections, farm, garden, parking, sharing
+from demo_training.templates.rates import ages, baking, reading, tank, travelling
+from demo_training.templates.spending import earning, halving, saving, shopping, tickets
+
+__all__ = ["TEMPLATES"]
+
+TEMPLATES: tuple[Callable[[ProblemSampler], WordProblem], ...] = (
+    ages,
+    baking,
+    classroom,
+    collections,
+    earning,
+    farm,
+    garden,
+    halving,
+    parking,
+    reading,
+    saving,
+    sharing,
+    shopping,
+    tank,
+    tickets,
+    travelling,
+)
