@@ -125,6 +125,50 @@ def test_no_two_parts_of_a_folder_import_each_other_in_a_circle(package: str) ->
         TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
+UNJOINED = ("tok_kernels.", "tok_server.bench")
+"""Folders whose parts are imported one by one: kernels, since Triton and FlashInfer may be missing, and benchmarks."""
+
+
+def facade_of(importer: str, module: str) -> str:
+    """The name by which `importer`, a folder, is to import `module`: the first folder on the way that it is not in."""
+    here, there = importer.split("."), module.split(".")
+    common = 0
+    while common < min(len(here), len(there)) and here[common] == there[common]:
+        common += 1
+    return ".".join(there[: max(common + 1, 2)])
+
+
+def test_the_facade_of_a_module_is_the_first_folder_that_the_importer_is_not_in() -> None:
+    assert facade_of("tok_core.engine", "tok_core.manager.batch.run_ahead") == "tok_core.manager"
+    assert facade_of("tok_core.manager", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch"
+    assert facade_of("tok_core.manager.batch", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch.run_ahead"
+    assert facade_of("tok_server.http", "tok_core.text.tokenizer") == "tok_core.text"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_another_folder_offers_is_imported_from_its_facade(package: str) -> None:
+    """At the top of a module. Within functions heavy modules are imported by name, so that façades stay light."""
+    found = []
+    for name, path in modules_of(package).items():
+        folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tok_"):
+                ours = node.module.startswith(UNJOINED)
+                if not ours and len(facade_of(folder, node.module)) < len(node.module):
+                    found.append(f"{name}: {node.module}")
+    assert found == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_facade_says_what_it_offers(package: str) -> None:
+    for name, path in modules_of(package).items():
+        if path.name == "__init__.py":
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            imported = any(isinstance(node, ast.ImportFrom) and node.module != "__future__" for node in body)
+            listed = any("__all__" in ast.unparse(node).partition("=")[0] for node in body)
+            assert not imported or listed, name
+
+
 MAX_FOLDER_FILES = 16
 
 

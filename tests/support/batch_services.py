@@ -16,7 +16,7 @@ from tok_server.batch.api.service import BatchLimits, BatchService
 from tok_server.batch.storage.clock import Clock
 from tok_server.batch.storage.store import ENDED, StoredJob
 from tok_server.openai.endpoints import ServedModel
-from tok_server.parsing.formats import Formats
+from tok_server.settings import Formats
 from tok_server.wire.ids import new_id
 
 RUNNING = 16

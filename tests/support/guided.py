@@ -13,7 +13,6 @@ from support.schedules import EOS, VOCAB, make_manager
 from support.schemas import tokens_of
 from support.simulated_worker import SimulatedPorts, SimulatedWorker, next_token
 from tok_core import SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
@@ -22,6 +21,7 @@ from tok_core.grammar.worker_processes.worker import COMPILING, IDLE
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import Request
 from tok_core.messages import EngineInfo, StepInput, StepOutput
+from tok_core.sampling_params import Grammar
 
 LONGER = ('{"', '": ', "ab", "abc", "cd", ", ", '"}', "bcd", "ef", "efg", "gh", "01", "123")
 PIECES = [*'0123456"abcdefgh{}[],: .', *LONGER]

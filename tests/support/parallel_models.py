@@ -13,7 +13,8 @@ from torch import Tensor
 
 from support.sequences import Sequences
 from tok_core.mesh import RankCoordinates
-from tok_core.models import CausalLM, build, load, read_config
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, build, load
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.worker.sampling import CHUNK, sample_tokens, sampling_arrays

@@ -12,7 +12,7 @@ from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.loop import Manager
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit
-from tok_core.models.config.model_config import read_config
+from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
 from tok_core.parallel.pipeline import Pipeline

@@ -15,8 +15,8 @@ from support.patience import wait_until
 from support.tiny_models import make_model, reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
 from tok_core.engine.requests.request_state import OpenRequest
-from tok_core.grammar import Grammar
 from tok_core.manager.admission.fair_shares import QUANTUM
+from tok_core.sampling_params import Grammar
 
 PROMPTS = random_prompts((5, 16, 17, 33, 40, 65, 70, 90))
 NEW = 40

@@ -24,7 +24,7 @@ START = """
 import asyncio, gc, os, sys, time
 import psutil
 from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, SamplingParams
-from tok_core.grammar import Grammar
+from tok_core.sampling_params import Grammar
 
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=4096, max_running=4)
 short = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

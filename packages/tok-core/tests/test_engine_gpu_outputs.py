@@ -14,7 +14,7 @@ import pytest
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, SamplingParams
-from tok_core.grammar import Grammar
+from tok_core.sampling_params import Grammar
 from tok_core.worker import prompt_values, state
 
 pytestmark = pytest.mark.gpu

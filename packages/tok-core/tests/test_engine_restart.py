@@ -19,9 +19,9 @@ from tok_core import AsyncEngine, EngineConfig, InvalidField, SamplingParams
 from tok_core.engine.core import EngineCore
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.errors import EngineClosed, EngineDead, EngineError
-from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer
 from tok_core.messages import array
+from tok_core.sampling_params import Grammar
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
 

@@ -18,11 +18,10 @@ from support.fuzzing import TEXTS, VALUES, changed, fuzzed, tokens, torn
 from support.schemas import random_schema, random_text
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import InvalidField
-from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask
 from tok_core.grammar.compiler import Compiler
-from tok_core.grammar.kinds import Kind
 from tok_core.grammar.worker_processes.examiner import ProcessExaminer
+from tok_core.sampling_params import Grammar, Kind
 from tok_core.text.tokenizer import Tokenizer
 
 VOCABULARY = 512

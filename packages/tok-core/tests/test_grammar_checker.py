@@ -18,9 +18,9 @@ import pytest
 from support.patience import wait_until
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
-from tok_core.grammar import Grammar
 from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
 from tok_core.grammar.worker_processes.examiner import ProcessExaminer, process_checker
+from tok_core.sampling_params import Grammar
 
 GOOD = Grammar(kind="regex", value="a|b")
 BAD = Grammar(kind="regex", value="(a")

@@ -17,9 +17,9 @@ from support.fuzzing import fuzzed
 from support.schemas import random_text
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import InvalidField
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.regex.automata import Automaton
+from tok_core.sampling_params import Grammar
 from tok_core.text.tokenizer import Tokenizer
 
 VOCAB = 512

@@ -25,8 +25,8 @@ from support.schemas import random_schema, tokens_of
 from support.tiny_models import make_model, reference_logits
 from support.tiny_tokenizer import add_merges
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidField, RequestOutput, SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiler
+from tok_core.sampling_params import Grammar
 
 SCHEMAS = int(os.environ.get("TOK_GRAMMAR_SCHEMAS", "40"))
 VOCAB = 512

@@ -33,7 +33,6 @@ from support.schemas import tokens_of as tokens_of_mask
 from support.simulated_worker import SimulatedPorts, SimulatedWorker
 from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.masks import MaskCache
 from tok_core.grammar.worker_processes.worker import IDLE
@@ -41,6 +40,7 @@ from tok_core.manager.loop import Manager
 from tok_core.manager.prefix_groups import grouping
 from tok_core.manager.sequences import State
 from tok_core.messages import Cancel, Finished, ToManager
+from tok_core.sampling_params import Grammar
 
 SCHEMA = {
     "type": "object",
@@ -462,7 +462,7 @@ def test_the_process_that_compiles_loads_neither_torch_nor_transformers(tmp_path
     code = f"""if True:
         import sys
         import tok_core.processes.manager_process
-        from tok_core.grammar import Grammar
+        from tok_core.sampling_params import Grammar
         from tok_core.grammar.local import loader
 
         guide = loader({str(tmp_path)!r}, 512, [{end}])().compile(Grammar(kind="regex", value="a+b"))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tok_core.errors import InvalidField
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiled, Compiler
+from tok_core.sampling_params import Grammar
 
 END = 256
 COMPILER = Compiler([bytes([byte]) for byte in range(256)], 257, [END])

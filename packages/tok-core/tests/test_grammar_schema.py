@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.schemas import random_schema, random_text
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import InvalidField
-from tok_core.grammar import Grammar
 from tok_core.grammar.compiler import Compiler
+from tok_core.sampling_params import Grammar
 from tok_core.text.tokenizer import Tokenizer
 
 VOCAB = 512

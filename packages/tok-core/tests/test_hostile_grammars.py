@@ -23,10 +23,10 @@ from support.patience import PATIENCE
 from support.schedules import assert_all_given_back, engine_info, make_manager, submit
 from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.grammar.checker import GrammarTask
 from tok_core.grammar.worker_processes.processes import WorkerProcesses
 from tok_core.runtime.garbage_collection import settle
+from tok_core.sampling_params import Grammar
 
 VOCABULARY = 512
 TURN_SECONDS = 0.05

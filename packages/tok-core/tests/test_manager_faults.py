@@ -14,7 +14,6 @@ from support.patience import wait_until
 from support.schedules import VOCAB, assert_all_given_back, drive, engine_info, expected, make_manager, submit
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import Followed, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import IDLE
@@ -30,6 +29,7 @@ from tok_core.manager.grammar.grammar_state import GrammarWorker
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import NEVER, State
 from tok_core.messages import Cancel, StepInput, ToManager
+from tok_core.sampling_params import Grammar
 
 GUILTY = 5
 PROMPTS = {rid: [rid, *range(rid, rid + 7)] for rid in (3, GUILTY, 4, 6)}

@@ -12,7 +12,8 @@ import torch
 from support.engines import cpu_engine, random_prompts
 from support.tiny_models import make_model
 from tok_core import EngineConfig, InvalidField, SamplingParams
-from tok_core.models import build, dummy, read_config
+from tok_core.model_config import read_config
+from tok_core.models import build, dummy
 from tok_kernels import choose
 
 CPU = torch.device("cpu")

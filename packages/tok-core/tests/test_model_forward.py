@@ -14,7 +14,8 @@ from torch import Tensor
 from support.sequences import Sequences
 from support.tiny_models import KINDS, make_model, reference_greedy, reference_logits
 from tok_core.errors import ModelError
-from tok_core.models import CausalLM, build, load, read_config
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, build, load
 from tok_kernels import choose
 
 CPU = torch.device("cpu")

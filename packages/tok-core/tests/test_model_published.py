@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from support.fuzzing import VALUES, changed, fuzzed
 from tok_core.errors import ModelError
-from tok_core.models import read_config
-from tok_core.models.config.config_keys import ALLOWED, HARMLESS, HONOURED
+from tok_core.model_config import read_config
+from tok_core.model_config.config_keys import ALLOWED, HARMLESS, HONOURED
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 # The context that scaling gives, where it is not max_position_embeddings.

@@ -19,7 +19,8 @@ from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import make_model
 from tok_core.mesh import all_coordinates
-from tok_core.models import CausalLM, build, load, read_config
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, build, load
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.float16 import LIMIT
 from tok_core.models.weights.targets import targets

@@ -18,7 +18,8 @@ from support.engines import cpu_engine
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import SamplingParams
 from tok_core.errors import ModelError
-from tok_core.models import CausalLM, build, dummy, load, read_config
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, build, dummy, load
 from tok_core.models.weights import loading as weights
 from tok_core.models.weights.loading import as_stored
 from tok_core.models.weights.targets import targets

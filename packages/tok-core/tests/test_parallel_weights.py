@@ -15,7 +15,8 @@ from torch import Tensor
 from support.tiny_models import make_model
 from tok_core.errors import ModelError
 from tok_core.mesh import RankCoordinates, all_coordinates
-from tok_core.models import CausalLM, build, dummy, load, read_config
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, build, dummy, load
 from tok_core.models.weights.targets import StoredTensor, targets
 from tok_kernels import choose
 
@@ -53,7 +54,7 @@ def test_shares_of_a_checkpoint_are_parts_of_the_whole(kind: str, stages: int, r
 def test_shares_of_dummy_weights_are_parts_of_the_whole(
     tied: bool, stages: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_core.models.weights.dummy.BLOCK", 1000)  # several blocks a tensor
+    monkeypatch.setattr("tok_core.models.weights.dummy_weights.BLOCK", 1000)  # several blocks a tensor
     path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
     whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
     for model in (whole, *shares):

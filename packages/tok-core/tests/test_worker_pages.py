@@ -13,7 +13,7 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model, reference_greedy
 from tok_core import SamplingParams
 from tok_core.messages import SharedPages, StepInput, decoder, encode
-from tok_core.models.config.model_config import read_config
+from tok_core.model_config.model_config import read_config
 from tok_core.worker.staging import Staging
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.state import WorkerState, changes

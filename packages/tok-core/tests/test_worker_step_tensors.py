@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.tiny_models import make_model
-from tok_core.models.config.model_config import read_config
+from tok_core.model_config.model_config import read_config
 from tok_core.worker import state as state_module
 from tok_core.worker import step_tensors
 from tok_core.worker.cuda_graphs import _arrays

@@ -11,8 +11,8 @@ import torch
 from tok_core import EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
 from tok_core.mesh import RankCoordinates, all_coordinates
+from tok_core.runtime.trace_paths import trace_files
 from tok_core.worker.trace import Tracer
-from tok_core.worker.trace_files import trace_files
 
 CPU = torch.device("cpu")
 STEPS = {12: torch.relu, 13: torch.tanh, 14: torch.sigmoid, 15: torch.exp}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from support.tiny_models import make_model
 from tok_core.mesh import RankCoordinates
-from tok_core.models.config.model_config import read_config
+from tok_core.model_config.model_config import read_config
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load

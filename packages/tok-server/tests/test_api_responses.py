@@ -44,8 +44,8 @@ from tok_server.openai.generation.logprobs import TokenTexts
 from tok_server.openai.responses.endpoint import parse
 from tok_server.openai.responses.form import ResponseForm
 from tok_server.openai.responses.output import ResponseOutput
-from tok_server.parsing.formats import Formats
 from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.settings import Formats
 from tok_server.wire.errors import unavailable
 
 # The user's last words name the script; pieces are the tokens that the model writes one by one.

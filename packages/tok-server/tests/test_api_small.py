@@ -9,7 +9,8 @@ import pytest
 
 from support.serving import NAME, Server
 from tok_core.text.template import ChatTemplate
-from tok_server.parsing.formats import CallFormat, Formats
+from tok_server.parsing.formats import CallFormat, tool_call_format, writes_reasoning
+from tok_server.settings import Formats
 
 TEXT = "the quick brown fox, naïve 日本"
 USER = [{"role": "user", "content": "hi"}]
@@ -102,9 +103,9 @@ def test_the_version_is_told(server: Server) -> None:
 )
 def test_the_formats_of_a_model_show_in_its_template(source: str, calls: CallFormat | None, reasons: bool) -> None:
     template = ChatTemplate({"default": source}, {})
-    assert Formats().calls_of(template) == calls
-    assert Formats().reasons(template) is reasons
-    assert Formats("llama3", "none").calls_of(template) == "llama3"
-    assert Formats("none", "qwen3").calls_of(template) is None
-    assert Formats("none", "qwen3").reasons(template)
-    assert not Formats("none", "none").reasons(template)
+    assert tool_call_format(Formats(), template) == calls
+    assert writes_reasoning(Formats(), template) is reasons
+    assert tool_call_format(Formats("llama3", "none"), template) == "llama3"
+    assert tool_call_format(Formats("none", "qwen3"), template) is None
+    assert writes_reasoning(Formats("none", "qwen3"), template)
+    assert not writes_reasoning(Formats("none", "none"), template)

@@ -8,8 +8,8 @@ import pytest
 import xgrammar
 
 from tok_client.types import ChatCompletionRequest, FunctionTool
-from tok_core.grammar import Grammar
 from tok_core.grammar.text import ebnf
+from tok_core.sampling_params import Grammar
 from tok_server.openai.chat.answer_grammar import answer_shape
 from tok_server.openai.chat.tool_offer import Offer, offer
 from tok_server.parsing.formats import CallFormat

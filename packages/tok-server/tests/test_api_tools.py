@@ -308,7 +308,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: Server, fields: dict[str
 
 def test_the_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from tok_server.openai.chat.endpoint import parse
-    from tok_server.parsing.formats import Formats
+    from tok_server.settings import Formats
     from tok_server.wire.errors import ApiError
 
     body = json.dumps({"messages": USER, "tools": TOOLS}).encode()

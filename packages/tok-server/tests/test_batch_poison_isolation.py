@@ -17,9 +17,9 @@ from support.batching import completion_line, custom_ids, read_jsonl
 from support.patience import PATIENCE, until
 from support.tiny_models import change_weights, make_model
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
-from tok_core.grammar import Grammar
+from tok_core.sampling_params import Grammar
 from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
-from tok_server.batch.execution.uninterrupted import uninterrupted
+from tok_server.batch.execution.shielding import uninterrupted
 from tok_server.openai.endpoints import BEHIND, GRAMMARS, GenerationTask
 
 

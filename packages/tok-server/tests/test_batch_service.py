@@ -45,7 +45,7 @@ from tok_server.batch.storage.blobs import Blobs
 from tok_server.batch.storage.store import ENDED, Missing, Store, StoredJob
 from tok_server.batch.storage.validation import Validated
 from tok_server.openai.endpoints import BEHIND, ENDPOINTS, ServedModel, behind
-from tok_server.parsing.formats import Formats
+from tok_server.settings import Formats
 from tok_server.wire.errors import ApiError
 from tok_server.wire.ids import new_id
 

@@ -20,7 +20,7 @@ from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.chat.form import ChatForm
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.completions.form import CompletionForm
-from tok_server.openai.generation import answer
+from tok_server.openai.generation import answers as answer
 from tok_server.openai.generation.logprobs import TokenTexts
 from tok_server.wire import json_pieces
 from tok_server.wire.json_pieces import elements, filled, next_piece, separated, slices, taken

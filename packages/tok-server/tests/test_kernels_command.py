@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tok_core.models.config.model_config import read_config
+from tok_core.model_config.model_config import read_config
 from tok_core.worker.startup.backend import attention_shape
 from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport
 from tok_kernels.calibration import Measurement

@@ -13,7 +13,7 @@ import pytest
 from support.fuzzing import FACTOR
 from support.loop_lag import server_pauses, watched
 from support.serving import NAME, Server, serving
-from tok_server.limits.limits import Limits
+from tok_server.settings.limits import Limits
 from tok_server.wire.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES
 
 MOST = 0.1  # seconds

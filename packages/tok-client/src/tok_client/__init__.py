@@ -20,12 +20,9 @@ from tok_client.errors import (
     TokError,
     UnprocessableEntityError,
 )
-from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.output import SavedAnswer, read_answers
-from tok_client.mapping.result import MapResult
+from tok_client.mapping import AsyncMap, Map, MapResult, SavedAnswer, read_answers
 from tok_client.scoring import majority, pass_at_k
-from tok_client.transport.backoff import Backoff
-from tok_client.transport.streaming import AsyncStream, Stream
+from tok_client.transport import AsyncStream, Backoff, Stream
 from tok_client.types import (
     UNSET,
     Batch,

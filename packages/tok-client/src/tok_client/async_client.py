@@ -5,16 +5,17 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from tok_client.resources.batches import AsyncBatches
-from tok_client.resources.chat import AsyncChat
-from tok_client.resources.completions import AsyncCompletions
-from tok_client.resources.embeddings import AsyncEmbeddings
-from tok_client.resources.files import AsyncFiles
-from tok_client.resources.models import AsyncModels
-from tok_client.resources.operations import AsyncOperations
-from tok_client.resources.responses import AsyncResponses
-from tok_client.transport.backoff import Backoff
-from tok_client.transport.transport import Transport
+from tok_client.resources import (
+    AsyncBatches,
+    AsyncChat,
+    AsyncCompletions,
+    AsyncEmbeddings,
+    AsyncFiles,
+    AsyncModels,
+    AsyncOperations,
+    AsyncResponses,
+)
+from tok_client.transport import Backoff, Transport
 
 
 class AsyncClient(AsyncOperations):

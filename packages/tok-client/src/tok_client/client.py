@@ -5,18 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from tok_client.resources.batches import Batches
-from tok_client.resources.chat import Chat
-from tok_client.resources.completions import Completions
-from tok_client.resources.embeddings import Embeddings
-from tok_client.resources.files import Files
-from tok_client.resources.models import Models
-from tok_client.resources.operations import Operations
-from tok_client.resources.responses import Responses
-from tok_client.transport.backoff import Backoff
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.loop_thread import LoopThread
-from tok_client.transport.transport import Transport
+from tok_client.resources import Batches, Chat, Completions, Embeddings, Files, Models, Operations, Responses
+from tok_client.transport import Backoff, BlockingTransport, LoopThread, Transport
 
 
 class Client(Operations):

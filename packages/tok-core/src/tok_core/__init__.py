@@ -18,8 +18,7 @@ from tok_core.outputs import Completion, Delta, EmbeddingOutput, Pooling, Reques
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.engine.engine import AsyncEngine, Engine
-    from tok_core.engine.request_stream import RequestStream
+    from tok_core.engine import AsyncEngine, Engine, RequestStream
 
 __all__ = [
     "AsyncEngine",

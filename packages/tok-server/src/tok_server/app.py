@@ -10,34 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server.batch.api import batches, files
-from tok_server.batch.api.app import add_batches
-from tok_server.dashboard.events import add_dashboard
-from tok_server.http.context import CONTEXT, Context
-from tok_server.http.middleware import common, dress
-from tok_server.observability.metrics import EngineStats, Metrics
-from tok_server.openai import embeddings, models, tokenise_endpoints
-from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.completions import endpoint as completions
-from tok_server.openai.responses import endpoint as responses
-from tok_server.operation import admin, health, metrics_endpoint, schema_endpoint
-from tok_server.operation.schema_endpoint import DOCUMENT, OpenAPIDocument
+from tok_server.batch import BATCH_OPERATIONS, add_batches
+from tok_server.dashboard import add_dashboard
+from tok_server.http import CONTEXT, Context, common, dress
+from tok_server.observability import EngineStats, Metrics
+from tok_server.openai import OPENAI_OPERATIONS
+from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
 from tok_server.settings import Settings
 
-OPERATIONS = (
-    *completions.OPERATIONS,
-    *chat.OPERATIONS,
-    *responses.OPERATIONS,
-    *embeddings.OPERATIONS,
-    *tokenise_endpoints.OPERATIONS,
-    *models.OPERATIONS,
-    *health.OPERATIONS,
-    *metrics_endpoint.OPERATIONS,
-    *schema_endpoint.OPERATIONS,
-    *admin.OPERATIONS,
-    *files.OPERATIONS,
-    *batches.OPERATIONS,
-)
+OPERATIONS = (*OPENAI_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS)
 """Everything that is served: the routes, and what /openapi.json describes."""
 
 

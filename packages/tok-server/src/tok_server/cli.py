@@ -10,11 +10,18 @@ from importlib.metadata import version
 from typing import cast
 
 from tok_core import InvalidField, TokError
-from tok_server.flags.batch_flags import EXAMPLES as BATCH_EXAMPLES
-from tok_server.flags.batch_flags import add_batch
-from tok_server.flags.engine_flags import CHAT_EXAMPLES, EXAMPLES, MODELS_EXAMPLES, SERVE_EXAMPLES, add_chat, add_serve
-from tok_server.flags.kernel_flags import EXAMPLES as KERNELS_EXAMPLES
-from tok_server.flags.kernel_flags import add_kernels
+from tok_server.flags import (
+    BATCH_EXAMPLES,
+    CHAT_EXAMPLES,
+    KERNELS_EXAMPLES,
+    MODELS_EXAMPLES,
+    SERVE_EXAMPLES,
+    TOK_EXAMPLES,
+    add_batch,
+    add_chat,
+    add_kernels,
+    add_serve,
+)
 
 PASS_AT_K = "pass-at-k"
 BENCH = "bench"
@@ -58,7 +65,7 @@ def _fail(command: str, message: str, code: int) -> int:
 
 def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of all commands. `command`: the one called, if known; only its module may be loaded."""
-    parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=EXAMPLES)
+    parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=TOK_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tok {version('tok-server')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     serve = commands.add_parser(

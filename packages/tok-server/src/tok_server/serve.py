@@ -15,10 +15,7 @@ from aiohttp import web
 
 from tok_core import AsyncEngine, EngineConfig, TokError
 from tok_server.app import make_app
-from tok_server.http.connections import allow_files, listening
-from tok_server.http.context import CONTEXT, Context
-from tok_server.http.pauses import keep_short
-from tok_server.http.tls import server_context
+from tok_server.http import CONTEXT, Context, allow_files, keep_short, listening, server_context
 from tok_server.settings import Settings
 
 log = logging.getLogger("tok.server")

@@ -1,1 +1,26 @@
 """Answers for millions of prompts: a window of requests over any iterable, with a file that can be gone on with."""
+
+from __future__ import annotations
+
+from tok_client.mapping.inputs import chats_of, completions_of, embeddings_of
+from tok_client.mapping.iterate import AsyncMap, Map
+from tok_client.mapping.options import ChatCompletionMapParams, CompletionMapParams, EmbeddingMapParams, MapOptions
+from tok_client.mapping.output import SavedAnswer, read_answers
+from tok_client.mapping.result import MapResult
+from tok_client.mapping.run import MapRun
+
+__all__ = [
+    "AsyncMap",
+    "ChatCompletionMapParams",
+    "CompletionMapParams",
+    "EmbeddingMapParams",
+    "Map",
+    "MapOptions",
+    "MapResult",
+    "MapRun",
+    "SavedAnswer",
+    "chats_of",
+    "completions_of",
+    "embeddings_of",
+    "read_answers",
+]

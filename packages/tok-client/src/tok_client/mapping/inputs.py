@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
-from tok_client.requests import calls
-from tok_client.requests.bodies import Object
-from tok_client.requests.generation import CHAT, COMPLETION
-from tok_client.requests.params import Conversation, EmbeddingParams, Prompt
-from tok_client.transport.call import Call
+from tok_client.requests import CHAT, COMPLETION, Conversation, EmbeddingParams, Object, Prompt, calls
+from tok_client.transport import Call
 from tok_client.types import ChatCompletion, Completion, EmbeddingList
 
 P = TypeVar("P")

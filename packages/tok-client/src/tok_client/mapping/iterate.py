@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 
 from tok_client.mapping.result import MapResult
 from tok_client.mapping.run import MapRun
-from tok_client.transport.loop_thread import LoopThread
+from tok_client.transport import LoopThread
 
 P = TypeVar("P")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Literal, Self, TypedDict
 
 import msgspec
 
-from tok_client.requests.params import ChatCompletionOptions, CompletionOptions, EmbeddingParams
+from tok_client.requests import ChatCompletionOptions, CompletionOptions, EmbeddingParams
 
 
 class MapParams(TypedDict, total=False):

@@ -16,8 +16,7 @@ from tok_client.mapping.output import Output, digest
 from tok_client.mapping.progress import MappingProgress
 from tok_client.mapping.result import MapResult
 from tok_client.mapping.source import Source
-from tok_client.transport.call import Call
-from tok_client.transport.transport import Transport, checked_timeout
+from tok_client.transport import Call, Transport, checked_timeout
 
 P = TypeVar("P")
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from tok_client.requests.params import (
     Prompts,
     TokenizeParams,
 )
-from tok_client.transport.call import Call
+from tok_client.transport import Call
 from tok_client.types import (
     UNSET,
     Batch,

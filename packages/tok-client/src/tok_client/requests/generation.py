@@ -10,7 +10,7 @@ import msgspec
 
 from tok_client.requests.bodies import Object, body_of
 from tok_client.requests.open_items import open_event, open_response
-from tok_client.transport.call import Call
+from tok_client.transport import Call
 from tok_client.types import (
     ChatCompletion,
     ChatCompletionChunk,

@@ -6,11 +6,8 @@ import asyncio
 import time
 from typing import Unpack
 
-from tok_client.requests import calls
-from tok_client.requests.bodies import Object
-from tok_client.requests.params import BatchParams
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.transport import Transport
+from tok_client.requests import BatchParams, Object, calls
+from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import Batch, BatchList
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Literal, Unpack, overload
 
-from tok_client.mapping.inputs import chats_of
-from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import ChatCompletionMapParams
-from tok_client.requests.bodies import Object
-from tok_client.requests.generation import CHAT
-from tok_client.requests.params import ChatCompletionParams, Conversation
+from tok_client.mapping import AsyncMap, ChatCompletionMapParams, Map, chats_of
+from tok_client.requests import CHAT, ChatCompletionParams, Conversation, Object
 from tok_client.resources.resource import AsyncResource, Resource
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.streaming import AsyncStream, Stream
-from tok_client.transport.transport import Transport
+from tok_client.transport import AsyncStream, BlockingTransport, Stream, Transport
 from tok_client.types import ChatCompletion, ChatCompletionChunk
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Literal, Unpack, overload
 
-from tok_client.mapping.inputs import completions_of
-from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import CompletionMapParams
-from tok_client.requests.bodies import Object
-from tok_client.requests.generation import COMPLETION
-from tok_client.requests.params import CompletionParams, Prompt
+from tok_client.mapping import AsyncMap, CompletionMapParams, Map, completions_of
+from tok_client.requests import COMPLETION, CompletionParams, Object, Prompt
 from tok_client.resources.resource import AsyncResource, Resource
-from tok_client.transport.streaming import AsyncStream, Stream
+from tok_client.transport import AsyncStream, Stream
 from tok_client.types import Completion
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Unpack
 
-from tok_client.mapping.inputs import embeddings_of
-from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import EmbeddingMapParams
-from tok_client.requests import calls
-from tok_client.requests.bodies import Object
-from tok_client.requests.params import EmbeddingParams, Prompt, Prompts
+from tok_client.mapping import AsyncMap, EmbeddingMapParams, Map, embeddings_of
+from tok_client.requests import EmbeddingParams, Object, Prompt, Prompts, calls
 from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import EmbeddingList
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
-from tok_client.requests import calls
-from tok_client.requests.upload import upload
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.transport import Transport
+from tok_client.requests import calls, upload
+from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tok_client.requests import calls
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.transport import Transport
+from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import Model, ModelList
 
 

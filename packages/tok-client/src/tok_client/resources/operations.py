@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from tok_client.requests import calls
-from tok_client.requests.params import TokenizeParams
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.transport import Transport
+from tok_client.requests import TokenizeParams, calls
+from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import (
     DetokenizeResponse,
     HealthReport,

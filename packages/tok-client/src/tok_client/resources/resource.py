@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import TypeVar
 
-from tok_client.mapping.iterate import AsyncMap, Map
-from tok_client.mapping.options import MapOptions
-from tok_client.mapping.run import MapRun
-from tok_client.requests.bodies import Object
-from tok_client.requests.generation import Generation
-from tok_client.transport.blocking import BlockingTransport
-from tok_client.transport.call import Call
-from tok_client.transport.streaming import AsyncStream, Stream
-from tok_client.transport.transport import Transport
+from tok_client.mapping import AsyncMap, Map, MapOptions, MapRun
+from tok_client.requests import Generation, Object
+from tok_client.transport import AsyncStream, BlockingTransport, Call, Stream, Transport
 
 A = TypeVar("A")
 C = TypeVar("C")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from tok_client.requests.bodies import Object
-from tok_client.requests.generation import RESPONSE
-from tok_client.requests.params import ResponseParams
+from tok_client.requests import RESPONSE, Object, ResponseParams
 from tok_client.resources.resource import AsyncResource, Resource
-from tok_client.transport.streaming import AsyncStream, Stream
+from tok_client.transport import AsyncStream, Stream
 from tok_client.types import Response, ResponseEvent
 
 

@@ -1,1 +1,21 @@
 """Send calls over HTTP: one session, retries, streams, and blocking use of all that."""
+
+from __future__ import annotations
+
+from tok_client.transport.backoff import Backoff
+from tok_client.transport.blocking import BlockingTransport
+from tok_client.transport.call import Call
+from tok_client.transport.loop_thread import LoopThread
+from tok_client.transport.streaming import AsyncStream, Stream
+from tok_client.transport.transport import Transport, checked_timeout
+
+__all__ = [
+    "AsyncStream",
+    "Backoff",
+    "BlockingTransport",
+    "Call",
+    "LoopThread",
+    "Stream",
+    "Transport",
+    "checked_timeout",
+]

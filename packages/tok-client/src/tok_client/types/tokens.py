@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.chat.messages import Message
-from tok_client.types.chat.tools import Tool
+from tok_client.types.chat import Message, Tool
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):

@@ -21,26 +21,24 @@ from tok_core.engine.checks import check_request, check_tenant, salt_of
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.output_router import OutputRouter
-from tok_core.engine.requests.embedding import EmbedRequest
-from tok_core.engine.requests.notifications import notify, reported_error
-from tok_core.engine.requests.request_state import OpenRequest, Sink
-from tok_core.engine.requests.streamed_request import StreamedRequest
-from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
+from tok_core.engine.requests import (
+    EmbedRequest,
+    OpenRequest,
+    Sink,
+    StreamedRequest,
+    UnstreamedRequest,
+    notify,
+    reported_error,
+)
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
-from tok_core.grammar import Grammar
-from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
-from tok_core.grammar.worker_processes.examiner import process_checker
+from tok_core.grammar import Checker, GrammarTask, LocalExaminer, process_checker, refuse
 from tok_core.messages import EngineInfo, Int32
-from tok_core.models.weights.hub import resolve
+from tok_core.model_files import resolve
 from tok_core.outputs import Ending, Pooling
-from tok_core.replicas.replica import Replica
-from tok_core.replicas.replica_set import Health, ReplicaSet
-from tok_core.replicas.router import Router, RoutingRequest
-from tok_core.sampling_params import SamplingParams, seeded
-from tok_core.text.loading import load_text
-from tok_core.text.template import ChatTemplate
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.replicas import Health, Replica, ReplicaSet, Router, RoutingRequest
+from tok_core.sampling_params import Grammar, SamplingParams, seeded
+from tok_core.text import ChatTemplate, Tokenizer, load_text
 
 log = logging.getLogger("tok_core")
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.engine.finished_texts import transcribe
-from tok_core.engine.requests.request_state import StreamedTokens
+from tok_core.engine.requests import StreamedTokens
 from tok_core.engine.token_store import TokenStore
 from tok_core.messages import Finished, Int64, Progress
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.text import Tokenizer
 
 
 class Delivery(NamedTuple):

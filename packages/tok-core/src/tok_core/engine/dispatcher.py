@@ -8,14 +8,10 @@ from collections.abc import Sequence
 
 from tok_core.engine.checks import least_room
 from tok_core.engine.open_requests import OpenRequests
-from tok_core.engine.requests import request_parts
-from tok_core.engine.requests.notifications import notify, reported_error
-from tok_core.engine.requests.request_parts import RequestPart
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests import OpenRequest, RequestPart, notify, reported_error, request_parts
 from tok_core.errors import EngineClosed, EngineDead
 from tok_core.messages import Cancel, EngineInfo, Int32, array
-from tok_core.replicas.replica_set import ReplicaSet
-from tok_core.replicas.router import Router, RoutingRequest
+from tok_core.replicas import ReplicaSet, Router, RoutingRequest
 
 log = logging.getLogger("tok_core")
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from tok_core.engine.checks import check_tenant, salt_of
-from tok_core.engine.requests.embedding import EmbedRequest, check_embedding
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests import EmbedRequest, OpenRequest, check_embedding
 from tok_core.errors import InvalidField
 from tok_core.messages import Int32
 from tok_core.outputs import EmbeddingOutput

@@ -15,16 +15,14 @@ from tok_core.engine.core import EngineCore
 from tok_core.engine.embedder import Embedder
 from tok_core.engine.progress_bar import ProgressBar, progress_bar
 from tok_core.engine.request_stream import Mailbox, RequestStream
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests import OpenRequest
 from tok_core.errors import InvalidField
-from tok_core.grammar import Grammar
-from tok_core.grammar.checker import refuse
+from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
 from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
-from tok_core.replicas.replica_set import Health
-from tok_core.sampling_params import SamplingParams
-from tok_core.text.template import ChatTemplate
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.replicas import Health
+from tok_core.sampling_params import Grammar, SamplingParams
+from tok_core.text import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams]

@@ -10,7 +10,7 @@ import numpy as np
 
 from tok_core.engine.token_store import TokenStore
 from tok_core.messages import Finished, Int32
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.text import Tokenizer
 
 
 class FinishedTexts(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests import OpenRequest
 from tok_core.errors import InvalidField
 
 

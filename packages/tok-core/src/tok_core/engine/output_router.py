@@ -9,14 +9,12 @@ import time
 from tok_core.engine.delivery import NO_ENDS, Delivery, sort_out
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
-from tok_core.engine.requests import request_parts
-from tok_core.engine.requests.notifications import notify, reported_error
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.requests import OpenRequest, notify, reported_error, request_parts
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import InvalidField, RequestFailed, TokError
 from tok_core.messages import Progress
-from tok_core.replicas.router import Router
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.replicas import Router
+from tok_core.text import Tokenizer
 
 log = logging.getLogger("tok_core")
 

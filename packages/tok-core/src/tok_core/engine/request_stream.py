@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 from tok_core.engine.core import EngineCore
-from tok_core.engine.requests.request_state import OpenRequest
-from tok_core.engine.requests.streamed_request import StreamedRequest
+from tok_core.engine.requests import OpenRequest, StreamedRequest
 from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
 from tok_core.sampling_params import SamplingParams
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from tok_core.errors import EngineError, InvalidField, TokError
-from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.probe import too_wide
+from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled, Compiler

@@ -16,10 +16,10 @@ import xgrammar
 from numpy.typing import NDArray
 
 from tok_core.errors import InvalidField
-from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.regex.characters import Unsupported
+from tok_core.grammar.regex import Unsupported
 from tok_core.grammar.text import ebnf
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.sampling_params import Grammar
+from tok_core.text import Tokenizer
 
 Masks = NDArray[np.int32]
 """Packed sets of tokens, [n, ⌈V/32⌉]: token t is in it where bit t mod 32 of word t div 32 is set."""

@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tok_core.errors import InvalidField
-from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Matchers, Verdict
-from tok_core.grammar.worker_processes.worker import IDLE
+from tok_core.grammar.worker_processes import IDLE
 from tok_core.grammar.xgrammar_imports import preload
+from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled, Compiler
-    from tok_core.text.tokenizer import Tokenizer
+    from tok_core.text import Tokenizer
 
 
 def loader(

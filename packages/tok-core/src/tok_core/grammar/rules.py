@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tok_core.grammar.regex.characters import Unsupported, check_text
+from tok_core.grammar.regex import Unsupported, check_text
 
 MAX_RULES = 20_000
 MAX_RULE_WORK = 2_000_000  # some seconds

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from typing import Never, assert_never
 
-from tok_core.grammar.json_schema.keywords import Json
-from tok_core.grammar.json_schema.schema import SchemaRules
-from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.regex.characters import Unsupported
-from tok_core.grammar.regex.regex import regex
-from tok_core.grammar.regex.regular import characters
+from tok_core.grammar.json_schema import Json, SchemaRules
+from tok_core.grammar.regex import Unsupported, characters, regex
 from tok_core.grammar.rules import Rules, literal, sequence
+from tok_core.sampling_params import Grammar
 
 MAX_CHOICES = 10_000
 ROOT = "root"

@@ -1,1 +1,18 @@
 """The manager: decides on a CPU what every step computes, and what its tokens mean."""
+
+from __future__ import annotations
+
+from tok_core.manager.batch import MIN_QUEUED_STEPS
+from tok_core.manager.loop import Manager
+from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
+from tok_core.manager.watchdog import LOOK, MIN_IDLE_LOOKS
+
+__all__ = [
+    "LOOK",
+    "MIN_IDLE_LOOKS",
+    "MIN_QUEUED_STEPS",
+    "PARTS",
+    "Manager",
+    "ManagerProfiler",
+    "Part",
+]

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 import msgspec
 
 from tok_core.config import EngineConfig
-from tok_core.grammar.local import LocalWorkers, loader
-from tok_core.manager.admission.length_model import LengthModel
-from tok_core.manager.batch.deferred_work import runs_low
-from tok_core.manager.batch.run_ahead import RunAhead
-from tok_core.manager.grammar.grammar_manager import GrammarManager
-from tok_core.manager.grammar.grammar_state import GrammarWorkers
-from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.outputs.output_processor import NOTHING, OutputProcessor, Reported, together
+from tok_core.grammar import LocalWorkers, loader
+from tok_core.manager.admission import LengthModel
+from tok_core.manager.batch import RunAhead, runs_low
+from tok_core.manager.grammar import GrammarManager, GrammarWorkers
+from tok_core.manager.kv_cache import Paging
+from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, together
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
-from tok_core.manager.stops.stop_sets import StopSets
+from tok_core.manager.stops import StopSets
 from tok_core.manager.watchdog import Watchdog
 from tok_core.messages import (
     Cancel,
@@ -33,10 +31,10 @@ from tok_core.messages import (
     Submit,
     ToManager,
 )
-from tok_core.runtime.heartbeat import HEARTBEAT, TURN
+from tok_core.runtime import HEARTBEAT, TURN
 
 if TYPE_CHECKING:
-    from tok_core.text.tokenizer import Tokenizer
+    from tok_core.text import Tokenizer
 
 
 class Ports(Protocol):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import reduce, wraps
 from typing import Final, Literal, ParamSpec, TypeVar, get_args
 
-from tok_core.manager.batch.batch_builder import BatchBuilder
+from tok_core.manager.batch import BatchBuilder
 from tok_core.manager.loop import Manager
 
 Part = Literal["schedule", "pages", "forecast", "groups", "messages", "outputs", "stops", "rest"]

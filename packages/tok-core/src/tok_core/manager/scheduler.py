@@ -9,22 +9,14 @@ from functools import partial
 
 import numpy as np
 
-from tok_core.manager.admission.admission import Admission
-from tok_core.manager.admission.admitter import Admitter
-from tok_core.manager.admission.fair_shares import FairShares
-from tok_core.manager.admission.length_model import LengthModel
-from tok_core.manager.admission.sequence_starter import SequenceStarter
-from tok_core.manager.batch.batch_builder import BatchBuilder, Changes
-from tok_core.manager.batch.deferred_work import DeferredWork
-from tok_core.manager.batch.microbatches import Microbatches
-from tok_core.manager.batch.token_budget import TokenBudget
+from tok_core.manager.admission import Admission, Admitter, FairShares, LengthModel, SequenceStarter
+from tok_core.manager.batch import BatchBuilder, Changes, DeferredWork, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
-from tok_core.manager.grammar.grammar_manager import GrammarManager
-from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.kv_cache.preemption import choose_victim
-from tok_core.manager.prefix_groups.grouping import Grouping, Groups
+from tok_core.manager.grammar import GrammarManager
+from tok_core.manager.kv_cache import Paging, choose_victim
+from tok_core.manager.prefix_groups import Grouping, Groups
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
-from tok_core.manager.stops.stop_sets import StopSets
+from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 
 NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)

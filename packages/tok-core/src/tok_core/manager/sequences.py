@@ -17,7 +17,7 @@ from tok_core.outputs import Pooling
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.grammar.grammar_state import GrammarState, MatcherState
+    from tok_core.manager.grammar import GrammarState, MatcherState
 
 
 SINGLE_SAMPLE: Final = 0

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from tok_core.models.config.model_config import ModelConfig, read_config
-from tok_core.models.decoder import CausalLM
+from tok_core.models.decoder import CausalLM, DecoderLayer
+from tok_core.models.layers import Linear, RMSNorm
 from tok_core.models.registry import ARCHITECTURES, build
-from tok_core.models.weights.dummy import dummy
-from tok_core.models.weights.loading import load
+from tok_core.models.weights import as_stored, dummy, load
 
-__all__ = ["ARCHITECTURES", "CausalLM", "ModelConfig", "build", "dummy", "load", "read_config"]
+__all__ = [
+    "ARCHITECTURES",
+    "CausalLM",
+    "DecoderLayer",
+    "Linear",
+    "RMSNorm",
+    "as_stored",
+    "build",
+    "dummy",
+    "load",
+]

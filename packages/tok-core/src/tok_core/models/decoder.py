@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tok_core.models.config.model_config import ModelConfig
+from tok_core.model_config import ModelConfig
 from tok_core.models.layers import MLP, Attention, ForwardContext, Linear, Placement, RMSNorm, TokenEmbedding
-from tok_core.parallel.shard_plan import Slice
-from tok_core.parallel.tensor import VocabularyShards
-from tok_core.parallel.tp_layouts import TPLayout, choose_layout
+from tok_core.parallel import Slice, TPLayout, VocabularyShards, choose_layout
 from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
 
 

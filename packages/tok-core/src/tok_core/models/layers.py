@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tok_core.models.config.model_config import ModelConfig
-from tok_core.parallel.shard_plan import ShardPlan, Slice
+from tok_core.model_config import ModelConfig
+from tok_core.parallel import ShardPlan, Slice
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
-    from tok_core.parallel.tensor import TensorParallel
-    from tok_core.parallel.tp_layouts import TPLayout
+    from tok_core.parallel import TensorParallel, TPLayout
 
 
 @dataclass(frozen=True, slots=True)

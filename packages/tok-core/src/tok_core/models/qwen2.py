@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tok_core.models.config.model_config import ModelConfig
+from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.layers import Attention, Placement
 

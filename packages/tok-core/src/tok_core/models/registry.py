@@ -9,15 +9,14 @@ import torch
 
 from tok_core.errors import ModelError
 from tok_core.mesh import RankCoordinates
-from tok_core.models.config.model_config import ModelConfig
+from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import Placement
 from tok_core.models.llama import LlamaForCausalLM
 from tok_core.models.mistral import MistralForCausalLM
 from tok_core.models.qwen2 import Qwen2ForCausalLM
 from tok_core.models.qwen3 import Qwen3ForCausalLM
-from tok_core.parallel.shard_plan import ShardPlan
-from tok_core.parallel.tensor import TensorParallel
+from tok_core.parallel import ShardPlan, TensorParallel
 from tok_kernels import Backend
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(

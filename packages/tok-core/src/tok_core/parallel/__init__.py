@@ -1,1 +1,25 @@
 """How the workers of one replica share a model: tensor-parallel ranks within pipeline stages."""
+
+from __future__ import annotations
+
+from tok_core.parallel.pipeline import Pipeline
+from tok_core.parallel.pipeline_tokens import PendingTokens
+from tok_core.parallel.process_groups import ProcessGroups, join
+from tok_core.parallel.shard_plan import ShardPlan, Slice
+from tok_core.parallel.tensor import TensorParallel, VocabularyShards
+from tok_core.parallel.tp_calibration import calibrate
+from tok_core.parallel.tp_layouts import TPLayout, choose_layout
+
+__all__ = [
+    "PendingTokens",
+    "Pipeline",
+    "ProcessGroups",
+    "ShardPlan",
+    "Slice",
+    "TPLayout",
+    "TensorParallel",
+    "VocabularyShards",
+    "calibrate",
+    "choose_layout",
+    "join",
+]

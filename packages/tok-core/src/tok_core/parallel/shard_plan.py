@@ -11,7 +11,7 @@ from tok_core.errors import InvalidField
 from tok_core.mesh import RankCoordinates
 
 if TYPE_CHECKING:
-    from tok_core.models.config.model_config import ModelConfig
+    from tok_core.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

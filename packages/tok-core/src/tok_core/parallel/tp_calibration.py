@@ -15,7 +15,7 @@ from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, Sequ
 from tok_kernels.collectives.exchange import SUM_BYTES
 
 if TYPE_CHECKING:
-    from tok_core.models.decoder import CausalLM, DecoderLayer
+    from tok_core.models import CausalLM, DecoderLayer
     from tok_core.parallel.process_groups import ProcessGroups
     from tok_core.parallel.tensor import TensorParallel
 

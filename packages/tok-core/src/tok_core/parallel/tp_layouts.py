@@ -19,7 +19,7 @@ from torch.nn import functional
 from tok_core.parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
-    from tok_core.models.layers import Linear, RMSNorm
+    from tok_core.models import Linear, RMSNorm
 
 _MULTICAST_TOKENS = 2048  # up to which torch gathers by multicast where it can, unless it is to return what it gathers
 

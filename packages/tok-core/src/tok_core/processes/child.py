@@ -21,8 +21,7 @@ from tok_core.errors import TokError
 from tok_core.messages import Beat, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
 from tok_core.processes.failure_report import report_failure
 from tok_core.processes.sockets import Receiver, Sender
-from tok_core.runtime.heartbeat import HEARTBEAT
-from tok_core.runtime.log_format import set_format
+from tok_core.runtime import HEARTBEAT, set_format
 
 log = logging.getLogger("tok_core")
 

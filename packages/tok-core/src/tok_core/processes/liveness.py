@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tok_core.config import EngineConfig
-from tok_core.manager.watchdog import LOOK, MIN_IDLE_LOOKS
+from tok_core.manager import LOOK, MIN_IDLE_LOOKS
 from tok_core.messages import Beat
 
 SILENT = 10.0  # seconds without a sign of life after which a replica gets nothing new

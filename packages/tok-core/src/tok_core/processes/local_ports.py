@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
+from tok_core.manager import MIN_QUEUED_STEPS
 from tok_core.messages import Progress, StepInput, StepOutput, ToManager
 
 if TYPE_CHECKING:
-    from tok_core.worker.runner import Launched, Runner
+    from tok_core.worker import Launched, Runner
 
 
 class LocalPorts:

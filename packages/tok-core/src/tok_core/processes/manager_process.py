@@ -7,9 +7,8 @@ from itertools import chain
 import zmq
 
 from tok_core.errors import ModelError
-from tok_core.grammar.checker import GrammarTask
-from tok_core.grammar.worker_processes.processes import WorkerProcesses
-from tok_core.manager.loop import Manager
+from tok_core.grammar import GrammarTask, WorkerProcesses
+from tok_core.manager import Manager
 from tok_core.messages import (
     EngineInfo,
     FromWorker,
@@ -21,8 +20,8 @@ from tok_core.messages import (
     encode,
 )
 from tok_core.processes.sockets import Receiver, Sender
-from tok_core.runtime.garbage_collection import settle
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.runtime import settle
+from tok_core.text import Tokenizer
 
 
 class SocketPorts:

@@ -14,10 +14,8 @@ from tok_core.mesh import RankCoordinates
 from tok_core.messages import ProcessLaunch, StepInput
 from tok_core.processes.failure_report import report_failure
 from tok_core.processes.sockets import Receiver, Sender
-from tok_core.runtime.garbage_collection import settle
-from tok_core.runtime.heartbeat import HEARTBEAT, TURN
-from tok_core.worker.runner import Launched
-from tok_core.worker.startup.setup import set_up
+from tok_core.runtime import HEARTBEAT, TURN, settle
+from tok_core.worker import Launched, set_up
 
 
 def run_worker(

@@ -19,7 +19,7 @@ from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.messages import Failed, ProcessLaunch, encode
 from tok_core.replicas.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
 from tok_core.replicas.ray_member import RayManager, RayWorker, Whereabouts
-from tok_core.runtime.log_format import is_json
+from tok_core.runtime import is_json
 
 log = logging.getLogger("tok_core")
 

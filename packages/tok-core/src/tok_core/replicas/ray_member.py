@@ -18,11 +18,9 @@ from tok_core.config import EngineConfig
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.mesh import RankCoordinates, Rendezvous
 from tok_core.messages import FromWorker, ProcessLaunch, StepInput, ToManager, decoder
-from tok_core.models.weights.hub import resolve
-from tok_core.processes.child import start_beating
-from tok_core.processes.sockets import Receiver
-from tok_core.runtime.heartbeat import HEARTBEAT
-from tok_core.runtime.log_format import set_format
+from tok_core.model_files import resolve
+from tok_core.processes import Receiver, start_beating
+from tok_core.runtime import HEARTBEAT, set_format
 
 log = logging.getLogger("tok_core")
 

@@ -18,18 +18,13 @@ from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
 from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, ProcessLaunch, Silence, ToEngine, ToManager
-from tok_core.processes.child import FAULTY, write_launch
-from tok_core.processes.liveness import Liveness
-from tok_core.processes.local_ports import Closed, LocalPorts
-from tok_core.processes.sockets import Receiver, Sender
-from tok_core.runtime.lifeline import keep_lifeline
-from tok_core.runtime.log_format import is_json
-from tok_core.runtime.scratch_directory import ScratchDirectory
+from tok_core.processes import FAULTY, Closed, Liveness, LocalPorts, Receiver, Sender, write_launch
+from tok_core.runtime import ScratchDirectory, is_json, keep_lifeline
 
 log = logging.getLogger("tok_core")
 
 if TYPE_CHECKING:
-    from tok_core.manager.loop import Manager
+    from tok_core.manager import Manager
 
 Report = Callable[[ToEngine], None]
 

@@ -1,1 +1,12 @@
 """Simulated workers under the real manager, engine and pipeline, to measure what each costs without a model."""
+
+from __future__ import annotations
+
+from tok_core.simulation.engine import SimulatedEngine
+from tok_core.simulation.manager import Lives, Simulation
+
+__all__ = [
+    "Lives",
+    "SimulatedEngine",
+    "Simulation",
+]

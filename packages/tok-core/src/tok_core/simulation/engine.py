@@ -11,14 +11,13 @@ import psutil
 import zmq
 
 from tok_core.config import EngineConfig
-from tok_core.engine.engine import AsyncEngine
+from tok_core.engine import AsyncEngine
 from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
-from tok_core.processes import child
-from tok_core.processes.sockets import Receiver, Sender
-from tok_core.replicas.replica import Death, ProcessReplica, Report
-from tok_core.runtime.heartbeat import HEARTBEAT, TURN
+from tok_core.processes import Receiver, Sender, child
+from tok_core.replicas import Death, ProcessReplica, Report
+from tok_core.runtime import HEARTBEAT, TURN
 from tok_core.simulation.manager import SimulatedWorker
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.text import Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.config import EngineConfig
-from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
-from tok_core.manager.loop import Manager
+from tok_core.manager import MIN_QUEUED_STEPS, Manager
 from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
 
 Lives = Callable[[NDArray[np.float64]], Int64]

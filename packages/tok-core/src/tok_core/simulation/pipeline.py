@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tok_core.config import EngineConfig
-from tok_core.manager.loop import Manager
+from tok_core.manager import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
 from tok_core.simulation.manager import Lives, SimulatedWorker
 

@@ -1,1 +1,15 @@
 """The worker: carries out steps on its device, in the order they are sent."""
+
+from __future__ import annotations
+
+from tok_core.worker.runner import Launched, Runner
+from tok_core.worker.startup import KernelsMeasured, KernelTime, PhaseReport, set_up
+
+__all__ = [
+    "KernelTime",
+    "KernelsMeasured",
+    "Launched",
+    "PhaseReport",
+    "Runner",
+    "set_up",
+]

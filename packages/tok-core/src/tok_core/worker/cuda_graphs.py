@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import StepInput
-from tok_core.models.decoder import CausalLM
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.models import CausalLM
+from tok_core.runtime import HEARTBEAT
 from tok_core.worker import step_tensors
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
-from tok_core.models.decoder import CausalLM
+from tok_core.models import CausalLM
 
 SCORED = 256  # rows that have logits at once: whole ones, in fp32
 POOLED = 512  # rows that are normed and added up at once, in fp32

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.messages import PromptValues, StepInput, StepOutput
-from tok_core.models.config.rope import short_prompt
-from tok_core.models.decoder import CausalLM
-from tok_core.parallel.pipeline import Pipeline
-from tok_core.parallel.pipeline_tokens import PendingTokens
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.model_config import short_prompt
+from tok_core.models import CausalLM
+from tok_core.parallel import PendingTokens, Pipeline
+from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
 from tok_core.worker.cuda_graphs import NOTHING, DecodeGraph, DecodeGraphs
 from tok_core.worker.sampling import sample_tokens, sampling_arrays

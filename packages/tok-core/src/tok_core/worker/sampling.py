@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tok_core.messages import StepInput
-from tok_core.parallel.tensor import VocabularyShards
+from tok_core.parallel import VocabularyShards
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 

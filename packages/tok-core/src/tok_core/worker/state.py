@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tok_core.messages import NewSlots, StepInput
-from tok_core.models.config.model_config import ModelConfig
+from tok_core.model_config import ModelConfig
 from tok_kernels import LayerCache, SlotColumns
 
 COPIED_BYTES = 32 << 20  # of the cache, gathered at once to be copied, unless one position of the pages has more

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from tok_core.config import TRACE_WARM_UP, EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.mesh import RankCoordinates
-from tok_core.worker.trace_files import trace_files
+from tok_core.runtime import trace_files
 
 
 class Tracer:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
-from tok_server.flags.engine_flags import ENGINE_FLAGS, add_engine_flags
-from tok_server.flags.kernel_flags import BENCH_EXAMPLES, add_bench_kernels
+from tok_server.flags import BENCH_EXAMPLES, ENGINE_FLAGS, add_bench_kernels, add_engine_flags
 
 EXAMPLES = """examples:
   tok bench offline --workload mine.jsonl --model ./my-model --plot out.png

@@ -13,7 +13,7 @@ import msgspec
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, TokError
 from tok_core.config import TRACE_WARM_UP
 from tok_core.mesh import RankCoordinates
-from tok_core.worker.trace_files import trace_files
+from tok_core.runtime import trace_files
 
 LOOK_EVERY = 0.02
 

@@ -9,12 +9,9 @@ import time
 from pathlib import Path
 
 from tok_core import AsyncEngine
-from tok_server.batch.offline.offline import BadInput, Offline
-from tok_server.batch.offline.progress import showing
-from tok_server.batch.storage.answers import Totals
-from tok_server.flags.default_model import model_and_name
-from tok_server.flags.engine_flags import engine_config
-from tok_server.parsing.formats import Formats
+from tok_server.batch import BadInput, Offline, Totals, showing
+from tok_server.flags import engine_config, model_and_name
+from tok_server.settings import Formats
 
 SHOWN = 10  # errors of an input
 

@@ -14,11 +14,9 @@ import msgspec
 
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.config import TRACE_STEPS
-from tok_core.worker.trace_files import trace_file
-from tok_server.bench.workloads.result import Result, table
-from tok_server.bench.workloads.workload import Workload, read_workload
-from tok_server.flags.default_model import model_and_name
-from tok_server.flags.engine_flags import engine_config
+from tok_core.runtime import trace_file
+from tok_server.bench.workloads import Result, Workload, read_workload, table
+from tok_server.flags import engine_config, model_and_name
 
 
 def main(options: argparse.Namespace) -> int:

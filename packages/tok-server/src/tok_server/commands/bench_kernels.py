@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tok_server.flags.engine_flags import engine_config
+from tok_server.flags import engine_config
 
 if TYPE_CHECKING:
-    from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime
+    from tok_core.worker import KernelsMeasured, KernelTime
 
 
 def main(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from tok_core import InvalidField
-from tok_server.http.event_loop import run
+from tok_server.http import run
 
 MAX_CLIENTS = 64
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import tok_client
 from tok_client.types import UNSET
 from tok_core import AsyncEngine, InvalidField, ModelError, RequestStream, SamplingParams
-from tok_server.flags.engine_flags import CHAT_TEMPERATURE, engine_config
+from tok_server.flags import CHAT_TEMPERATURE, engine_config
 
 T = TypeVar("T")
 Piece = str | Exception | None

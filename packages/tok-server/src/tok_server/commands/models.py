@@ -9,7 +9,7 @@ from pathlib import Path
 from tok_core.errors import ModelError
 from tok_core.text import ChatTemplate, Tokenizer
 from tok_server.commands.stored_weights import stored_tensors
-from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME
+from tok_server.flags import DEMO_MODEL, DEMO_NAME
 
 MIB = 1 << 20
 NONE = "none"
@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _known() -> str:
-    from tok_core.models import ARCHITECTURES
+    from tok_core.models.registry import ARCHITECTURES
 
     names = "\n".join(f"  {name}" for name in ARCHITECTURES)
     return (
@@ -35,7 +35,7 @@ def _known() -> str:
 
 
 def _show(path: Path) -> int:
-    from tok_core.models import read_config
+    from tok_core.model_config.model_config import read_config
 
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is no directory; allowed: a model directory")

@@ -8,9 +8,9 @@ import json
 import sys
 
 from tok_core import AsyncEngine
-from tok_server.flags.engine_flags import engine_config, server_settings
-from tok_server.http.event_loop import run
-from tok_server.observability.log_format import log_to_stderr
+from tok_server.flags import engine_config, server_settings
+from tok_server.http import run
+from tok_server.observability import log_to_stderr
 from tok_server.serve import ServeError, serve
 from tok_server.settings import Settings
 

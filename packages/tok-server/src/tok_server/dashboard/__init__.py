@@ -1,1 +1,9 @@
 """The dashboard at /: how the server does, live, and a chat with its model."""
+
+from __future__ import annotations
+
+from tok_server.dashboard.events import add_dashboard
+
+__all__ = [
+    "add_dashboard",
+]

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from tok_server.dashboard import page
 from tok_server.dashboard.feed import Feed
-from tok_server.http.context import Context
-from tok_server.observability.metrics import EngineStats
-from tok_server.openai.generation.answer import STREAM_HEADERS
+from tok_server.http import Context
+from tok_server.observability import EngineStats
+from tok_server.openai import STREAM_HEADERS
 
 FEED = web.AppKey("FEED", Feed)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tok_server.dashboard.history import COLUMNS, LATENCY, History
-from tok_server.http.context import Context
-from tok_server.observability.metrics import EngineStats
+from tok_server.http import Context
+from tok_server.observability import EngineStats
 
 if TYPE_CHECKING:
-    from tok_core.replicas.replica_set import Health
+    from tok_core.replicas import Health
 
 EVERY = 1.0  # second
 Row = list[float | None]

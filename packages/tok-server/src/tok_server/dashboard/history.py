@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tok_server.observability.latency import KINDS, SHARES
-from tok_server.observability.metrics import EngineStats
-from tok_server.observability.ring import Ring
+from tok_server.observability import KINDS, SHARES, EngineStats, Ring
 
 Floats = npt.NDArray[np.float64]
 Stats = Mapping[str, float]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tok_server.wire.openapi import Handler
+from tok_server.wire import Handler
 
 FILES = {
     "/": ("index.html", "text/html"),

@@ -1,1 +1,44 @@
 """Flags of the commands, and what they become."""
+
+from __future__ import annotations
+
+from tok_server.flags.batch_flags import BATCH_EXAMPLES, add_batch
+from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
+from tok_server.flags.engine_flags import (
+    CHAT_EXAMPLES,
+    CHAT_TEMPERATURE,
+    ENGINE_FLAGS,
+    MODELS_EXAMPLES,
+    SERVE_EXAMPLES,
+    TOK_EXAMPLES,
+    add_chat,
+    add_engine_flags,
+    add_serve,
+    engine_config,
+    server_settings,
+)
+from tok_server.flags.kernel_flags import BENCH_EXAMPLES, KERNELS_EXAMPLES, SIZES, add_bench_kernels, add_kernels
+
+__all__ = [
+    "BATCH_EXAMPLES",
+    "BENCH_EXAMPLES",
+    "CHAT_EXAMPLES",
+    "CHAT_TEMPERATURE",
+    "DEMO_MODEL",
+    "DEMO_NAME",
+    "ENGINE_FLAGS",
+    "KERNELS_EXAMPLES",
+    "MODELS_EXAMPLES",
+    "SERVE_EXAMPLES",
+    "SIZES",
+    "TOK_EXAMPLES",
+    "add_batch",
+    "add_bench_kernels",
+    "add_chat",
+    "add_engine_flags",
+    "add_kernels",
+    "add_serve",
+    "engine_config",
+    "model_and_name",
+    "server_settings",
+]

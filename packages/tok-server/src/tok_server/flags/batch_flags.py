@@ -7,7 +7,7 @@ import argparse
 from tok_server.flags.engine_flags import add_engine_flags
 from tok_server.flags.server_flags import add_formats
 
-EXAMPLES = """examples:
+BATCH_EXAMPLES = """examples:
   tok batch questions.jsonl -o answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct
   tok batch questions.jsonl -o answers.jsonl     again after an interruption: goes on where it was
   tok batch questions.jsonl -o answers.jsonl --retry-failed

@@ -14,7 +14,7 @@ from tok_server.flags.default_model import model_and_name
 from tok_server.flags.server_flags import add_formats, add_limits, add_server, settings_of
 from tok_server.settings import Settings
 
-EXAMPLES = """examples:
+TOK_EXAMPLES = """examples:
   tok serve                              serve the small demo model at http://127.0.0.1:10210
   tok serve Qwen/Qwen2.5-0.5B-Instruct   serve a model from the Hugging Face hub
   tok chat                               talk to the demo model right here

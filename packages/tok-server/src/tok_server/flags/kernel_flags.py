@@ -6,7 +6,7 @@ import argparse
 
 from tok_server.flags.engine_flags import add_engine_flags
 
-EXAMPLES = """examples:
+KERNELS_EXAMPLES = """examples:
   tok kernels --model ./my-model
   tok kernels --heads 64 --kv-heads 8 --head-dim 128 --layers 80 --measure
 """

@@ -10,9 +10,7 @@ from typing import get_args
 import msgspec
 
 from tok_core import InvalidField
-from tok_server.limits.limits import Limits
-from tok_server.parsing.formats import Formats, ReasoningParser, ToolCallParser
-from tok_server.settings import Settings
+from tok_server.settings import Formats, Limits, ReasoningParser, Settings, ToolCallParser
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")

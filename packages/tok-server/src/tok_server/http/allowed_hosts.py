@@ -11,7 +11,7 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-from tok_server.wire.errors import ApiError
+from tok_server.wire import ApiError
 
 ANY = "*"
 MAX_KNOWN = 256  # values of the header that are remembered

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
 
-from tok_server.wire.errors import ApiError
+from tok_server.wire import ApiError
 
 ADMIN = "/admin/"
 ANYONE = -1

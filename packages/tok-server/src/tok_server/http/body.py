@@ -8,10 +8,8 @@ import msgspec
 from aiohttp import web
 
 from tok_server.http.context import Context
-from tok_server.observability.request_counts import COUNTS
-from tok_server.wire.errors import ApiError, invalid, limited, too_large
-from tok_server.wire.json import BadJson, decode
-from tok_server.wire.json_limits import check_json
+from tok_server.observability import COUNTS
+from tok_server.wire import ApiError, BadJson, check_json, decode, invalid, limited, too_large
 
 Members = dict[str, msgspec.Raw]
 

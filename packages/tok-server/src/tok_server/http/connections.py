@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from tok_server.http.context import Context
-from tok_server.wire.errors import ApiError, invalid, limited
+from tok_server.wire import ApiError, invalid, limited
 
 log = logging.getLogger("tok.server")
 

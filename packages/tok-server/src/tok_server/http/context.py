@@ -17,14 +17,10 @@ from tok_core import AsyncEngine
 from tok_server.http.allowed_hosts import AllowedHosts
 from tok_server.http.auth import ApiKeys
 from tok_server.http.origins import Origins
-from tok_server.limits.deadlines import Deadlines
-from tok_server.limits.loop_throttle import LoopThrottle
-from tok_server.limits.rate_limits import RateLimits
-from tok_server.observability.latency import Latencies
-from tok_server.observability.metrics import Metrics
-from tok_server.observability.telemetry import Telemetry
+from tok_server.limits import Deadlines, LoopThrottle, RateLimits
+from tok_server.observability import Latencies, Metrics, Telemetry
 from tok_server.settings import Settings
-from tok_server.wire.errors import limited, unavailable
+from tok_server.wire import limited, unavailable
 
 T = TypeVar("T")
 

@@ -12,10 +12,8 @@ from aiohttp import web
 from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
-from tok_server.observability.log_format import FIELDS
-from tok_server.observability.request_counts import COUNTS, RequestCounts
-from tok_server.wire.errors import NOT_SERVED, of_exception, unavailable
-from tok_server.wire.ids import new_id
+from tok_server.observability import COUNTS, FIELDS, RequestCounts
+from tok_server.wire import NOT_SERVED, new_id, of_exception, unavailable
 
 log = logging.getLogger("tok.server")
 

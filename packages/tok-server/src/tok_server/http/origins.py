@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tok_server.wire.errors import ApiError
+from tok_server.wire import ApiError
 
 ALL = "*"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

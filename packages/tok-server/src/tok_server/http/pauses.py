@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tok_core.runtime.garbage_collection import settle
+from tok_core.runtime import settle
 
 SWITCH = 0.001  # seconds for which a thread may keep the interpreter from others that want it
 

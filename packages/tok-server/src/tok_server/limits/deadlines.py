@@ -9,7 +9,7 @@ import asyncio
 import time
 from types import TracebackType
 
-from tok_server.wire.errors import limited
+from tok_server.wire import limited
 
 
 class Deadlines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tok_core.text import Tokenizer
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.wire import ApiError, invalid
 
 # Normalisers may shrink a text: decomposed letters, runs of spaces.
 SLACK, EXTRA = 4, 1024

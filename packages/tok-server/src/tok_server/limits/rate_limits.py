@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from tok_server.wire.errors import ApiError, limited
+from tok_server.wire import ApiError, limited
 
 MINUTE = 60.0
 

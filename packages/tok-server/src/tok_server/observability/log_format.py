@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from tok_core.runtime.log_format import FIELDS, TEXT, JsonFormatter
+from tok_core.runtime import FIELDS, TEXT, JsonFormatter
 
 __all__ = ["FIELDS", "log_to_stderr"]
 

@@ -1,1 +1,30 @@
 """The OpenAI API: completions, chats, responses, embeddings, models."""
+
+from __future__ import annotations
+
+from tok_server.openai import embeddings, models, tokenise_endpoints
+from tok_server.openai.chat import endpoint as chat_endpoint
+from tok_server.openai.completions import endpoint as completions_endpoint
+from tok_server.openai.endpoints import APART, BEHIND, ENDPOINTS, EndpointTask, ServedModel
+from tok_server.openai.generation import STREAM_HEADERS, given
+from tok_server.openai.responses import endpoint as responses_endpoint
+
+__all__ = [
+    "APART",
+    "BEHIND",
+    "ENDPOINTS",
+    "OPENAI_OPERATIONS",
+    "STREAM_HEADERS",
+    "EndpointTask",
+    "ServedModel",
+    "given",
+]
+
+OPENAI_OPERATIONS = (
+    *completions_endpoint.OPERATIONS,
+    *chat_endpoint.OPERATIONS,
+    *responses_endpoint.OPERATIONS,
+    *embeddings.OPERATIONS,
+    *tokenise_endpoints.OPERATIONS,
+    *models.OPERATIONS,
+)

@@ -12,20 +12,20 @@ from aiohttp import web
 
 from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
-from tok_server.http.auth import salted
-from tok_server.http.body import read_body
-from tok_server.http.context import CONTEXT
-from tok_server.observability.request_counts import COUNTS
-from tok_server.openai.completions.endpoint import MAX_LOOP_PROMPT_BYTES
-from tok_server.openai.completions.prompts import numbered, tokenised
-from tok_server.openai.generation.answer import ignored_header, in_time, write_pieces
-from tok_server.openai.generation.job import renamed
-from tok_server.openai.generation.params import given
-from tok_server.openai.generation.request_fields import cache_salt_of, check_model, read
-from tok_server.wire.errors import ApiError, invalid
-from tok_server.wire.json import encode
-from tok_server.wire.json_pieces import elements, filled
-from tok_server.wire.openapi import Operation, json_of
+from tok_server.http import CONTEXT, read_body, salted
+from tok_server.observability import COUNTS
+from tok_server.openai.completions import MAX_LOOP_PROMPT_BYTES, numbered, tokenised
+from tok_server.openai.generation import (
+    cache_salt_of,
+    check_model,
+    given,
+    ignored_header,
+    in_time,
+    read,
+    renamed,
+    write_pieces,
+)
+from tok_server.wire import ApiError, Operation, elements, encode, filled, invalid, json_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,30 +12,30 @@ from typing import Protocol
 import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
-from tok_server.limits.limits import Limits
 from tok_server.openai import embeddings
+from tok_server.openai.chat import ChatForm
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.completions import CompletionForm
 from tok_server.openai.completions import endpoint as completions
-from tok_server.openai.completions.form import CompletionForm
 from tok_server.openai.embeddings import EmbeddingJob
-from tok_server.openai.generation.answer import (
+from tok_server.openai.generation import (
     MAX_KEPT_LOGPROBS,
     MIN_PIECEWISE_BYTES,
     Form,
+    Job,
+    TokenTexts,
     check_drawn,
+    check_grammar,
     check_logprobs,
     check_priority,
     size_of,
+    submitted,
 )
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.openai.generation.streams import check_grammar, submitted
+from tok_server.openai.responses import ResponseForm
 from tok_server.openai.responses import endpoint as responses
-from tok_server.openai.responses.form import ResponseForm
-from tok_server.parsing.formats import Formats
-from tok_server.parsing.stop_when_rule import output_of
-from tok_server.wire.errors import invalid
+from tok_server.parsing import output_of
+from tok_server.settings import Formats, Limits
+from tok_server.wire import invalid
 
 BEHIND = 1 << 40
 """Priority of what nobody waits for: whoever waits is served first."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from tok_client.types import Model, ModelList
-from tok_server.http.context import CONTEXT, Context
-from tok_server.openai.generation.request_fields import check_model
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import Operation, json_of
+from tok_server.http import CONTEXT, Context
+from tok_server.openai.generation import check_model
+from tok_server.wire import Operation, encode, json_of
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -13,18 +13,13 @@ from tok_client.types import (
 )
 from tok_core import AsyncEngine, InvalidField
 from tok_core.text import Tokenizer
-from tok_server.http.body import read_body
-from tok_server.http.context import CONTEXT
-from tok_server.limits.prompt_size import check_size
-from tok_server.observability.request_counts import COUNTS
-from tok_server.openai.chat.prompt import chat_text
-from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.openai.generation.params import given
-from tok_server.openai.generation.request_fields import check_model, read
-from tok_server.parsing.formats import Formats
-from tok_server.wire.errors import invalid, not_served
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import Operation, json_of
+from tok_server.http import CONTEXT, read_body
+from tok_server.limits import check_size
+from tok_server.observability import COUNTS
+from tok_server.openai.chat import chat_text
+from tok_server.openai.generation import TokenTexts, check_model, given, read
+from tok_server.settings import Formats
+from tok_server.wire import Operation, encode, invalid, json_of, not_served
 
 MAX_MODEL_LENGTHS = 16  # times the model's length, that many tokens are made text at once
 

@@ -11,11 +11,8 @@ import msgspec
 from aiohttp import web
 
 from tok_client.types import ReplicaReport
-from tok_server.http.context import CONTEXT, Context
-from tok_server.wire.errors import ApiError, invalid
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import Operation, json_of
-from tok_server.wire.query import read_query
+from tok_server.http import CONTEXT, Context
+from tok_server.wire import ApiError, Operation, encode, invalid, json_of, read_query
 
 log = logging.getLogger("tok.server")
 

@@ -7,9 +7,8 @@ from importlib.metadata import version
 from aiohttp import web
 
 from tok_client.types import HealthReport, ReadyReport, ReplicaReport, VersionReport
-from tok_server.http.context import CONTEXT, Context
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import Operation, json_of
+from tok_server.http import CONTEXT, Context
+from tok_server.wire import Operation, encode, json_of
 
 
 async def health(request: web.Request) -> web.Response:

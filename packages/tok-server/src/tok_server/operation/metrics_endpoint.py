@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tok_server.http.context import CONTEXT
-from tok_server.wire.openapi import Operation, raw
+from tok_server.http import CONTEXT
+from tok_server.wire import Operation, raw
 
 
 async def metrics(request: web.Request) -> web.Response:

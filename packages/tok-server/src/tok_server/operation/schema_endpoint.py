@@ -8,8 +8,7 @@ from importlib.metadata import version
 
 from aiohttp import web
 
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import JSON, Media, Operation, document
+from tok_server.wire import JSON, Media, Operation, document, encode
 
 
 class OpenAPIDocument:

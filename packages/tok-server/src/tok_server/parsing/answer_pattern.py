@@ -12,7 +12,7 @@ from typing import Any
 
 import re2
 
-from tok_server.wire.errors import invalid
+from tok_server.wire import invalid
 
 MAX_PATTERN_CHARS = 512  # characters
 MAX_PROGRAM_INSTRUCTIONS = 2048  # instructions; a class of Unicode letters takes about 1200

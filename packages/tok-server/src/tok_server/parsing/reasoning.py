@@ -15,7 +15,7 @@ from tok_server.parsing.pieces import Piece, Text, Thought, joined
 if TYPE_CHECKING:
     from tok_core.text import Tokenizer
 
-OPEN, CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 class _Place(Enum):
@@ -77,13 +77,13 @@ class ReasoningReader:
 
     def _before(self, text: str) -> str:
         stripped = text.lstrip()
-        if OPEN.startswith(stripped):
-            if stripped == OPEN:
+        if THINK_OPEN.startswith(stripped):
+            if stripped == THINK_OPEN:
                 return self._begin("")
             self._held = text
             return ""
-        if stripped.startswith(OPEN):
-            return self._begin(stripped[len(OPEN) :])
+        if stripped.startswith(THINK_OPEN):
+            return self._begin(stripped[len(THINK_OPEN) :])
         if self._opened:
             return self._begin(stripped)
         self._place = _Place.SAYING
@@ -97,11 +97,11 @@ class ReasoningReader:
     def _thinking(self, text: str) -> str:
         if not self._begun:
             text = text.lstrip()
-        end = text.find(CLOSE)
+        end = text.find(THINK_CLOSE)
         if end >= 0:
             self._think(text[:end].rstrip())
             self._place = _Place.BETWEEN
-            return text[end + len(CLOSE) :]
+            return text[end + len(THINK_CLOSE) :]
         kept = text[: len(text) - _mark_at_end(text)].rstrip()
         self._think(kept)
         self._held = text[len(kept) :]
@@ -124,7 +124,9 @@ class ReasoningReader:
 
 def _mark_at_end(text: str) -> int:
     """How many of the last characters may begin the closing mark."""
-    return next((size for size in range(min(len(CLOSE) - 1, len(text)), 0, -1) if CLOSE.startswith(text[-size:])), 0)
+    return next(
+        (size for size in range(min(len(THINK_CLOSE) - 1, len(text)), 0, -1) if THINK_CLOSE.startswith(text[-size:])), 0
+    )
 
 
 class ReasoningCounter:

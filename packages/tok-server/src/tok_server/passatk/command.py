@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from tok_core import EngineConfig, InvalidField
 from tok_core.config import Device, DType
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.flags.default_model import model_and_name
+from tok_server.flags import model_and_name
 from tok_server.passatk.answers import DEFAULT_PATTERN, EvalTask, FinalAnswerPattern, read_tasks
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ NOT_SERVED = 501
 class ApiError(Exception):
     """A request that cannot be answered: HTTP status and the error object's four members.
 
-    `limit`: which of the server's limits says so, as `tok_server.limits.limits` names it, if it is one of them.
+    `limit`: which of the server's limits says so, as `tok_server.settings.limits` names it, if it is one of them.
     """
 
     def __init__(

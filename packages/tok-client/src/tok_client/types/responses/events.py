@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from tok_client.types.base import Wire
-from tok_client.types.chat.response import ChatTokenLogprob
+from tok_client.types.chat import ChatTokenLogprob
 from tok_client.types.responses.response import AnyItem, AnyPart, Response
 
 

@@ -8,7 +8,7 @@ from msgspec import field
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
 from tok_client.types.batches import OutputTokensDetails
-from tok_client.types.chat.response import ChatTokenLogprob
+from tok_client.types.chat import ChatTokenLogprob
 from tok_client.types.responses.input import (
     ItemStatus,
     ReasoningTextPart,

@@ -15,8 +15,7 @@ from tok_core.engine.requests.request_state import OpenRequest, Sink, StreamedTo
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, Ending, TokenLogprob
 from tok_core.sampling_params import SamplingParams
-from tok_core.text.detokenise import Detokeniser
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.text import Detokeniser, Tokenizer
 
 log = logging.getLogger("tok_core")
 

@@ -10,7 +10,7 @@ from tok_core.errors import TokError
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
 from tok_core.sampling_params import SamplingParams
-from tok_core.text.tokenizer import Tokenizer
+from tok_core.text import Tokenizer
 
 FREED = 4096  # log-probabilities, each of which may have 20 likely tokens
 

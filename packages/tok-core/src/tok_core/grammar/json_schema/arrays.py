@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from tok_core.grammar.json_schema.keywords import Json, Schema, all_of, same
 from tok_core.grammar.json_schema.scalars import size
 from tok_core.grammar.json_schema.strings import dumps
-from tok_core.grammar.regex.characters import Unsatisfiable, Unsupported
+from tok_core.grammar.regex import Unsatisfiable, Unsupported
 from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
 
 MAX_UNIQUE_VALUES = 8

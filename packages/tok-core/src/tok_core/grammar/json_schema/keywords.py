@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Final
 
-from tok_core.grammar.regex.characters import Unsupported
+from tok_core.grammar.regex import Unsupported
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Schema = Mapping[str, Json]

@@ -16,7 +16,7 @@ from tok_core.grammar.json_schema.keywords import (
     schemas_of,
 )
 from tok_core.grammar.json_schema.scalars import limit, size
-from tok_core.grammar.regex.characters import Unsupported
+from tok_core.grammar.regex import Unsupported
 
 
 def negated(schema: Schema, path: str) -> list[Json]:

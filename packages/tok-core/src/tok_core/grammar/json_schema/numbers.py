@@ -11,8 +11,7 @@ import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Final, NamedTuple
 
-from tok_core.grammar.regex.characters import Unsatisfiable, Unsupported
-from tok_core.grammar.regex.regular import NOTHING, either, literal, maybe, repeat, sequence
+from tok_core.grammar.regex import NOTHING, Unsatisfiable, Unsupported, either, literal, maybe, repeat, sequence
 
 INTEGER_DIGITS: Final = 18
 DIGITS: Final = 15

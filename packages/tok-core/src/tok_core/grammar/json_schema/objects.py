@@ -12,7 +12,7 @@ from tok_core.grammar.json_schema.keywords import Json, Schema, properties_of, r
 from tok_core.grammar.json_schema.patterns import NamePatterns, is_any
 from tok_core.grammar.json_schema.scalars import size
 from tok_core.grammar.json_schema.strings import dumps, other_than, string
-from tok_core.grammar.regex.characters import Unsatisfiable, Unsupported
+from tok_core.grammar.regex import Unsatisfiable, Unsupported
 from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
 
 COLON: Final = literal(": ")

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from tok_core.grammar.json_schema.keywords import Json, Schema, all_of, patterns_of
 from tok_core.grammar.json_schema.strings import matching
-from tok_core.grammar.regex.automata import Automaton
-from tok_core.grammar.regex.characters import SURROGATES, Unsupported
+from tok_core.grammar.regex import SURROGATES, Automaton, Unsupported
 from tok_core.grammar.rules import Rules
 
 

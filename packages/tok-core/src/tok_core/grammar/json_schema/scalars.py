@@ -7,7 +7,7 @@ from decimal import Decimal
 from tok_core.grammar.json_schema.keywords import Json, Schema
 from tok_core.grammar.json_schema.numbers import Bounds, decimal, integer, number
 from tok_core.grammar.json_schema.strings import FORMATS, matching, string
-from tok_core.grammar.regex.characters import Unsupported
+from tok_core.grammar.regex import Unsupported
 from tok_core.grammar.rules import Rules
 
 

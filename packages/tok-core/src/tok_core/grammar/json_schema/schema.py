@@ -46,7 +46,7 @@ from tok_core.grammar.json_schema.negation import negated
 from tok_core.grammar.json_schema.objects import object_of
 from tok_core.grammar.json_schema.scalars import scalar, size
 from tok_core.grammar.json_schema.strings import dumps, other_than
-from tok_core.grammar.regex.characters import Unsatisfiable, Unsupported
+from tok_core.grammar.regex import Unsatisfiable, Unsupported
 from tok_core.grammar.rules import NOTHING, Rules, literal
 
 MAX_SCHEMA_DEPTH = 64

@@ -5,9 +5,21 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from tok_core.grammar.regex.characters import LAST, Spans, Unsatisfiable, Unsupported, common, complement, one_of
-from tok_core.grammar.regex.regex import regex
-from tok_core.grammar.regex.regular import characters, either, literal, repeat, sequence
+from tok_core.grammar.regex import (
+    LAST,
+    Spans,
+    Unsatisfiable,
+    Unsupported,
+    characters,
+    common,
+    complement,
+    either,
+    literal,
+    one_of,
+    regex,
+    repeat,
+    sequence,
+)
 from tok_core.grammar.rules import Rules
 from tok_core.grammar.rules import literal as rules_literal
 from tok_core.grammar.rules import sequence as sequence_of

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tok_core.grammar.regex.characters import Spans, Unsupported
-from tok_core.grammar.regex.regex import parsed
+from tok_core.grammar.regex.character_sets import Spans, Unsupported
+from tok_core.grammar.regex.parser import parsed
 
 MAX_STATES = 2000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from tok_core.grammar.regex.characters import LAST, Spans, Unsupported, check_text, common
+from tok_core.grammar.regex.character_sets import LAST, Spans, Unsupported, check_text, common
 
 NOTHING: Final = ""
 MAX_REGEX_CHARS = 100_000

@@ -1,1 +1,15 @@
 """Compile and follow strangers' grammars in worker processes with limits."""
+
+from __future__ import annotations
+
+from tok_core.grammar.worker_processes.examiner import process_checker
+from tok_core.grammar.worker_processes.processes import WorkerLost, WorkerProcesses
+from tok_core.grammar.worker_processes.worker import COMPILING, IDLE
+
+__all__ = [
+    "COMPILING",
+    "IDLE",
+    "WorkerLost",
+    "WorkerProcesses",
+    "process_checker",
+]

@@ -11,10 +11,10 @@ import msgspec
 
 from tok_core.errors import EngineError
 from tok_core.grammar.checker import Checker, GrammarTask
-from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import Verdict
 from tok_core.grammar.worker_processes.processes import WorkerLost, WorkerProcess, WorkerProcesses
 from tok_core.grammar.worker_processes.worker import NICENESS
+from tok_core.sampling_params import Grammar
 
 EXAMINERS: Final = 4  # grammars that take their whole time do not keep all others waiting
 PATIENCE: Final = 240.0  # seconds for an answer where the CPU has other things to do, and for a start

@@ -17,10 +17,10 @@ import msgspec
 
 from tok_core.errors import EngineError
 from tok_core.grammar.checker import GrammarTask
-from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import COMPILING, LENGTH, MARK
-from tok_core.runtime.lifeline import keep_lifeline
+from tok_core.runtime import keep_lifeline
+from tok_core.sampling_params import Grammar
 
 PIECE: Final = 1 << 18  # bytes that are read at once
 

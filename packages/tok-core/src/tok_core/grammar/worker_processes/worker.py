@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Final, Never
 import msgspec
 
 from tok_core.grammar.checker import GrammarTask, verdict
-from tok_core.grammar.kinds import Grammar
 from tok_core.grammar.matchers import Followed, MatcherCall, Matchers, Verdict
 from tok_core.grammar.xgrammar_imports import preload
+from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler

@@ -1,1 +1,17 @@
 """Decide which waiting samples start: queue, fair shares, length model, forecast of page use."""
+
+from __future__ import annotations
+
+from tok_core.manager.admission.admission import Admission
+from tok_core.manager.admission.admitter import Admitter
+from tok_core.manager.admission.fair_shares import FairShares
+from tok_core.manager.admission.length_model import LengthModel
+from tok_core.manager.admission.sequence_starter import SequenceStarter
+
+__all__ = [
+    "Admission",
+    "Admitter",
+    "FairShares",
+    "LengthModel",
+    "SequenceStarter",
+]

@@ -15,8 +15,7 @@ from tok_core.manager.admission.page_watermark import PageWatermark
 from tok_core.manager.admission.staggered_admission import StaggeredAdmission
 from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.kv_cache.retained_prompts import RetainedPrompts
+from tok_core.manager.kv_cache import Paging, RetainedPrompts
 from tok_core.manager.sequences import Pending, SequenceTable, State
 from tok_core.messages import Int64
 

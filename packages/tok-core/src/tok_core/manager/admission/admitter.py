@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tok_core.manager.admission.fair_shares import StartTurn
-from tok_core.manager.batch.batch_builder import BatchBuilder
+from tok_core.manager.batch import BatchBuilder
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.kv_cache.preemption import rank_victims
+from tok_core.manager.kv_cache import rank_victims
 from tok_core.manager.sequences import Pending, State
 from tok_core.messages import Int64
 

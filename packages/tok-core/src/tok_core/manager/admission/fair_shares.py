@@ -20,8 +20,7 @@ import numpy as np
 
 from tok_core.manager.accounts import Account, Accounts
 from tok_core.manager.admission.waiting_queue import CallerQueue, WaitingQueue
-from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.kv_cache.preemption import rank_victims
+from tok_core.manager.kv_cache import Paging, rank_victims
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.messages import Int64
 

@@ -8,10 +8,9 @@ import numpy as np
 
 from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
 from tok_core.manager.admission.waiting_queue import WaitingQueue
-from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt, RetainedPrompts
+from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
 from tok_core.manager.sequences import Pending, Request, SequenceTable
-from tok_core.manager.stops.stop_sets import StopSets
+from tok_core.manager.stops import StopSets
 from tok_core.messages import Int64
 
 NOBODY: Int64 = np.empty(0, np.int64)

@@ -18,14 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.errors import EngineError
-from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.masks import MaskCache
-from tok_core.grammar.matchers import MAX_KNOWN_MASKS, REPLAY, Follow, Followed, MatcherCall, MatcherReply, Verdict
-from tok_core.grammar.worker_processes.processes import WorkerLost
-from tok_core.grammar.worker_processes.worker import COMPILING, IDLE
+from tok_core.grammar import (
+    COMPILING,
+    IDLE,
+    MAX_KNOWN_MASKS,
+    REPLAY,
+    Follow,
+    Followed,
+    MaskCache,
+    MatcherCall,
+    MatcherReply,
+    Verdict,
+    WorkerLost,
+)
 from tok_core.manager.grammar.grammar_state import GrammarState, GrammarWorker, GrammarWorkers, MatcherState
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64
+from tok_core.sampling_params import Grammar
 
 Bools = NDArray[np.bool_]
 LOOK: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from tok_core.grammar.kinds import Grammar
-from tok_core.grammar.masks import Mask
-from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
+from tok_core.grammar import Mask, MatcherCall, MatcherReply, Verdict
+from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from tok_core.manager.sequences import Request

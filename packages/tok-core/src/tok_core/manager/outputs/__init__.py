@@ -1,1 +1,12 @@
 """Process the outputs of steps: sample progress, stops, prompt log-probabilities, embeddings."""
+
+from __future__ import annotations
+
+from tok_core.manager.outputs.output_processor import NOTHING, OutputProcessor, Reported, together
+
+__all__ = [
+    "NOTHING",
+    "OutputProcessor",
+    "Reported",
+    "together",
+]

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.admission.length_model import LengthModel
+from tok_core.manager.admission import LengthModel
 from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.stops.stop_prefilter import TokenRows
-from tok_core.manager.stops.stop_sets import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets, TokenRows
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
 
 

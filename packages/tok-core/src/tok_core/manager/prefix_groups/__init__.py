@@ -1,1 +1,10 @@
 """Group decoding sequences by shared prefix for cascade attention."""
+
+from __future__ import annotations
+
+from tok_core.manager.prefix_groups.grouping import Grouping, Groups
+
+__all__ = [
+    "Grouping",
+    "Groups",
+]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.kv_cache.prefix_tree import PrefixTree
+from tok_core.manager.kv_cache import PrefixTree
 from tok_core.messages import Int64
 
 MAX_EXACT_HEIGHT = 16

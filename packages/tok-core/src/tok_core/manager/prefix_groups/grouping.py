@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.kv_cache.prefix_tree import PrefixTree
+from tok_core.manager.kv_cache import PrefixTree
 from tok_core.manager.prefix_groups.branch_points import BranchPoints, find_branch_points
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
 from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64

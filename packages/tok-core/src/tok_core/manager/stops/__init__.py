@@ -1,1 +1,16 @@
 """Stop conditions of samples: stop tokens, stop strings, length limits."""
+
+from __future__ import annotations
+
+from tok_core.manager.stops.stop_prefilter import TokenRows
+from tok_core.manager.stops.stop_sets import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
+
+__all__ = [
+    "END",
+    "MAYBE_STRING",
+    "STOP_ID",
+    "WITHIN",
+    "StopHit",
+    "StopSets",
+    "TokenRows",
+]

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tok_core.messages import Int32, Int64
-from tok_core.text.endings import SHORT
-from tok_core.text.piece_bytes import WORD, PieceBytes, Words
+from tok_core.text import SHORT, WORD, PieceBytes, Words
 
 Bools = npt.NDArray[np.bool_]
 

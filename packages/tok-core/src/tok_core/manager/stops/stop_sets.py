@@ -21,8 +21,7 @@ import numpy.typing as npt
 from tok_core.errors import InvalidField
 from tok_core.manager.stops.stop_prefilter import Bools, StopStringPrefilter, TokenRows
 from tok_core.sampling_params import SamplingParams
-from tok_core.text.endings import EndingIndex, Endings
-from tok_core.text.piece_bytes import PieceBytes
+from tok_core.text import EndingIndex, Endings, PieceBytes
 
 Int32s = npt.NDArray[np.int32]
 

@@ -1,1 +1,13 @@
 """Weights of a model: found, loaded, sharded, or made up."""
+
+from __future__ import annotations
+
+from tok_core.models.weights.dummy_weights import dummy
+from tok_core.models.weights.loading import as_stored, checkpoint_files, load
+
+__all__ = [
+    "as_stored",
+    "checkpoint_files",
+    "dummy",
+    "load",
+]

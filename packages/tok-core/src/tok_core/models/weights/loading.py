@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tok_core.errors import ModelError
-from tok_core.models.config.model_config import ModelConfig
+from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.weights.float16 import keep_coarse
 from tok_core.models.weights.targets import StoredTensor, WeightTarget, targets
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")

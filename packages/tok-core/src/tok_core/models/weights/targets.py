@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.models.layers import Linear, TokenEmbedding
-from tok_core.parallel.shard_plan import Slice
+from tok_core.parallel import Slice
 
 
 class StoredTensor(Protocol):

@@ -1,1 +1,15 @@
 """Start a worker: choose kernels, size the cache, warm up, capture CUDA graphs."""
+
+from __future__ import annotations
+
+from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport, measure, phases
+from tok_core.worker.startup.setup import set_up
+
+__all__ = [
+    "KernelTime",
+    "KernelsMeasured",
+    "PhaseReport",
+    "measure",
+    "phases",
+    "set_up",
+]

@@ -9,8 +9,8 @@ import torch
 from msgspec import structs
 
 from tok_core.messages import EMPTY, PromptValues, RequestedPromptOutputs
-from tok_core.models.decoder import CausalLM
-from tok_core.parallel.pipeline import Pipeline
+from tok_core.models import CausalLM
+from tok_core.parallel import Pipeline
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.state import WorkerState

@@ -13,8 +13,8 @@ from typing import cast
 
 import torch
 
-from tok_core.models.decoder import CausalLM, DecoderLayer
-from tok_core.parallel.tp_layouts import choose_layout
+from tok_core.models import CausalLM, DecoderLayer
+from tok_core.parallel import choose_layout
 
 EACH = 1024  # rows up to which each number is used for itself
 LAYER, HEAD = 16, 64  # of further numbers, multiples of these: an LM head's kernels are few

@@ -13,9 +13,9 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.mesh import RankCoordinates
-from tok_core.models.config.model_config import read_config
-from tok_core.models.weights.hub import resolve
-from tok_core.parallel.shard_plan import ShardPlan
+from tok_core.model_config import read_config
+from tok_core.model_files import resolve
+from tok_core.parallel import ShardPlan
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.attention.phases import PHASES, Phase
@@ -69,7 +69,9 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
         if config.backend not in ("auto", "reference"):
             raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
         return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
-    from tok_kernels.calibration import cache_directory, calibrate, candidates, known
+    from tok_kernels.calibration import calibrate, candidates
+    from tok_kernels.calibration.calibrate import known
+    from tok_kernels.calibration.store import cache_directory
 
     among, left_out = candidates(shape, device, config.backend)
     before = None if anew else known(shape, device, among)

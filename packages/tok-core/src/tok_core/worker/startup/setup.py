@@ -13,19 +13,11 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.mesh import RankCoordinates, Rendezvous, all_coordinates
 from tok_core.messages import EngineInfo
-from tok_core.models.config.model_config import ModelConfig, read_config
-from tok_core.models.config.rope import short_prompt
-from tok_core.models.config.sampling_defaults import sampling_defaults
-from tok_core.models.decoder import CausalLM
-from tok_core.models.registry import build
-from tok_core.models.weights.dummy import dummy
-from tok_core.models.weights.loading import as_stored, load
-from tok_core.parallel.pipeline import Pipeline
-from tok_core.parallel.process_groups import ProcessGroups, join
-from tok_core.parallel.shard_plan import ShardPlan
-from tok_core.parallel.tensor import TensorParallel
-from tok_core.parallel.tp_calibration import calibrate
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.model_config import ModelConfig, read_config, short_prompt
+from tok_core.model_files import sampling_defaults
+from tok_core.models import CausalLM, as_stored, build, dummy, load
+from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, calibrate, join
+from tok_core.runtime import HEARTBEAT
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.backend import (
     attention_shape,

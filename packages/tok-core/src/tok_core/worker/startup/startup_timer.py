@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.runtime import HEARTBEAT
 
 log = logging.getLogger("tok_core")
 

@@ -10,10 +10,10 @@ from aiohttp import web
 from tok_core import AsyncEngine
 from tok_server.batch.api.metrics import BatchCollector
 from tok_server.batch.api.service import BatchLimits, BatchService
-from tok_server.http.context import CONTEXT, Context
-from tok_server.openai.endpoints import ServedModel
+from tok_server.http import CONTEXT, Context
+from tok_server.openai import ServedModel
 from tok_server.settings import Settings
-from tok_server.wire.errors import not_served
+from tok_server.wire import not_served
 
 BATCHES = web.AppKey("BATCHES", BatchService)
 NO_DIRECTORY = "files and batches are kept in a directory: start the server with --data-dir DIR"

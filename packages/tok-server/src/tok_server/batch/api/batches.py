@@ -13,17 +13,11 @@ from tok_client.types import UNSET, Batch, BatchList, BatchRequest, BatchRequest
 from tok_server.batch.api.app import batches_of
 from tok_server.batch.api.service import BatchService, TooMany
 from tok_server.batch.api.upload import disk_full, seconds_of
-from tok_server.batch.storage.states import BEFORE_THE_END
-from tok_server.batch.storage.store import ENDED, Missing, StoredJob
-from tok_server.http.body import members, read_body
-from tok_server.observability.request_counts import COUNTS
-from tok_server.openai.endpoints import ENDPOINTS
-from tok_server.openai.generation.params import given
-from tok_server.wire.errors import ApiError, invalid
-from tok_server.wire.ids import new_id
-from tok_server.wire.json import BadJson, decode, encode
-from tok_server.wire.openapi import Operation, json_of
-from tok_server.wire.query import read_query
+from tok_server.batch.storage import BEFORE_THE_END, ENDED, Missing, StoredJob
+from tok_server.http import members, read_body
+from tok_server.observability import COUNTS
+from tok_server.openai import ENDPOINTS, given
+from tok_server.wire import ApiError, BadJson, Operation, decode, encode, invalid, json_of, new_id, read_query
 
 MAX_LISTED_BATCHES = 100  # batches of a list
 WINDOW = re.compile(r"([1-9][0-9]{0,2})h")

@@ -14,12 +14,9 @@ from tok_client.types import FileDeleted, FileList, FileObject
 from tok_server.batch.api.app import batches_of
 from tok_server.batch.api.service import BatchService
 from tok_server.batch.api.upload import FIELDS, PURPOSE, Upload, disk_full
-from tok_server.batch.storage.store import InUse, Missing
-from tok_server.observability.request_counts import COUNTS
-from tok_server.wire.errors import ApiError, invalid
-from tok_server.wire.json import encode
-from tok_server.wire.openapi import Media, Operation, json_of, raw
-from tok_server.wire.query import read_query
+from tok_server.batch.storage import InUse, Missing
+from tok_server.observability import COUNTS
+from tok_server.wire import ApiError, Media, Operation, encode, invalid, json_of, raw, read_query
 
 MAX_LISTED_FILES = 10_000  # files of a list
 CONTENT = "application/octet-stream"

@@ -15,20 +15,23 @@ from typing import TypeVar
 from tok_client.types import Batch, BatchError, FileObject
 from tok_core import EngineClosed
 from tok_server.batch.api.metrics import BatchFigures
-from tok_server.batch.execution.batch_run import BatchRun
-from tok_server.batch.execution.budget import Budget
-from tok_server.batch.execution.gate import Gate
-from tok_server.batch.execution.poison_isolation import PoisonIsolation
-from tok_server.batch.execution.run import Means, samples_ahead
-from tok_server.batch.storage import states
-from tok_server.batch.storage.clock import Clock
-from tok_server.batch.storage.database import StoreError, is_full
-from tok_server.batch.storage.directory import Place
-from tok_server.batch.storage.lock import FileLock
-from tok_server.batch.storage.quota import Quota
-from tok_server.batch.storage.recovery import check_index, recover
-from tok_server.batch.storage.store import ENDED, NOBODY, Store, StoredJob
-from tok_server.openai.endpoints import ServedModel
+from tok_server.batch.execution import BatchRun, Budget, Gate, Means, PoisonIsolation, samples_ahead
+from tok_server.batch.storage import (
+    ENDED,
+    NOBODY,
+    Clock,
+    FileLock,
+    Place,
+    Quota,
+    Store,
+    StoredJob,
+    StoreError,
+    check_index,
+    is_full,
+    recover,
+    states,
+)
+from tok_server.openai import ServedModel
 
 log = logging.getLogger("tok.server")
 

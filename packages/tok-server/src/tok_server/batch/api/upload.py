@@ -16,13 +16,10 @@ from aiohttp.http import HttpProcessingError
 from tok_client.decoders import decoder
 from tok_client.types import ExpiresAfter, FileObject
 from tok_server.batch.api.service import BatchService
-from tok_server.batch.execution.uninterrupted import uninterrupted
-from tok_server.batch.storage.database import is_full
-from tok_server.batch.storage.quota import QuotaExceeded
-from tok_server.http.body import check_ratio
-from tok_server.http.connections import MIN_READ_BYTES
-from tok_server.wire.errors import SERVER, ApiError, invalid, limited
-from tok_server.wire.ids import new_id
+from tok_server.batch.execution import uninterrupted
+from tok_server.batch.storage import QuotaExceeded, is_full
+from tok_server.http import MIN_READ_BYTES, check_ratio
+from tok_server.wire import SERVER, ApiError, invalid, limited, new_id
 
 T = TypeVar("T")
 

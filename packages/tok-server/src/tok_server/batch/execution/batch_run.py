@@ -13,15 +13,22 @@ from typing import TypeVar
 from tok_client.types import Batch, BatchError
 from tok_server.batch.execution.finish import FinishedBatch, finish
 from tok_server.batch.execution.run import LineSource, Means, Run
-from tok_server.batch.storage import states
-from tok_server.batch.storage.answers import Answers
-from tok_server.batch.storage.clock import Clock
-from tok_server.batch.storage.database import check_database, is_damage, remove_database
-from tok_server.batch.storage.directory import Place
-from tok_server.batch.storage.lines import InputChanged, Stopped
-from tok_server.batch.storage.quota import Quota
-from tok_server.batch.storage.store import Store, StoredJob
-from tok_server.batch.storage.validation import check_digest, validate
+from tok_server.batch.storage import (
+    Answers,
+    Clock,
+    InputChanged,
+    Place,
+    Quota,
+    Stopped,
+    Store,
+    StoredJob,
+    check_database,
+    check_digest,
+    is_damage,
+    remove_database,
+    states,
+    validate,
+)
 
 T = TypeVar("T")
 

@@ -9,11 +9,8 @@ from typing import IO, NamedTuple
 from tok_client.types import UNSET, FileObject
 from tok_server.batch.execution.outcome import each_line
 from tok_server.batch.execution.run import LineSource
-from tok_server.batch.storage import states
-from tok_server.batch.storage.answers import Answers, Totals
-from tok_server.batch.storage.directory import Place
-from tok_server.batch.storage.store import StoredJob
-from tok_server.wire.ids import new_id
+from tok_server.batch.storage import Answers, Place, StoredJob, Totals, states
+from tok_server.wire import new_id
 
 OUTPUT = "batch_output"
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tok_server.batch.execution.run import LineSource
-from tok_server.batch.storage.answers import Answers, LineAnswer
-from tok_server.batch.storage.lines import LOOK_EVERY, InputChanged, Stopped, parse_known_line, read_lines
-from tok_server.batch.storage.output_lines import Unanswered, unanswered
+from tok_server.batch.storage import (
+    LOOK_EVERY,
+    Answers,
+    InputChanged,
+    LineAnswer,
+    Stopped,
+    Unanswered,
+    parse_known_line,
+    read_lines,
+    unanswered,
+)
 
 Take = Callable[[bytes, bool], None]
 """Told of each line in turn: its text, and whether it failed."""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tok_core import EngineDead
-from tok_server.openai.endpoints import APART, BEHIND
+from tok_server.openai import APART, BEHIND
 
 log = logging.getLogger("tok.server")
 

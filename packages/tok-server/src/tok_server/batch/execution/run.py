@@ -22,14 +22,21 @@ from tok_core import EngineClosed, EngineDead, EngineError, RequestFailed
 from tok_server.batch.execution.budget import Budget
 from tok_server.batch.execution.gate import Gate
 from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
-from tok_server.batch.execution.uninterrupted import uninterrupted
-from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
-from tok_server.batch.storage.database import is_damage
-from tok_server.batch.storage.lines import InputChanged, InputLine, parse_known_line, read_lines
-from tok_server.batch.storage.output_lines import FinishedLines, write
-from tok_server.openai.endpoints import ENDPOINTS, EndpointTask, ServedModel
-from tok_server.wire.errors import SERVER, ApiError, internal, of_exception, unavailable
-from tok_server.wire.ids import new_id
+from tok_server.batch.execution.shielding import uninterrupted
+from tok_server.batch.storage import (
+    Answers,
+    FinishedLines,
+    InputChanged,
+    InputLine,
+    LineAnswer,
+    Totals,
+    is_damage,
+    parse_known_line,
+    read_lines,
+    write,
+)
+from tok_server.openai import ENDPOINTS, EndpointTask, ServedModel
+from tok_server.wire import SERVER, ApiError, internal, new_id, of_exception, unavailable
 
 log = logging.getLogger("tok.server")
 

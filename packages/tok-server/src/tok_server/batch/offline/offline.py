@@ -17,19 +17,20 @@ from typing import Self, TypeVar
 
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, InvalidField
-from tok_server.batch.execution.budget import Budget
-from tok_server.batch.execution.gate import Gate
-from tok_server.batch.execution.outcome import each_line
-from tok_server.batch.execution.run import LineSource, Means, Run, samples_ahead
+from tok_server.batch.execution import Budget, Gate, LineSource, Means, Run, each_line, samples_ahead
 from tok_server.batch.offline.resume import kept_of
-from tok_server.batch.storage.answers import Answers, Totals
-from tok_server.batch.storage.blobs import durable
-from tok_server.batch.storage.database import StoreError, remove_database
-from tok_server.batch.storage.lock import FileLock
-from tok_server.batch.storage.validation import MAX_ERRORS, validate
-from tok_server.limits.limits import Limits
-from tok_server.openai.endpoints import ENDPOINTS, ServedModel
-from tok_server.parsing.formats import Formats
+from tok_server.batch.storage import (
+    MAX_ERRORS,
+    Answers,
+    FileLock,
+    StoreError,
+    Totals,
+    durable,
+    remove_database,
+    validate,
+)
+from tok_server.openai import ENDPOINTS, ServedModel
+from tok_server.settings import Formats, Limits
 
 T = TypeVar("T")
 

@@ -8,11 +8,8 @@ from pathlib import Path
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_server.batch.execution.run import GROUP, LineSource
-from tok_server.batch.storage.answers import LineAnswer
-from tok_server.batch.storage.database import StoreError
-from tok_server.batch.storage.lines import parse_line, read_lines
-from tok_server.batch.storage.output_lines import answer_of
+from tok_server.batch.execution import GROUP, LineSource
+from tok_server.batch.storage import LineAnswer, StoreError, answer_of, parse_line, read_lines
 
 
 class _Response(msgspec.Struct):

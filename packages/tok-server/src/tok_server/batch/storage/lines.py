@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tok_server.batch.storage.database import StoreError
-from tok_server.wire.json import BadJson, decode
+from tok_server.wire import BadJson, decode
 
 SLICE = 1 << 20
 LOOK_EVERY = 4096  # lines between two looks at whether to stop

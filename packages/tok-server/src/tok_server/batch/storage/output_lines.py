@@ -12,9 +12,7 @@ import msgspec
 from tok_client.decoders import decoder
 from tok_client.types import BatchLineError
 from tok_server.batch.storage.answers import LineAnswer
-from tok_server.wire.errors import ApiError, internal
-from tok_server.wire.ids import new_id
-from tok_server.wire.json import encode
+from tok_server.wire import ApiError, encode, internal, new_id
 
 MIN_THREADED_BYTES = 1 << 20  # bytes
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tok_client.types import BatchError
 from tok_server.batch.storage.lines import InputChanged, InputLine, LineRequest, parse_line, read_lines
-from tok_server.wire.json import BadJson
+from tok_server.wire import BadJson
 
 MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512  # characters of a custom_id

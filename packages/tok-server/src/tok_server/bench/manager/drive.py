@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tok_core.manager.profiler import ManagerProfiler, Part
+from tok_core.manager import ManagerProfiler, Part
 from tok_core.messages import Cancel
-from tok_core.simulation.manager import Simulation
+from tok_core.simulation import Simulation
 from tok_server.bench.manager.load import Load
 
 MAX_FILL_FACTOR = 4  # times as many steps as planned that filling all slots may take

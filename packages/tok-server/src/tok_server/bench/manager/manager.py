@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
-from tok_core.simulation.manager import Simulation
+from tok_core.manager import PARTS, ManagerProfiler, Part
+from tok_core.simulation import Simulation
 from tok_server.bench.manager.drive import Block, ManagerDriver
 from tok_server.bench.manager.load import LOADS, vocabulary
 from tok_server.bench.manager.result import ManagerResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tok_core.manager.profiler import PARTS
+from tok_core.manager import PARTS
 
 
 class ManagerResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

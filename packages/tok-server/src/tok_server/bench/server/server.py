@@ -13,13 +13,11 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from tok_core.simulation.engine import SimulatedEngine
+from tok_core.simulation import SimulatedEngine
 from tok_server.app import make_app
 from tok_server.bench.server.client import RequestTally
-from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME
-from tok_server.http.connections import listening
-from tok_server.http.context import CONTEXT
-from tok_server.http.pauses import keep_short
+from tok_server.flags import DEMO_MODEL, DEMO_NAME
+from tok_server.http import CONTEXT, keep_short, listening
 from tok_server.serve import listen
 from tok_server.settings import Settings
 

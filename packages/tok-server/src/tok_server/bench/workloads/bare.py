@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tok_core.models.weights.hub import resolve
-from tok_core.runtime.scratch_directory import ScratchDirectory
+from tok_core.model_files import resolve
+from tok_core.runtime import ScratchDirectory
 
 KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
-from tok_core.engine.engine import Prompt
+from tok_core.engine import Prompt
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo
 from tok_server.bench.busy import Busy, busy_of_trace
@@ -50,7 +50,7 @@ def trace_offline(
 ) -> dict[RankCoordinates, Busy]:
     """Trace `steps` steps in the middle of one more run, which takes about `of` steps, and print what each worker did.
 
-    The trace goes to `file`, and to files beside it for further workers (`tok_core.worker.trace_files`). It runs on an
+    The trace goes to `file`, and to files beside it for further workers (`tok_core.runtime.trace_paths`). It runs on an
     engine of its own, so that no result includes the cost of tracing. Steps after the traced ones are not run.
     Errors: InvalidField for too many steps; those of the engine.
     """

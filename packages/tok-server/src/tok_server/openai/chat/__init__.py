@@ -1,1 +1,11 @@
 """/v1/chat/completions."""
+
+from __future__ import annotations
+
+from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.chat.prompt import chat_text
+
+__all__ = [
+    "ChatForm",
+    "chat_text",
+]

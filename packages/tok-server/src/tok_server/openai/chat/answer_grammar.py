@@ -10,20 +10,24 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, cast
 
 from tok_client.types import FunctionDefinition, JSONObject
-from tok_core.grammar import Grammar
-from tok_core.grammar.json_schema.keywords import Json
-from tok_core.grammar.json_schema.schema import SchemaRules
-from tok_core.grammar.regex import regular
-from tok_core.grammar.regex.characters import Unsupported, complement, one_of
-from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
-from tok_core.grammar.text import expression
+from tok_core.grammar import (
+    NOTHING,
+    Json,
+    Rules,
+    SchemaRules,
+    Unsupported,
+    complement,
+    expression,
+    literal,
+    one_of,
+    regular,
+    sequence,
+)
+from tok_core.sampling_params import Grammar
 from tok_server.openai.chat.tool_offer import Offer
-from tok_server.openai.generation.params import given
-from tok_server.parsing import hermes, reasoning
-from tok_server.parsing.formats import CallFormat
-from tok_server.parsing.markup import NO_MARKUP, Markup
-from tok_server.wire.errors import invalid
-from tok_server.wire.json import encode
+from tok_server.openai.generation import given
+from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
+from tok_server.wire import encode, invalid
 
 MOST_PARAMETERS: Final = 256 * 1024
 """Bytes of all schemas of tools together, as JSON, that calls are held to."""
@@ -114,8 +118,8 @@ def _object(schema: Mapping[str, object]) -> JSONObject:
 
 def _thoughts(thinking: bool, rules: Rules) -> str:
     """A think block, which may be left out unless the prompt has opened it."""
-    inside = sequence([rules.regular(_without(reasoning.CLOSE)), literal(f"{reasoning.CLOSE}\n\n")])
-    return inside if thinking else rules.maybe(sequence([literal(reasoning.OPEN), inside]))
+    inside = sequence([rules.regular(_without(reasoning.THINK_CLOSE)), literal(f"{reasoning.THINK_CLOSE}\n\n")])
+    return inside if thinking else rules.maybe(sequence([literal(reasoning.THINK_OPEN), inside]))
 
 
 def _without(mark: str) -> str:

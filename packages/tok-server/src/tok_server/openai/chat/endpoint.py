@@ -9,32 +9,31 @@ from aiohttp import web
 
 from tok_client.types import ChatCompletion, ChatCompletionRequest
 from tok_core import AsyncEngine, InvalidField, SamplingParams
-from tok_core.grammar import Grammar
-from tok_server.http.body import read_body
-from tok_server.http.context import CONTEXT
-from tok_server.observability.request_counts import COUNTS
+from tok_core.sampling_params import Grammar
+from tok_server.http import CONTEXT, read_body
+from tok_server.observability import COUNTS
 from tok_server.openai.chat.answer_grammar import answer_shape
 from tok_server.openai.chat.form import ChatForm
 from tok_server.openai.chat.prompt import chat_prompt
-from tok_server.openai.generation.answer import answer
-from tok_server.openai.generation.job import Job, renamed
-from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.openai.generation.params import given, sampling_params
-from tok_server.openai.generation.request_fields import (
+from tok_server.openai.generation import (
+    CHAT,
+    Job,
+    TokenTexts,
+    answer,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    given,
     read,
+    renamed,
+    rule_of,
+    sampling_params,
+    structure_of,
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.openai.generation.response_format import structure_of
-from tok_server.openai.generation.stop_when import rule_of
-from tok_server.openai.generation.unsupported_fields import CHAT
-from tok_server.parsing.formats import Formats
-from tok_server.wire.errors import invalid
-from tok_server.wire.ids import new_id
-from tok_server.wire.openapi import Operation, json_of, json_or_events
+from tok_server.settings import Formats
+from tok_server.wire import Operation, invalid, json_of, json_or_events, new_id
 
 AUTO = Formats()
 

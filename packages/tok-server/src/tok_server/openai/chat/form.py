@@ -21,18 +21,19 @@ from tok_client.types import (
 )
 from tok_client.types import Delta as MessageDelta
 from tok_core import Completion, Delta, RequestOutput, TokenLogprob
-from tok_server.openai.generation.answer import event
-from tok_server.openai.generation.chunk_form import ChunkForm
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from tok_server.openai.generation.sample_reader import SampleReader
-from tok_server.openai.generation.usage import running_usage, usage
-from tok_server.parsing.message_reader import message
-from tok_server.parsing.stop_when_rule import result_of
-from tok_server.wire.ids import fingerprint
-from tok_server.wire.json import encode
-from tok_server.wire.json_pieces import elements, filled, separated, slices, split, taken
-from tok_server.wire.text_event import TextEvent
+from tok_server.openai.generation import (
+    ChunkForm,
+    Job,
+    SampleReader,
+    TokenTexts,
+    chat_logprobs,
+    event,
+    prompt_logprobs,
+    running_usage,
+    usage,
+)
+from tok_server.parsing import message, result_of
+from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, separated, slices, split, taken
 
 
 class ChatForm(ChunkForm):

@@ -24,8 +24,8 @@ from tok_client.types import (
     UnsetType,
     UserMessage,
 )
-from tok_server.openai.generation.params import given
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.openai.generation import given
+from tok_server.wire import ApiError, invalid
 
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 TemplateMessage = dict[str, object]

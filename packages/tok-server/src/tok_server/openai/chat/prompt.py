@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 from tok_client.types import ChatCompletionRequest
 from tok_core import AsyncEngine, InvalidField
-from tok_core.text import Tokenizer
-from tok_core.text.template import ChatTemplate
-from tok_server.limits.prompt_size import check_size
+from tok_core.text import ChatTemplate, Tokenizer
+from tok_server.limits import check_size
 from tok_server.openai.chat.messages import template_messages
 from tok_server.openai.chat.tool_offer import Offer, offer
-from tok_server.openai.generation.params import given
-from tok_server.parsing.formats import CallFormat, Formats
-from tok_server.parsing.markup import Markup
-from tok_server.parsing.reasoning import CLOSE, OPEN
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.openai.generation import given
+from tok_server.parsing import THINK_CLOSE, THINK_OPEN, CallFormat, Markup, tool_call_format, writes_reasoning
+from tok_server.settings import Formats
+from tok_server.wire import ApiError, invalid
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "reasoning_effort"})
 
@@ -43,7 +41,7 @@ def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Fo
         calls=calls,
         tools=frozenset(offered.allowed),
         parallel=offered.parallel,
-        reasoning=formats.reasons(template),
+        reasoning=writes_reasoning(formats, template),
         thinking=_thinking(text, request),
     )
     return ChatPrompt(_tokens(text, tokenizer, engine.info.max_model_len), offered, markup)
@@ -72,7 +70,7 @@ def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
 def _call_format(template: ChatTemplate, formats: Formats) -> CallFormat:
     if "tools" not in template.variables:
         raise _unsupported("tools", "the model's chat template takes no tools; allowed: null, []")
-    calls = formats.calls_of(template)
+    calls = tool_call_format(formats, template)
     if calls is None:
         why = "tool calls of this model are not read (--tool-call-parser); allowed: null, []"
         raise _unsupported("tools", why)
@@ -141,8 +139,8 @@ def _thinking(text: str, request: ChatCompletionRequest) -> bool:
         # What others have said says nothing of this.
         (last,) = template_messages(request.messages[-1:])
         said = str(last["content"])
-        return said.rfind(OPEN) > said.rfind(CLOSE)
-    return text.rstrip().endswith(OPEN)
+        return said.rfind(THINK_OPEN) > said.rfind(THINK_CLOSE)
+    return text.rstrip().endswith(THINK_OPEN)
 
 
 def _no_template() -> ApiError:

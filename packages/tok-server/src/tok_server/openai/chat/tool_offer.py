@@ -16,8 +16,8 @@ from tok_client.types import (
     JSONObject,
     NamedFunction,
 )
-from tok_server.openai.generation.params import given
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.openai.generation import given
+from tok_server.wire import ApiError, invalid
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)

@@ -6,9 +6,8 @@ import msgspec
 
 from tok_client.types import CompletionRequest
 from tok_core import Completion, InvalidField, RequestOutput, SamplingParams
-from tok_server.openai.generation.job import drawing, renamed
-from tok_server.openai.generation.params import given
-from tok_server.wire.errors import invalid
+from tok_server.openai.generation import drawing, given, renamed
+from tok_server.wire import invalid
 
 
 def drawn(request: CompletionRequest, params: SamplingParams) -> int | None:

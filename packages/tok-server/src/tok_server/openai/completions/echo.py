@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from tok_client.types import CompletionLogprobs
 from tok_core import TokenLogprob
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import Offsets, TokenTexts, completion_logprobs
-from tok_server.wire.errors import invalid
+from tok_server.openai.generation import Job, Offsets, TokenTexts, completion_logprobs
+from tok_server.wire import invalid
 
 T = TypeVar("T")
 

@@ -12,31 +12,29 @@ from tok_client.types import (
     CompletionRequest,
 )
 from tok_core import AsyncEngine
-from tok_server.http.body import read_body
-from tok_server.http.context import CONTEXT
-from tok_server.observability.request_counts import COUNTS
+from tok_server.http import CONTEXT, read_body
+from tok_server.observability import COUNTS
 from tok_server.openai.completions.best_of import drawn
 from tok_server.openai.completions.echo import check_repeated
 from tok_server.openai.completions.form import CompletionForm
 from tok_server.openai.completions.prompts import tokenised
-from tok_server.openai.generation.answer import answer
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.openai.generation.params import given, sampling_params
-from tok_server.openai.generation.request_fields import (
+from tok_server.openai.generation import (
+    COMPLETION,
+    Job,
+    TokenTexts,
+    answer,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    given,
     read,
+    rule_of,
+    sampling_params,
+    structure_of,
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.openai.generation.response_format import structure_of
-from tok_server.openai.generation.stop_when import rule_of
-from tok_server.openai.generation.unsupported_fields import COMPLETION
-from tok_server.wire.errors import invalid
-from tok_server.wire.ids import new_id
-from tok_server.wire.openapi import Operation, json_of, json_or_events
+from tok_server.wire import Operation, invalid, json_of, json_or_events, new_id
 
 MAX_TOKENS = 16  # OpenAI's default; fewer where the model's length leaves no room
 MAX_CHOICES = 65_536

@@ -20,16 +20,19 @@ from tok_core import Completion as Sample
 from tok_core import Delta, RequestOutput, TokenLogprob
 from tok_server.openai.completions.best_of import best
 from tok_server.openai.completions.echo import EchoedPrompt, both
-from tok_server.openai.generation.answer import event
-from tok_server.openai.generation.chunk_form import ChunkForm
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
-from tok_server.openai.generation.usage import running_usage, usage
-from tok_server.parsing.stop_when_rule import result_of
-from tok_server.wire.ids import fingerprint
-from tok_server.wire.json import encode
-from tok_server.wire.json_pieces import elements, filled, free, separated, slices, taken
-from tok_server.wire.text_event import TextEvent
+from tok_server.openai.generation import (
+    ChunkForm,
+    Job,
+    Offsets,
+    TokenTexts,
+    completion_logprobs,
+    event,
+    prompt_logprobs,
+    running_usage,
+    usage,
+)
+from tok_server.parsing import result_of
+from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, free, separated, slices, taken
 
 
 class CompletionForm(ChunkForm):

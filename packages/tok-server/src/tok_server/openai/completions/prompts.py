@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tok_core import AsyncEngine, InvalidField
-from tok_server.limits.prompt_size import check_size
-from tok_server.wire.errors import invalid
+from tok_server.limits import check_size
+from tok_server.wire import invalid
 
 
 def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:

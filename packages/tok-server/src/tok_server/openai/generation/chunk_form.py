@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from tok_client.types import StopWhenResult, Usage
-from tok_server.openai.generation.answer import DONE, event
+from tok_server.openai.generation.answers import DONE, event
 from tok_server.openai.generation.job import Job
-from tok_server.wire.errors import ApiError
+from tok_server.wire import ApiError
 
 
 class ChunkForm(ABC):

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from tok_core import InvalidField, SamplingParams
-from tok_server.parsing.markup import NO_MARKUP, Markup
-from tok_server.parsing.stop_when_rule import StopWhenRule
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.parsing import NO_MARKUP, Markup, StopWhenRule
+from tok_server.wire import ApiError, invalid
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Maybe
 from tok_core import InvalidField, SamplingParams
-from tok_core.grammar import Grammar
 from tok_core.messages import EngineInfo
+from tok_core.sampling_params import Grammar
 from tok_server.openai.generation.job import renamed
-from tok_server.wire.errors import invalid
+from tok_server.wire import invalid
 
 T = TypeVar("T")
 Request = CompletionRequest | ChatCompletionRequest

@@ -8,12 +8,11 @@ from typing import TypeVar
 import msgspec
 
 from tok_client.types import EmbeddingRequest, StreamOptions
-from tok_server.http.body import members
+from tok_server.http import members
 from tok_server.openai.generation.params import Request, given
 from tok_server.openai.generation.unknown_fields import unknown_fields
 from tok_server.openai.generation.unsupported_fields import Refused, refuse_unsupported
-from tok_server.wire.errors import ApiError, invalid
-from tok_server.wire.json import BadJson, decode
+from tok_server.wire import ApiError, BadJson, decode, invalid
 
 MAX_CACHE_SALT = 1024  # characters
 R = TypeVar("R", bound=msgspec.Struct)

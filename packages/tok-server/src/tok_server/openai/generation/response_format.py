@@ -10,10 +10,10 @@ import msgspec
 
 from tok_client.types import UNSET, JSONObject, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tok_core import InvalidField
-from tok_core.grammar import Grammar, Kind
+from tok_core.sampling_params import Grammar, Kind
 from tok_server.openai.generation.job import renamed
 from tok_server.openai.generation.params import Request, given
-from tok_server.wire.errors import invalid
+from tok_server.wire import invalid
 
 GUIDED: Mapping[str, Kind] = {
     "json": "json_schema",

@@ -6,9 +6,7 @@ from tok_client.types import Delta as MessageDelta
 from tok_core import Delta
 from tok_server.openai.generation.job import Job
 from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.parsing.message_reader import MessageReader, message_delta
-from tok_server.parsing.pieces import CallBegin, Piece, Text
-from tok_server.parsing.reasoning import ReasoningCounter
+from tok_server.parsing import CallBegin, MessageReader, Piece, ReasoningCounter, Text, message_delta
 
 
 class SampleReader:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from tok_client.types import CompletionRequest, Distinct, Majority, UnsetType
 from tok_core.text import Tokenizer
 from tok_server.openai.generation.params import Request, given
-from tok_server.parsing.answer_pattern import AnswerPattern
-from tok_server.parsing.markup import NO_MARKUP, Markup
-from tok_server.parsing.stop_when_rule import StopWhenRule
-from tok_server.wire.errors import invalid
+from tok_server.parsing import NO_MARKUP, AnswerPattern, Markup, StopWhenRule
+from tok_server.wire import invalid
 
 
 def rule_of(

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
-from tok_server.http.auth import salted
-from tok_server.observability.request_counts import RequestCounts
+from tok_server.http import salted
+from tok_server.observability import RequestCounts
 from tok_server.openai.generation.job import Job
 
 BATCH = 64  # prompts submitted before other requests get their turn

@@ -11,8 +11,8 @@ import msgspec
 from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType
 
 from tok_client.types import known_fields
-from tok_server.http.body import Members
-from tok_server.wire.json import decode
+from tok_server.http import Members
+from tok_server.wire import decode
 
 MAX_LISTED_FIELDS = 32  # so many names fit a header
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from tok_client.types import ChatCompletionRequest, CompletionRequest, ResponseRequest, known_fields
-from tok_server.http.body import Members
-from tok_server.wire.errors import invalid
-from tok_server.wire.json import BadJson, decode
+from tok_server.http import Members
+from tok_server.wire import BadJson, decode, invalid
 
 Neutral = tuple[object, ...]
 

@@ -29,9 +29,9 @@ from tok_client.types import (
     ToolSubset,
     UnsetType,
 )
-from tok_server.openai.generation.params import given
+from tok_server.openai.generation import given
 from tok_server.openai.responses.conversation import messages_of
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.wire import ApiError, invalid
 
 T = TypeVar("T")
 

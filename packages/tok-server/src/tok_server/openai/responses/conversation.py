@@ -19,8 +19,8 @@ from tok_client.types import (
     UnsetType,
     UserMessage,
 )
-from tok_server.openai.generation.params import given
-from tok_server.wire.errors import ApiError, invalid
+from tok_server.openai.generation import given
+from tok_server.wire import ApiError, invalid
 
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
 

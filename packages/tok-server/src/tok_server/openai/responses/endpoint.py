@@ -15,22 +15,14 @@ from tok_client.types import (
     ResponseText,
 )
 from tok_core import AsyncEngine
-from tok_server.http.body import read_body
-from tok_server.http.context import CONTEXT
-from tok_server.observability.request_counts import COUNTS
+from tok_server.http import CONTEXT, read_body
+from tok_server.observability import COUNTS
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.generation.answer import answer
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.openai.generation.params import given
-from tok_server.openai.generation.request_fields import read
-from tok_server.openai.generation.unsupported_fields import RESPONSE
+from tok_server.openai.generation import RESPONSE, Job, TokenTexts, answer, given, read
 from tok_server.openai.responses.as_chat import as_chat, in_own_words, renamed
 from tok_server.openai.responses.form import ResponseForm
-from tok_server.parsing.formats import Formats
-from tok_server.wire.errors import ApiError
-from tok_server.wire.ids import new_id
-from tok_server.wire.openapi import Operation, json_of, json_or_events
+from tok_server.settings import Formats
+from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
 
 
 async def create(request: web.Request) -> web.StreamResponse:

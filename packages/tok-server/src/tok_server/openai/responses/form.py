@@ -25,15 +25,18 @@ from tok_client.types import (
     Usage,
 )
 from tok_core import Delta, RequestOutput, TokenLogprob
-from tok_core.text.detokenise import Detokeniser
-from tok_server.openai.generation.answer import MAX_RESPONSE_LOGPROBS, event
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.logprobs import TokenTexts, chat_logprobs
-from tok_server.openai.generation.sample_reader import SampleReader
-from tok_server.openai.generation.usage import usage
+from tok_core.text import Detokeniser
+from tok_server.openai.generation import (
+    MAX_RESPONSE_LOGPROBS,
+    Job,
+    SampleReader,
+    TokenTexts,
+    chat_logprobs,
+    event,
+    usage,
+)
 from tok_server.openai.responses.output import ResponseOutput
-from tok_server.wire.errors import ApiError
-from tok_server.wire.json import encode
+from tok_server.wire import ApiError, encode
 
 
 class ResponseForm:

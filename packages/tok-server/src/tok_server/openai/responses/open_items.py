@@ -12,6 +12,7 @@ from tok_client.types import (
     FunctionCallArgumentsDelta,
     FunctionCallArgumentsDone,
     FunctionCallItem,
+    ItemStatus,
     OutputItem,
     OutputItemAdded,
     OutputItemDone,
@@ -25,8 +26,7 @@ from tok_client.types import (
     ReasoningTextPart,
     ResponseEvent,
 )
-from tok_client.types.responses.input import ItemStatus
-from tok_server.wire.ids import new_id
+from tok_server.wire import new_id
 
 Logprobs = Sequence[ChatTokenLogprob]
 

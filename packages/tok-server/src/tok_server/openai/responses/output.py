@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import assert_never
 
-from tok_client.types import ChatTokenLogprob, OutputItem, ResponseEvent
-from tok_client.types.responses.input import ItemStatus
+from tok_client.types import ChatTokenLogprob, ItemStatus, OutputItem, ResponseEvent
 from tok_server.openai.responses.open_items import Called, Logprobs, OpenItem, Said, Thinking
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.parsing import Arguments, CallBegin, Piece, Text, Thought
 
 
 class ResponseOutput:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from tok_core import InvalidField
-from tok_server.limits.limits import MIB, Limits
-from tok_server.parsing.formats import Formats
-
-__all__ = ["MIB", "Settings"]
+from tok_server.settings.formats import Formats
+from tok_server.settings.limits import Limits
 
 
 class Settings(Limits, frozen=True, kw_only=True):

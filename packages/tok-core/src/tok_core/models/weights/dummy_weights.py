@@ -10,7 +10,7 @@ import torch
 from tok_core.errors import InvalidField
 from tok_core.models.decoder import CausalLM
 from tok_core.models.weights.targets import WeightTarget, targets
-from tok_core.runtime.heartbeat import HEARTBEAT
+from tok_core.runtime import HEARTBEAT
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 BLOCK = 1 << 24  # entries drawn at once, which bounds the memory

@@ -5,7 +5,7 @@ A window of W lets the token at position p see the W positions from p - W + 1 to
 
 from __future__ import annotations
 
-from tok_core.models.config.fields import Fields
+from tok_core.model_files import Fields
 
 DEFAULT_WINDOW = 4096  # transformers' for Mistral and Qwen, where config.json has no such key
 DEFAULT_FULL_LAYERS = 28  # its max_window_layers

@@ -7,7 +7,7 @@ from io import BytesIO
 from os import PathLike
 from typing import IO, TYPE_CHECKING
 
-from tok_client.transport.call import Call
+from tok_client.transport import Call
 from tok_client.types import ExpiresAfter, FileObject
 
 if TYPE_CHECKING:

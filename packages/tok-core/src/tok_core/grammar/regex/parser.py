@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
-from tok_core.grammar.regex.characters import Spans, Unsupported, complement, union
+from tok_core.grammar.regex.character_sets import Spans, Unsupported, complement, union
 from tok_core.grammar.regex.regular import either, repeat, sequence
 
 MAX_GROUP_DEPTH = 64

@@ -16,16 +16,15 @@ from aiohttp import web
 
 from tok_client.types import StopWhenResult, Usage
 from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStream
-from tok_server.http.context import Context
-from tok_server.limits.deadlines import Deadline
-from tok_server.limits.limits import MAX_CLIENT_PRIORITY
-from tok_server.observability.request_counts import COUNTS
+from tok_server.http import Context
+from tok_server.limits import Deadline
+from tok_server.observability import COUNTS
 from tok_server.openai.generation.job import Job
 from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, check_grammar, merged, submitted
-from tok_server.openai.generation.usage import usage
-from tok_server.parsing.stop_when_rule import StopWhenJudge, judged, output_of
-from tok_server.wire.errors import ApiError, invalid, limited, of_exception
-from tok_server.wire.json_pieces import next_piece
+from tok_server.openai.generation.token_usage import usage
+from tok_server.parsing import StopWhenJudge, judged, output_of
+from tok_server.settings import MAX_CLIENT_PRIORITY
+from tok_server.wire import ApiError, invalid, limited, next_piece, of_exception
 
 log = logging.getLogger("tok.server")
 

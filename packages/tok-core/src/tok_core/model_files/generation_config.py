@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tok_core.errors import InvalidField
-from tok_core.models.config.fields import Fields
+from tok_core.model_files.fields import Fields
 from tok_core.sampling_params import SamplingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from tok_core.errors import ModelError
-from tok_core.models.config.config_keys import check_keys
-from tok_core.models.config.fields import Fields
-from tok_core.models.config.rope import read_rope
-from tok_core.models.config.windows import read_windows
+from tok_core.model_config.config_keys import check_keys
+from tok_core.model_config.rope import read_rope
+from tok_core.model_config.windows import read_windows
+from tok_core.model_files import Fields
 from tok_kernels import RopeScaling
 
 # By model_type: the class that computes it, and other names that its checkpoints bear.

@@ -1,0 +1,12 @@
+"""Read a model directory: config.json, generation_config.json, and where the directory comes from."""
+
+from __future__ import annotations
+
+from tok_core.model_config.model_config import ModelConfig, read_config
+from tok_core.model_config.rope import short_prompt
+
+__all__ = [
+    "ModelConfig",
+    "read_config",
+    "short_prompt",
+]

@@ -1,1 +1,0 @@
-"""What a model directory says of itself: config.json and generation_config.json, read and checked."""
