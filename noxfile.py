@@ -32,6 +32,22 @@ WORKERS = min(4, (os.cpu_count() or 1) + 1)  # one more than there are cores: te
 PYTEST = ("-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 SLOWEST = ("--durations", "10")  # said at the end: which ten tests cost most
 
+# Files of tests that start no process and build no engine, by the words after `test_` in their names.
+QUICK = {
+    "tests": "docs_links workspace_imports",
+    "packages/tok-core/tests": (
+        "data_parallel_routing delivery grammar_regex manager_deferred_work manager_faults manager_forecast "
+        "manager_grouping manager_length_model manager_microbatches manager_page_allocator manager_page_copies "
+        "manager_prefix_tree manager_prompts manager_run_ahead manager_stops manager_watchdog model_config "
+        "parallel_shard_plan text_detokenise text_template text_tokenizer worker_step_tensors"
+    ),
+    "packages/tok-kernels/tests": (
+        "backend_choice kernels_filters kernels_layers kernels_merge kernels_philox kernels_rope_table kernels_sampling"
+    ),
+    "packages/tok-server/tests": "api_small batch_store bench_workload cli_help passatk_answers",
+    "packages/tok-client/tests": "client_backoff client_resources client_scoring client_sse",
+}
+
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
 
@@ -57,6 +73,14 @@ def tests(session: nox.Session) -> None:
     session.run(
         sys.executable, *PYTEST, *SLOWEST, "-m", "not browser", *(session.posargs or SUITE), env=TEST_ENVIRONMENT
     )
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Style, and the tests that start no process: a minute's check while writing."""
+    lint(session)
+    files = [f"{folder}/test_{name}.py" for folder, names in QUICK.items() for name in names.split()]
+    session.run(sys.executable, *PYTEST, *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
