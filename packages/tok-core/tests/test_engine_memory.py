@@ -67,7 +67,7 @@ async def test_a_cache_beyond_all_memory_is_refused_by_the_worker_process_too(pa
 LIMITED = """
 import resource, sys
 from tok_core import Engine, EngineConfig, EngineError
-from tok_core.worker import setup  # all that maps memory is loaded before the limit counts
+from tok_core.worker.startup import setup  # all that maps memory is loaded before the limit counts
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = used + (1 << 30)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

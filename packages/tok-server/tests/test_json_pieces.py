@@ -16,6 +16,7 @@ from tok_core import Completion, RequestOutput, TokenLogprob
 from tok_core.outputs import Timings
 from tok_core.text import Tokenizer
 from tok_server.batch.storage.output_lines import answer_of
+from tok_server.openai import embeddings
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.chat.form import ChatForm
 from tok_server.openai.completions import endpoint as completions
@@ -60,7 +61,7 @@ def test_an_answer_in_pieces_says_what_a_whole_one_says(
     assert whole.status == 200, whole.body
     assert "content-length" in whole.headers
     for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
-        for module in (answer, json_pieces, __import__("tok_server.openai.embeddings").embeddings):
+        for module in (answer, json_pieces, embeddings):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)
     pieces = server.call("POST", f"/v1/{path}", asked)

@@ -1,4 +1,4 @@
-"""The async client: resources that mirror the URLs of the API."""
+"""The async client, with resources that mirror the URLs of the API."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tok_client.transport import Backoff, Transport
 class AsyncClient(AsyncOperations):
     """A client of an OpenAI-compatible server, for one event loop.
 
-    timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
-    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429, or from 500 on
-                 but for 501; none once a stream has begun, nor after a timeout
+    timeout      seconds without any response from the server (while connecting, or between bytes received) until
+                 APITimeoutError
+    max_retries  upper bound on the retries of a request. Broken connections and the statuses 408, 409, 429 and 500 and
+                 above, except 501, are retried. Timeouts and streams that have begun are not
     backoff      how long to wait before a retry
 
-    All its calls share one pool of connections. Close it, or use it as an async context manager. Its calls raise the
+    All calls share one connection pool. Close the client, or use it as an async context manager. Calls raise the
     exceptions of `tok_client.errors`. ValueError: an argument is not allowed.
     """
 
@@ -49,7 +50,7 @@ class AsyncClient(AsyncOperations):
         self.models = AsyncModels(self._transport)
 
     async def close(self) -> None:
-        """Closes all connections, those of open streams too. May be called again."""
+        """Close all connections, including those of open streams. Idempotent."""
         await self._transport.close()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The blocking client: resources that mirror the URLs of the API."""
+"""The blocking client, with resources that mirror the URLs of the API."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tok_client.transport import Backoff, BlockingTransport, LoopThread, Transpo
 class Client(Operations):
     """A client of an OpenAI-compatible server, for any number of threads.
 
-    timeout      seconds without a sign of the server (connecting, or between bytes received) until APITimeoutError
-    max_retries  most retries of a request whose connection broke or whose status is 408, 409, 429, or from 500 on
-                 but for 501; none once a stream has begun, nor after a timeout
+    timeout      seconds without any response from the server (while connecting, or between bytes received) until
+                 APITimeoutError
+    max_retries  upper bound on the retries of a request. Broken connections and the statuses 408, 409, 429 and 500 and
+                 above, except 501, are retried. Timeouts and streams that have begun are not
     backoff      how long to wait before a retry
 
-    All its calls share one pool of connections, served by an event loop on a thread of its own. Close it, or use it as
-    a context manager; one that is dropped closes itself. Its calls raise the exceptions of `tok_client.errors`.
+    All calls share one connection pool, served by an event loop on a separate thread. Close the client, or use it as a
+    context manager; it also closes when it is garbage-collected. Calls raise the exceptions of `tok_client.errors`.
     ValueError: an argument is not allowed.
     """
 
@@ -42,7 +43,7 @@ class Client(Operations):
         self.models = Models(self._transport)
 
     def close(self) -> None:
-        """Closes all connections, those of open streams too, and ends the thread. May be called again."""
+        """Close all connections, including those of open streams, and end the thread. Idempotent."""
         self._transport.thread.stop()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Decoders of JSON, one for each type, made under a lock.
+"""Cache one JSON decoder per type, created under a lock.
 
-What msgspec (0.22) finds out about a Struct it keeps with the class, half-made at first: another thread that meets it
-then crashes the process.
+msgspec (0.22) caches type information with the Struct class, and at first the cached information is incomplete. Another
+thread that uses it at that moment crashes the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _making = Lock()
 
 
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """The decoder to `kind`. Once it is made, `msgspec.convert` to the same type is safe in any thread, too."""
+    """Return the decoder of `kind`. Afterwards `msgspec.convert` to the same type is safe in any thread, too."""
     found = _made.get(kind)
     if found is None:
         with _making:

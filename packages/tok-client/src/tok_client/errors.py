@@ -1,8 +1,8 @@
-"""What can go wrong with a call, as exceptions.
+"""Exceptions that calls raise.
 
 TokError
-├── APIConnectionError                 no connection, or one that broke off
-│   └── APITimeoutError (TimeoutError)     no sign of the server for `timeout` seconds
+├── APIConnectionError                 no connection, or it broke off
+│   └── APITimeoutError (TimeoutError)     no response from the server for `timeout` seconds
 ├── APIStatusError                     the server answered with an error status
 │   ├── BadRequestError           400
 │   ├── AuthenticationError       401
@@ -12,7 +12,7 @@ TokError
 │   ├── UnprocessableEntityError  422
 │   ├── RateLimitError            429
 │   └── InternalServerError       500 and above
-├── APIResponseError                   an answer that is not what the API promises
+├── APIResponseError                   an answer that does not follow the API
 └── StreamError                        the server reported an error within a stream
 """
 
@@ -33,21 +33,21 @@ class TokError(Exception):
 
 
 class APIConnectionError(TokError):
-    """There was no connection, or it broke off before the answer was whole."""
+    """There was no connection, or it broke off before the answer was complete."""
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
-    """The server gave no sign for `timeout` seconds. It may still be at work on the request."""
+    """The server sent nothing for `timeout` seconds. It may still be processing the request."""
 
 
 class APIStatusError(TokError):
     """The server answered with an error status.
 
-    status_code   the HTTP status
-    body          what it sent: decoded JSON, else text
-    type, param, code   of OpenAI's error object, where there is one; `param` names the field at fault
-    request_id    the header x-request-id
-    retry_after   the header Retry-After, as sent
+    status_code        the HTTP status
+    body               body of the answer: decoded JSON, else text
+    type, param, code  members of OpenAI's error object, if there is one; `param` names the field at fault
+    request_id         the header x-request-id
+    retry_after        the header Retry-After, as sent
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class NotFoundError(APIStatusError):
 
 
 class RequestTooLargeError(APIStatusError):
-    """413: the body is larger than the server takes."""
+    """413: the body is larger than the server accepts."""
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: the server could read the request but not make sense of it."""
+    """422: the server could parse the request but not process it."""
 
 
 class RateLimitError(APIStatusError):
@@ -105,7 +105,7 @@ class InternalServerError(APIStatusError):
 
 
 class APIResponseError(TokError):
-    """The server's answer is not what the API promises. `body` is the part at fault."""
+    """The server's answer does not follow the API. `body` is the part at fault."""
 
     def __init__(self, message: str, *, body: bytes = b"") -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class APIResponseError(TokError):
 
 
 class StreamError(TokError):
-    """The server reported an error within a stream; what came before it is valid."""
+    """The server reported an error within a stream; the chunks before it are valid."""
 
     def __init__(
         self, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None
@@ -136,7 +136,7 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(status: int, headers: Mapping[str, str], content: bytes) -> APIStatusError:
-    """The exception for an answer with an error status, whatever the form of its body."""
+    """Return the exception for an answer with an error status, whatever the form of its body."""
     kind = InternalServerError if status >= 500 else _BY_STATUS.get(status, APIStatusError)
     body = _loads(content)
     told = _tell(body)
@@ -156,7 +156,10 @@ def status_error(status: int, headers: Mapping[str, str], content: bytes) -> API
 
 
 def event_error(data: bytes) -> TokError:
-    """The exception for an event of a stream that is not a chunk: an error object, or no sense at all."""
+    """Return the exception for a stream event that is no chunk.
+
+    An error object gives StreamError, anything else APIResponseError.
+    """
     told = _tell(_loads(data))
     if told.message is None:
         return APIResponseError(f"the stream has an event that is no chunk: {data[:200]!r}", body=data)
@@ -164,7 +167,7 @@ def event_error(data: bytes) -> TokError:
 
 
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not the JSON they should be: also not UTF-8, or nested beyond measure."""
+"""Exceptions of decoding: invalid JSON, another type than expected, invalid UTF-8, or too deep nesting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,10 @@ def _loads(content: bytes) -> object:
 
 
 def _tell(body: object) -> _Told:
-    """What an error body says; servers differ: an object or a text under "error", or "message", "detail"."""
+    """Return the message and details of an error body.
+
+    Servers differ: an object or a text under "error", or "message", "detail" at the top level.
+    """
     error = body.get("error", body) if isinstance(body, dict) else None
     if isinstance(error, str):
         return _Told(message=error)

@@ -1,4 +1,4 @@
-"""The tok inference engine: `Engine` and `AsyncEngine` to embed, and what they take and return."""
+"""The tok inference engine: `Engine` and `AsyncEngine` for use as a library, with their parameter and result types."""
 
 from __future__ import annotations
 

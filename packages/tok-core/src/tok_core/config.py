@@ -1,4 +1,4 @@
-"""EngineConfig: everything an engine is told at its start, checked when constructed."""
+"""EngineConfig: the settings of an engine, checked when constructed."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
 TRACE_STEPS = 20
-MAX_STEPS_AHEAD = 16  # steps that may be under way at once
-MAX_PARALLEL_DEGREE = 64  # replicas, ranks of a stage, and stages
+MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
+MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an engine is told at its start. Checked when constructed (`InvalidField`).
+    """Settings of an engine, fixed at its start. Checked when constructed (`InvalidField`).
 
     model                a local directory in Hugging Face's layout, or a hub id
-    data_dir             where fetched models are kept; None: the hub library's own cache
-    device               auto: the GPU where there is one
-    dtype                of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
-    backend              who computes: auto is plain torch (reference) on a CPU, and on a GPU the fastest of Triton's
-                         and FlashInfer's kernels for each phase of attention, measured once
+    data_dir             directory for fetched models; None: the hub library's own cache
+    device               auto: the GPU if there is one, else the CPU
+    dtype                dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
+    backend              kernels to compute with. auto: plain torch (reference) on a CPU; on a GPU the faster of Triton
+                         and FlashInfer for each phase of attention, measured once
     load_format          dummy: random weights, for measuring speed without a checkpoint
-    generation_config    auto: `EngineInfo.sampling_defaults` are what the model's generation_config.json sets; none:
-                         there are none
-    ignore_config_keys   keys of the model's config.json to pass over although nothing here knows them; without it they
-                         are refused, since they may change what the model computes; None: none
-    kv_cache_dtype       of the cached keys and values; auto: as dtype; fp8, or fp8_e4m3: one byte a number, without
-                         a scale, cut to ±448; what that costs is measured at the start, and logged
-    page_size            tokens a page of the KV cache holds, a power of two
-    kv_cache_tokens      positions the KV cache holds; None: what the memory allows
-    gpu_memory_fraction  share of the GPU's memory that weights, cache and activations may take together
-    max_running          most samples that run at once; None: 8192 on a GPU, 256 on a CPU
-    max_step_tokens      most tokens one forward computes; None: 8192 on a GPU, 1024 on a CPU
-    max_model_len        most tokens of prompt and output together; None: what model and cache allow
-    dp, tp, pp           replicas; of each, tensor-parallel ranks and pipeline stages: dp × tp × pp devices in all
-    ray                  the Ray cluster that this host is a node of, which places the replicas: auto, or the HOST:PORT
-                         of its head; None: all run on this host
-    async_tp_threshold   tokens of a step from which on products and their exchange between ranks overlap, on GPUs; 0:
+    generation_config    auto: read `EngineInfo.sampling_defaults` from the model's generation_config.json; none:
+                         leave them empty
+    ignore_config_keys   unknown keys of the model's config.json to ignore. Other unknown keys are refused, since they
+                         may change what the model computes; None: ignore none
+    kv_cache_dtype       dtype of cached keys and values; auto: as dtype. fp8 and fp8_e4m3: one byte a number, without
+                         a scale, clamped to ±448; the loss of accuracy is measured at the start and logged
+    page_size            tokens in a page of the KV cache, a power of two
+    kv_cache_tokens      positions in the KV cache; None: as many as fit in memory
+    gpu_memory_fraction  share of the GPU's memory for weights, cache and activations together
+    max_running          maximum number of samples running at once; None: 8192 on a GPU, 256 on a CPU
+    max_step_tokens      maximum number of tokens in one forward pass; None: 8192 on a GPU, 1024 on a CPU
+    max_model_len        maximum number of tokens of prompt and output together; None: what model and cache allow
+    dp, tp, pp           number of replicas; tensor-parallel ranks and pipeline stages of each. An engine takes
+                         dp × tp × pp devices
+    ray                  Ray cluster that places the replicas, with this host as a node: auto, or the HOST:PORT of its
+                         head; None: all replicas run on this host
+    async_tp_threshold   tokens of a step from which GEMMs overlap with their collectives (async TP), on GPUs; 0:
                          never; None: as measured at the start
-    cuda_graphs          record decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
-    prefix_groups        read prefixes shared by running sequences once a step
-    run_ahead            steps that may be queued at the worker before their tokens are back; None: two, or more
-                         where steps are short
-    step_timeout         seconds after which a step that has not come back, or a process whose main loop has not turned,
-                         means that the replica hangs: it is killed and started anew
-    start_timeout        seconds for which a start may make no progress (no tensor loaded, no kernel measured, no graph
-                         captured, by any process of a replica) before it is given up
-    max_restarts         how often within `restart_window` seconds a replica may be started anew
-    seed                 of dummy weights
-    eos_probability      with dummy weights: how likely each token is to be an end id; None: as likely as any id
+    cuda_graphs          capture decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
+    prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
+    run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short
+    step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
+                         replica counts as hung: it is killed and restarted
+    start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
+                         process of a replica) after which a start is given up
+    max_restarts         restarts of a replica allowed within `restart_window` seconds
+    seed                 seed of dummy weights
+    eos_probability      with dummy weights: probability that a token is an end id; None: as probable as any id
     eos_temperature      the temperature at which `eos_probability` holds
-    trace                a file that gets a trace of the worker's steps in Chrome's format; None: none is made. Of the
-                         first replica's workers the one that returns tokens has it, the others have files beside it
-                         (`trace_files`)
-    trace_from           the first step traced, counted from 1; the profiler warms up during the steps before it
-    trace_steps          how many steps are traced
+    trace                file for a trace of the worker's steps in Chrome's format; None: no trace. Only the first
+                         replica is traced: its worker that returns tokens writes this file, the others write files
+                         beside it (`trace_files`)
+    trace_from           first step traced, counted from 1; the profiler warms up during the steps before it
+    trace_steps          number of steps traced
     """
 
     model: str

@@ -1,10 +1,10 @@
-"""What can go wrong, as exceptions.
+"""Exceptions of this package, and how they are sent between processes.
 
 TokError
 ├── InvalidField (ValueError)   one named field of a configuration or a request has a value that is not allowed
 ├── ModelError                  a model directory cannot be served: unknown architecture, missing or misshapen tensors
 └── EngineError                 the engine cannot go on with a request
-    ├── RequestFailed           the request cannot be computed, now or later; others are not concerned
+    ├── RequestFailed           the request cannot be computed, now or later; other requests are not affected
     ├── EngineDead              a process of the engine died while the request was open
     └── EngineClosed            the engine was closed, or has not been started
 """
@@ -17,7 +17,12 @@ class TokError(Exception):
 
 
 class InvalidField(TokError, ValueError):
-    """`field` has `value`, which is not allowed; `allowed` says what is."""
+    """A field has a value that is not allowed.
+
+    field    name of the field
+    value    its value
+    allowed  the values allowed, in words
+    """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         shown = repr(value)
@@ -30,7 +35,7 @@ class InvalidField(TokError, ValueError):
 
 
 class ModelError(TokError):
-    """A model directory that cannot be served; the message names the file, tensor or architecture."""
+    """A model directory cannot be served; the message names the file, tensor or architecture."""
 
 
 class EngineError(TokError):
@@ -38,14 +43,14 @@ class EngineError(TokError):
 
 
 class RequestFailed(EngineError):
-    """The request cannot be computed, now or later. The engine goes on with others."""
+    """The request cannot be computed, now or later. The engine goes on with other requests."""
 
 
 class EngineDead(EngineError):
-    """A process of the engine died while the request was open, or nothing serves.
+    """A process of the engine died while the request was open, or no replica serves.
 
-    first_class  the smallest `priority` of the requests that were open when the replica died, this one among them:
-                 any of them may be at fault; None where this one was not open
+    first_class  the smallest `priority` of all requests that were open at the replica when it died, including this
+                 one: any of them may have caused it; None: this request was not open then
     """
 
     def __init__(self, message: str, first_class: int | None = None) -> None:
@@ -61,7 +66,7 @@ Argument = str | int | float
 
 
 def to_wire(error: BaseException) -> tuple[str, tuple[Argument, ...]]:
-    """Class name and arguments of an error, to be raised again in another process by `from_wire`."""
+    """Return class name and arguments of an error, for `from_wire` to rebuild it in another process."""
     if isinstance(error, InvalidField):
         value = error.value if isinstance(error.value, str | int | float) else str(error.value)
         return "InvalidField", (error.field, value, error.allowed)
@@ -71,7 +76,7 @@ def to_wire(error: BaseException) -> tuple[str, tuple[Argument, ...]]:
 
 
 def from_wire(kind: str, arguments: tuple[Argument, ...]) -> TokError:
-    """The error that `to_wire` described."""
+    """Return the error that `to_wire` described."""
     if kind == "InvalidField":
         field, value, allowed = arguments
         return InvalidField(str(field), value, str(allowed))

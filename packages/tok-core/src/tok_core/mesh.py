@@ -1,4 +1,4 @@
-"""The mesh of a replica's workers: coordinates of each, and where workers on several hosts meet. Imports no torch."""
+"""Coordinates of a replica's workers in its mesh, and the rendezvous of workers on several hosts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 class RankCoordinates(msgspec.Struct, frozen=True):
-    """One worker among the `stages` × `ranks` of a replica.
+    """Pipeline stage and tensor-parallel rank of one worker among the `stages` × `ranks` of a replica.
 
-    Workers are numbered stage by stage, tensor-parallel ranks side by side; replica `i` takes the devices from
-    `i × stages × ranks` on, one a worker in that order: the ranks of a stage, which talk most, are neighbours.
+    Workers are numbered stage by stage: `number = stage × ranks + rank`. Worker `number` of replica `i` takes device
+    `i × stages × ranks + number`. The ranks of a stage communicate most and so get neighbouring devices.
     """
 
     stage: int = 0
@@ -21,39 +21,39 @@ class RankCoordinates(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> int:
-        """Among the replica's workers."""
+        """Return the index of the worker within its replica."""
         return self.stage * self.ranks + self.rank
 
     @property
     def workers(self) -> int:
-        """Of the replica."""
+        """Return the number of workers of the replica."""
         return self.stages * self.ranks
 
     @property
     def first(self) -> bool:
-        """Whether it is of the stage that embeds tokens."""
+        """Return whether the worker belongs to the stage that embeds tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether it is of the stage that draws tokens."""
+        """Return whether the worker belongs to the stage that samples tokens."""
         return self.stage == self.stages - 1
 
     @property
     def returns(self) -> bool:
-        """Whether it is the one worker that sends a step's tokens to the manager."""
+        """Return whether this is the one worker that sends a step's tokens to the manager."""
         return self.last and self.rank == 0
 
 
 def all_coordinates(pp: int, tp: int) -> Iterator[RankCoordinates]:
-    """All workers of a replica, in order of their numbers."""
+    """Yield the coordinates of all workers of a replica, in order of `number`."""
     for stage in range(pp):
         for rank in range(tp):
             yield RankCoordinates(stage, pp, rank, tp)
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Address at which workers on hosts without a common file system meet: worker 0 listens there.
+    """Address at which workers on hosts without a common file system meet; worker 0 listens there.
 
     listener  file descriptor of worker 0's listening socket; None for the others
     """

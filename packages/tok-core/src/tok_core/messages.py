@@ -1,4 +1,4 @@
-"""All that crosses a process boundary, and how it is written: msgpack with arrays as raw bytes.
+"""Messages between engine, manager and worker, and their encoding: msgpack with arrays as raw bytes.
 
     engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
 
@@ -27,11 +27,14 @@ Float32 = NDArray[np.float32]
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A new request. `rid` is the engine's number for it; `params.seed` is set.
+    """A new request, or the samples of it that one replica computes.
 
-    first_sample: of `params.n`; others of the same request may be with another replica. `pooling`: an embedding of the
-    prompt is wanted, made so; `params.max_tokens` is 0 then. `tenant`: an opaque name of the caller; "" if unknown.
-    `salt`: 16 bytes, or none; requests with different ones share nothing in the prefix cache.
+    rid           the engine's number of the request, or of this part of it
+    params        sampling parameters; `seed` is set
+    first_sample  index of the first of the `params.n` samples; another replica may compute other samples
+    pooling       how to pool the prompt's embedding, for embedding requests; `params.max_tokens` is 0 then
+    tenant        an opaque name of the caller; "" if unknown
+    salt          16 bytes, or none; requests with different salts share no pages of the prefix cache
     """
 
     rid: int
@@ -44,18 +47,21 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """The request `rid` is not wanted any more; one already ended is ignored."""
+    """Cancels the request `rid`; ignored if the request has ended."""
 
     rid: int
 
 
 class NewSlots(msgspec.Struct):
-    """Slots given to new sequences: one entry of every array a slot.
+    """Slots assigned to new sequences: every array has one entry per slot, except `bias_*`.
 
-    `length`: positions already in the cache. `last_token`: what a decode row feeds before the slot has drawn any (a
-    sample that forks from a prompt computed earlier feeds the prompt's last token). `ends_from`: drawn positions from
-    which a model's end id ends the sample. `seed` int64; the floats are float32. `bias_*` are ragged, a slot's
-    entries together: the logit of `bias_token[i]` gains `bias_value[i]` at drawn positions below `bias_until[i]`.
+    length      positions already in the cache
+    last_token  input of the first decode row, before the slot has sampled a token: a sample that forks from a prompt
+                computed earlier feeds the prompt's last token
+    ends_from   the first sampled position at which a model's end id ends the sample
+    seed        int64; temperatures and all other float columns are float32
+    bias_*      ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of `bias_token[i]` at
+                sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
     """
 
     slot: np.ndarray
@@ -79,14 +85,14 @@ class NewSlots(msgspec.Struct):
 
 
 MAX_CASCADE_LEVELS = 3
-"""Of groups in a step: for a system prompt, examples, and a question that is sampled many times."""
+"""Cascade levels of a step: enough for a system prompt, few-shot examples, and a question sampled many times."""
 
 
 class GroupLevel(msgspec.Struct):
-    """Prefix groups of decode rows, no row being in two: int32 `[G]`.
+    """Disjoint prefix groups of decode rows, at one cascade level: int32 `[G]`.
 
-    Group `g` is `count[g]` rows from `start[g]` on, sharing the positions `[kv_start[g], kv_end[g])`, whole pages, as
-    found through the page table of `slot[g]`.
+    Group `g` has the rows `start[g]` to `start[g] + count[g] - 1`. They share the positions `[kv_start[g], kv_end[g])`,
+    which are whole pages, listed in the page table of `slot[g]`.
     """
 
     start: np.ndarray
@@ -97,18 +103,20 @@ class GroupLevel(msgspec.Struct):
 
 
 class SharedPages(msgspec.Struct):
-    """The page table of each of `slot`, int32 `[n]`, begins with the pages `page`, int32 `[k]`."""
+    """Sets the first k page table entries of each slot in `slot`, int32 `[n]`, to `page`, int32 `[k]`."""
 
     slot: np.ndarray
     page: np.ndarray
 
 
 class RequestedPromptOutputs(msgspec.Struct):
-    """What is asked of the prompts that a step computes. Legend: C chunks scored, Q their rows scored, E chunks pooled.
+    """Prompt log-probabilities and embeddings to compute in a step.
 
-    The first `scored_count[c]` rows of chunk `scored[c]` are scored: row by row, the log-probability of
-    `scored_token[q]` after it, and the `top_logprobs` most likely tokens there. The last `pooled_count[e]` hidden
-    states of chunk `pooled[e]`, normed, are added up.
+    Legend: C chunks scored, Q their rows scored, E chunks pooled.
+
+    The first `scored_count[c]` rows of prefill chunk `scored[c]` are scored. Each row q yields the log-probability of
+    the next prompt token `scored_token[q]`, and the `top_logprobs` most likely tokens. The last `pooled_count[e]`
+    hidden states of chunk `pooled[e]` are summed after the final norm.
     """
 
     scored: np.ndarray
@@ -122,7 +130,10 @@ class RequestedPromptOutputs(msgspec.Struct):
 class PromptValues(msgspec.Struct):
     """Values of a step's `RequestedPromptOutputs`.
 
-    Log-probabilities float32 `[Q]`; top tokens int32, theirs float32 `[Q, top_logprobs]`; hidden sums float32 `[E, N]`.
+    logprob      float32 `[Q]`
+    top_token    int32 `[Q, top_logprobs]`
+    top_logprob  float32 `[Q, top_logprobs]`
+    pooled       float32 `[E, hidden size]`, sums of hidden states
     """
 
     logprob: np.ndarray
@@ -132,23 +143,27 @@ class PromptValues(msgspec.Struct):
 
 
 class StepInput(msgspec.Struct):
-    """One forward: what changed since the last, then which tokens are computed. Carried out in this order:
+    """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
-    1. The draws of the steps up to `draws_upto` become the last tokens of their slots, where they are not yet; those of
-       a slot that has since been given to another sequence are dropped.
-    2. `new` slots are set; page table entries are written: those of `shared`, in order, then
+    1. Make the tokens sampled by steps up to `draws_upto` the last tokens of their slots, unless they already are. Drop
+       tokens of slots that have since been given to another sequence.
+    2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
        `(page_slot, page_index) = page_id`.
-    3. Pages `copy_src` are copied to `copy_dst`, as the steps before left them; no page is copied to twice.
-    4. Decode rows feed their slot's last token at its length; prefill chunks feed `prefill_token` (concatenated) from
-       `prefill_start` on. The first of `levels` has the groups that begin at position 0; a group of each further one
-       lies within a group of the level before, and goes on where that ends.
-    5. For each of the R rows the logits after sequence `sample_row` of the step draw the next token of slot
-       `sample_slot` (several slots may draw from one row: that is a fork).
+    3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
+    4. Compute. A decode row feeds its slot's last token at position `length`; prefill chunks feed `prefill_token`
+       (concatenated) from positions `prefill_start` on. `levels[0]` has the prefix groups that begin at position 0. A
+       group of `levels[k + 1]` lies within a group of `levels[k]`, and its positions begin where those end.
+    5. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
+       `sample_slot`. Several slots may sample from one sequence: that is a fork.
 
-    `filter_row`, `penalty_row`, `bias_row`, `mask_row`, `top_row`: which of the R rows ask for these, the last for up
-    to `top_logprobs`. `mask_of`: which of `mask`, `[m, ⌈V/32⌉]`, has the tokens that each of `mask_row` may draw, token
-    t where bit t mod 32 of word t div 32 is set.
-    `max_kv`: longest sequence after it.
+    filter_row   which of the R rows have top-k, top-p or min-p filters
+    penalty_row  which of the R rows have penalties
+    bias_row     which of the R rows have logit biases in effect
+    mask_row     which of the R rows have a grammar mask
+    mask_of      the row of `mask` for each entry of `mask_row`
+    mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
+    top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens
+    max_kv       tokens of the longest sequence after the step
     """
 
     step: int
@@ -182,11 +197,15 @@ class StepInput(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The tokens of one step, in the order of its R rows: int32, float32, and `[R, top_logprobs]` of each.
+    """The sampled tokens of one step, in the order of its R rows.
 
-    A row whose sequence had ended before the step may return any token. `launch_seconds`: of the worker's CPU, to
-    enqueue the step; `device_seconds`: from the step's first operation on the device to its last. With several stages
-    both are the last one's own, without its wait for the stream of the one before.
+    `token` is int32 and `logprob` float32, `[R]`; `top_token` and `top_logprob` are the same of `[R, top_logprobs]`. A
+    row whose sequence had ended before the step may return any token.
+
+    launch_seconds  time of the worker's CPU to enqueue the step
+    device_seconds  time from the step's first operation on the device to its last
+
+    With several pipeline stages, both are those of the last stage, without its wait for the previous stage's output.
     """
 
     step: int
@@ -200,13 +219,15 @@ class StepOutput(msgspec.Struct, tag=True):
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
-    """What a worker found out at its start: the model's and the cache's sizes and every `auto` resolved.
+    """Properties that a worker determines at its start: sizes of model and cache, and the value of every `auto`.
 
-    `sampling_defaults`: fields of SamplingParams that the model's makers set, for requests that leave them out. An
-    engine is told whole SamplingParams and applies none by itself; the server does. `few_tokens`, `async_tokens`:
-    those of the `TensorParallel`; None without one, and `async_tokens` where no step overlaps. Prompts of more than
-    `short_prompt` tokens are rotated otherwise than those of fewer, and where `lengths_apart` says so, otherwise than
-    those of any other length: they share no cached page with them.
+    sampling_defaults  fields of SamplingParams that the model's generation_config.json sets. The server applies them to
+                       requests that leave a field out; the engine takes complete SamplingParams and applies none
+    few_tokens, async_tokens   thresholds of `TensorParallel`; None without tensor parallelism, and `async_tokens` is
+                       None if no step overlaps GEMMs with collectives
+    short_prompt       longer prompts than this (tokens) have another rotary embedding than shorter ones, and share no
+                       cached pages with them; None: all prompts have the same
+    lengths_apart      long prompts of different lengths do not share pages, either
     """
 
     vocab_size: int
@@ -229,7 +250,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Positions the KV cache holds."""
+        """Return the number of positions in the KV cache."""
         return self.num_pages * self.page_size
 
 
@@ -241,22 +262,24 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """A process of a replica is alive, and its main loop has turned so often; see `tok_core.runtime.heartbeat`."""
+    """Heartbeat of a replica's process, with the number of its main loop's turns; see `tok_core.runtime.heartbeat`."""
 
     role: str
     turns: int
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Processes of a replica show no sign of life, `detail` says which; empty: all do again."""
+    """Processes of a replica send no heartbeat: `detail` names them. An empty `detail`: all send heartbeats again."""
 
     detail: str
 
 
-class Finished(msgspec.Struct, array_like=True, gc=False):  # no part of a cycle
+class Finished(msgspec.Struct, array_like=True, gc=False):  # never part of a reference cycle
     """A sample has ended after the tokens reported so far.
 
-    `tokens`: how many tokens it has. `cut`: with a stop string, the bytes of its pieces before the string begins.
+    tokens  number of its tokens
+    stop    the stop id or stop string that ended it; None for a model's own end id, and for other reasons
+    cut     for a stop string: bytes of the sample's tokens, special ones included, that precede the string
     """
 
     rid: int
@@ -268,7 +291,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):  # no part of a cycle
 
 
 class Scores(msgspec.Struct):
-    """Log-probabilities of the tokens of a prompt from position `first` on, as in PromptValues."""
+    """Log-probabilities of the tokens of a prompt from position `first` on; columns as in PromptValues."""
 
     rid: int
     first: int
@@ -278,22 +301,23 @@ class Scores(msgspec.Struct):
 
 
 class Embedded(msgspec.Struct):
-    """The embedding of a prompt as it was pooled, float32 `[N]`; not normalised."""
+    """The pooled embedding of a prompt, float32 `[hidden size]`; not normalised."""
 
     rid: int
     vector: np.ndarray
 
 
 class Stats(msgspec.Struct):
-    """Counters since the start, and gauges, of one manager.
+    """Counters since the start, and gauges, of one manager. An idle manager reports current values.
 
-    `skipped_tokens`: of `output_tokens`, those that a grammar left no choice about, and that nobody drew.
-    `discarded_tokens`: computed for sequences that had ended. `deferred_*`: steps made without work that can wait,
-    because the worker was about to run dry, by the kinds of `manager.deferral.BOUNDS`; of `statistics`, reports that
-    repeated the last Stats. Fields of the report of an idle manager are never behind.
-
-    Seconds: `schedule_seconds` of the manager's CPU, to make steps; `output_seconds` of the manager's CPU, to take in
-    what came back; `launch_seconds` and `device_seconds` as in StepOutput.
+    skipped_tokens    those of `output_tokens` that a grammar determined, so that no step sampled them
+    discarded_tokens  tokens computed for sequences that had ended
+    deferred_*        steps without a kind of optional work, deferred because the worker's queue ran low; see
+                      `tok_core.manager.batch.deferred_work.BOUNDS`. `deferred_statistics` counts reports that repeated
+                      the last Stats
+    schedule_seconds  time of the manager's CPU to build steps
+    output_seconds    time of the manager's CPU to process returned tokens
+    launch_seconds, device_seconds   as in StepOutput, summed
     """
 
     requests_running: int = 0
@@ -325,14 +349,17 @@ class Stats(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """What happened since the last report: N tokens in columns, and the rare events as lists.
+    """A manager's report of everything since its last one: N tokens in columns, and rarer events as lists.
 
-    `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`. Each pair of
-    `rid` and `sample` occurs at most once in a round, of which there is one unless `rounds` says how many rows each
-    has: a sample's tokens stand in the order in which they follow one another. `scores` come no later than the first
-    token of their request, `embedded` no later than its end. `cached` is `[(rid, prompt tokens found in the cache), …]`
-    for requests whose first sample was admitted; `failed` is `[(rid, why), …]` for requests of which there is nothing
-    more to come; `refused` is `[(rid, what is allowed), …]` for those of them whose grammar takes too much.
+    Columns: `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`.
+
+    rounds    number of rows of each round; empty: one round. A pair of `rid` and `sample` occurs at most once in a
+              round, and a sample's tokens of successive rounds follow one another
+    scores    prompt log-probabilities, no later than the first token of their request
+    embedded  embeddings, no later than the end of their request
+    cached    `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was admitted
+    failed    `[(rid, reason), …]`; nothing more follows for these requests
+    refused   `[(rid, what is allowed), …]`, the same for requests whose grammar exceeds a limit
     """
 
     rid: np.ndarray
@@ -352,25 +379,25 @@ class Progress(msgspec.Struct, tag=True):
 
     @property
     def figures_only(self) -> bool:
-        """Whether `stats` are all that it tells."""
+        """Return whether the report contains nothing but `stats`."""
         ends = self.finished or self.failed or self.refused
         return not (len(self.rid) or ends or self.scores or self.embedded or self.cached)
 
     def news(self) -> list[Scores | Embedded]:
-        """What it tells of prompts."""
+        """Return the prompt log-probabilities and embeddings."""
         return [*self.scores, *self.embedded]
 
 
 class ProcessLaunch(msgspec.Struct):
-    """What a child process is told: its role, the level of its log, and the addresses it talks through.
+    """Launch parameters of a child process: its role, log settings, and the addresses of its sockets.
 
-    json_log    it logs as JSON objects, else as text
-    replica     of which it is part
-    place       a worker's; None for the manager
-    steps       the addresses of all workers, in order
-    on_host     workers that a worker's host may have, itself among them, whatever replica they are of
-    rendezvous  the file through which the workers meet, or where they do on several hosts
-    device      a worker's, among the GPUs it sees; None: by replica and place
+    json_log    log as JSON objects rather than as text
+    replica     index of the process's replica
+    place       coordinates of a worker; None for the manager
+    steps       addresses at which the workers receive steps, in order of their numbers
+    on_host     maximum number of workers on the host of a worker, of all replicas and including itself
+    rendezvous  path of the file through which the workers meet, or their address if they are on several hosts
+    device      index of a worker's GPU among those it sees; None: derived from `replica` and `place`
     """
 
     role: str
@@ -408,23 +435,23 @@ def _dec(kind: type, value: Any) -> object:
 
 
 def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
-    """The message, or several, as bytes."""
+    """Encode one message, or a sequence of messages."""
     return msgspec.msgpack.encode(message, enc_hook=_enc)
 
 
-# What msgspec (0.22) finds out about a Struct it keeps with the class, half-made at first: another thread that meets it
-# then crashes the process.
+# msgspec (0.22) caches type information on each Struct class and publishes it half-built: a second thread that reads it
+# at that moment crashes the process.
 _MAKING = Lock()
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder of one message type or a union of tagged ones; arrays come back read-only."""
+    """Return a decoder of one message type or a union of tagged ones; decoded arrays are read-only."""
     with _MAKING:
         return msgspec.msgpack.Decoder(kind, dec_hook=_dec)
 
 
 def array(values: object, dtype: type = np.int32) -> np.ndarray:
-    """A one-dimensional array of `dtype`, whatever `values` is a sequence of."""
+    """Return a sequence as a one-dimensional array of `dtype`."""
     return np.asarray(values, dtype=dtype)
 
 

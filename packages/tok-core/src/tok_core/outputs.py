@@ -1,4 +1,4 @@
-"""What the engine returns: deltas while a request runs, and the whole output once it has ended."""
+"""Result types of the engine: deltas while a request runs, and the whole output once it has ended."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-if TYPE_CHECKING:  # what is never sent needs no type at run time, and who only asks needs no NumPy
+if TYPE_CHECKING:  # msgspec never decodes EmbeddingOutput, so importers of this module need not load NumPy
     import numpy as np
 
 Pooling = Literal["last", "mean"]
 
 FinishReason = Literal["stop", "length", "abort", "stop_when"]
 Ending = Literal["abort", "stop_when"]
-"""Why a request is ended from outside: it is not wanted any more, or what it has is enough."""
+"""Reason for which a request is ended from outside: it is aborted, or its caller's stop rule is met."""
 
 
-# None of these can be part of a cycle; by the million, they need not be looked at for one (gc=False).
+# gc=False below: the objects cannot be part of a reference cycle, and a collector would scan millions of them.
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """One token's log-probability under the model's own distribution, and the `top` most likely `(id, logprob)`.
 
-    Under a grammar the distribution is that over the tokens which it allows; where it allows but one text, 0.
+    Under a grammar the distribution covers only the tokens it allows. Tokens that the grammar determines and that no
+    step sampled have log-probability 0.
     """
 
     token_id: int
@@ -31,11 +32,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What one sample gained. `text` never holds half a character, nor what may yet turn out to be a stop string.
+    """New tokens and text of one sample.
 
-    `finish_reason` is set on the last delta of the sample: "stop" (end id, stop id or stop string, named by
-    `stop_reason`; None for the model's own end id), "length", or one of `Ending`. `prompt_logprobs`, where the request
-    asks for them, come with the first delta of each sample: see `RequestOutput`.
+    text             holds whole characters only, and nothing that may become part of a stop string
+    finish_reason    set on the last delta of the sample: "stop" (end id, stop id or stop string), "length", or one of
+                     `Ending`
+    stop_reason      the stop id or stop string that ended the sample; None for the model's own end id
+    prompt_logprobs  on the first delta of each sample, if the request asks for them: see `RequestOutput`
     """
 
     index: int
@@ -48,7 +51,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Completion(msgspec.Struct, gc=False):
-    """One finished sample. `token_ids` include the end id; `text` does not show it."""
+    """One finished sample. `token_ids` include the end id; `text` leaves it out."""
 
     index: int
     token_ids: list[int]
@@ -59,7 +62,7 @@ class Completion(msgspec.Struct, gc=False):
 
 
 class Timings(msgspec.Struct):
-    """Seconds on the monotonic clock: submitted, first token received, finished."""
+    """Times at which a request was submitted, received its first token, and finished: seconds, monotonic clock."""
 
     submitted: float
     first_token: float | None = None
@@ -67,10 +70,12 @@ class Timings(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """One finished request; `outputs` in order of index. `cached_tokens`: prompt tokens found in the cache.
+    """One finished request.
 
-    `prompt_logprobs`, where the request asks for them: of every token of the prompt given those before it, so that the
-    first has none (None).
+    outputs          its samples, in order of index
+    cached_tokens    number of prompt tokens found in the prefix cache
+    prompt_logprobs  if the request asks for them: log-probability of each prompt token given those before it. The first
+                     entry is None, since no token precedes it
     """
 
     request_id: str
@@ -82,7 +87,7 @@ class RequestOutput(msgspec.Struct):
 
 
 class EmbeddingOutput(msgspec.Struct):
-    """One prompt's embedding, float32 `[N]` of at most the model's hidden size."""
+    """The embedding of one prompt, float32 `[N]`, where N is at most the model's hidden size."""
 
     prompt_token_ids: list[int]
     embedding: np.ndarray

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are drawn and when they end."""
+"""SamplingParams: how the tokens of one request are sampled and when its samples end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_WRAPPER_CHARS = 4096
 MAX_N = 16_384
-MAX_PRIORITY = 1 << 41  # either way: room for a server's classes beside those of its clients
+MAX_PRIORITY = 1 << 41  # of either sign; wide enough for a server's own classes beside its clients' priorities
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
@@ -27,17 +27,19 @@ INT63 = (1 << 63) - 1
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of a sample must be, as a whole. Its kind and sizes are checked when constructed (`InvalidField`),
-    the rest by the engine, before a request that asks for it is served.
+    """A grammar that the whole text of a sample has to match.
 
-    kind    what `value` is:
-            "json_object"  nothing: any JSON object
-            "json_schema"  a JSON Schema, as JSON (`tok_core.grammar.json_schema.schema` says which keywords)
+    The constructor checks kind and sizes (`InvalidField`). The engine checks the rest before it serves a request with
+    this grammar.
+
+    kind    the form of `value`:
+            "json_object"  empty: the text is any JSON object
+            "json_schema"  a JSON Schema, as JSON (`tok_core.grammar.json_schema.schema` lists the keywords)
             "regex"        a regular expression that the whole text matches (`tok_core.grammar.regex.parser`)
-            "choice"       a JSON array of texts, one of which it is
-            "ebnf"         rules of the form `name ::= …`, of which `root` is the whole text (xgrammar's dialect)
-    prefix  text before it, part of the sample's text
-    suffix  text after it, likewise
+            "choice"       a JSON array of texts; the text is one of them
+            "ebnf"         rules of the form `name ::= …`; `root` derives the whole text (xgrammar's dialect)
+    prefix  literal text before the match, part of the sample's text
+    suffix  literal text after the match, likewise
     """
 
     kind: Kind
@@ -65,26 +67,27 @@ def _text(field: str, value: object, most: int) -> None:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are drawn and when they end. Checked when constructed (`InvalidField`).
+    """Sampling parameters and stop conditions of one request. Checked when constructed (`InvalidField`).
 
-    n                   samples of the prompt, sharing its prefill
-    max_tokens          most tokens of each sample; None: up to the model's length; 0: only the prompt is computed
-    min_tokens          end tokens, stop ids and stop strings have no effect before so many tokens
+    n                   number of samples of the prompt; they share its prefill
+    max_tokens          maximum number of tokens of each sample; None: up to the model's length; 0: only compute the
+                        prompt
+    min_tokens          end ids, stop ids and stop strings have no effect before this number of tokens
     temperature         0: always the most likely token
-    top_k, top_p, min_p cut the distribution; 0, 1 and 0 switch them off
-    presence_penalty, frequency_penalty   subtracted for tokens generated already, as in OpenAI's reference
+    top_k, top_p, min_p filters of the distribution; 0, 1 and 0 switch them off
+    presence_penalty, frequency_penalty   subtracted from logits of tokens already generated, as in OpenAI's reference
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output (CTRL)
-    logit_bias          token id -> addition to its logit
-    seed                makes the tokens repeatable; None: a fresh one a request
+    logit_bias          token id -> value added to its logit
+    seed                makes the tokens repeatable; None: a new random seed for each request
     stop                strings that end a sample; they are not part of its text
-    stop_token_ids      ids that end a sample, beside the model's own end ids
+    stop_token_ids      ids that end a sample, in addition to the model's own end ids
     ignore_eos          the model's own end ids do not end a sample
-    priority            requests of a lower one are served first, and preempted last
-    logprobs            None: none; k: each token's log-probability and those of the k most likely ones
-    prompt_logprobs     the same of the prompt's tokens, each given those before it
-    grammar             what the text of each sample must be: other tokens are impossible, and `logprobs` are those of
-                        the tokens that are left. A sample whose text is complete ends; min_tokens and ignore_eos,
-                        which speak against that, are refused
+    priority            requests with a lower value are served first and preempted last
+    logprobs            None: none; k: the log-probability of each token and of the k most likely ones
+    prompt_logprobs     the same for the prompt's tokens, each given those before it
+    grammar             grammar of each sample's text. Tokens that it rules out are never sampled, and `logprobs` are
+                        taken over the allowed tokens. A sample ends when its text is complete; min_tokens and
+                        ignore_eos contradict that and are refused
     """
 
     n: int = 1
@@ -110,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         every = zip(_CHECKS, msgspec.structs.astuple(self), self.__struct_defaults__, strict=True)
         for (field, check), value, default in every:
-            if value is not default:  # most are
+            if value is not default:  # most fields have their default, which needs no check
                 check(field, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidField("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
@@ -121,17 +124,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def filters(self) -> bool:
-        """Whether the distribution is cut before drawing."""
+        """Return whether top-k, top-p or min-p filter the distribution before sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on the tokens already there."""
+        """Return whether the logits depend on earlier tokens, by any penalty."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
 
 def seeded(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same with another seed, not checked once more."""
+    """Return a copy with another seed, without checking the fields again."""
     found = copy(params)
     msgspec.structs.force_setattr(found, "seed", seed)
     return found

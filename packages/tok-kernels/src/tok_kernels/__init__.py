@@ -1,4 +1,4 @@
-"""Numerics on tensors: what a model and a worker compute, on whichever device."""
+"""Provide the tensor operations that models and workers call, with one backend per kind of device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend: the operations that a model and a worker call."""
+"""Define `Backend`, the tensor operations that models and workers call."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
 class Backend(Protocol):
-    """Numerics of one device. Tensors live on that device; nothing here synchronises it or knows of requests.
+    """The tensor operations of one device.
 
-    Legend of axes: see `tok_kernels.batch`.
+    All tensors live on that device. No operation synchronises the device or knows of requests.
+
+    Suffixes of tensor names are axes, explained in `tok_kernels.batch`. In matmuls (`linear`, `gated_linear`) K is the
+    number of inputs, and N or F the number of rows of the weight. L is the number of positions in the RoPE table.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The backend's name, for logs and reports."""
+        ...
 
     @property
     def needs_host_lengths(self) -> frozenset[Phase]:
-        """The phases of attention that are planned on the host: a step that has one carries `AttentionBatch.host`."""
+        """The attention phases whose kernels are planned on the host.
+
+        A step that contains one of these phases must carry `AttentionBatch.host`.
+        """
         ...
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can record decode steps: nothing in them then depends on the host's values."""
+        """Whether a CUDA graph can capture decode steps.
+
+        If True, launches of a decode step depend on host-side upper bounds only, never on exact lengths. A captured
+        step can then be replayed with any lengths below the same bounds.
+        """
         ...
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), computed in float32; any leading
-        axes. Of `dtype`; None: of x's."""
+        """Return the root-mean-square norm of x over its last axis (Zhang & Sennrich 2019).
+
+        The formula is `x / sqrt(mean(x²) + eps) * weight`, computed in float32. x may have any leading axes. The result
+        has dtype `dtype`; None means x's dtype.
+        """
         ...
 
     def linear(
@@ -45,9 +60,15 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the
-        dtype of W, whatever x's own. A `residual` gains the product in place and is returned. What is launched just
-        before must not write W, which may be read before that ends."""
+        """Return `x Wᵀ + bias`, `[T, K] -> [T, N]`; x, W and bias share one dtype.
+
+        With `norm`, a weight `[K]` and eps, `rms_norm(x)` takes the place of x. Then x may have any dtype; the
+        normalised x is rounded to W's dtype, or kept in float32, and the result has W's dtype.
+
+        With `residual_TN`, the result is added to that tensor in place, and that tensor is returned.
+
+        The kernel launched just before this call must not write W: the GEMM may read W before that kernel ends.
+        """
         ...
 
     def gated_linear(
@@ -58,13 +79,19 @@ class Backend(Protocol):
         *,
         norm: tuple[Tensor, float] | None = None,
     ) -> Tensor:
-        """`silu(gate) * up` (Shazeer 2020) for `[gate, up] = linear(x, gate_up, bias, norm=norm)`, split along the
-        last axis: `[T, K] -> [T, F / 2]`. What is launched just before must not write gate and up."""
+        """Return `silu(gate) * up` (Shazeer 2020), `[T, K] -> [T, F / 2]`.
+
+        `[gate, up]` is `linear(x, gate_up, bias, norm=norm)`, split into halves along the last axis. The kernel
+        launched just before this call must not write `gate_up_FK`, which may be read before that kernel ends.
+        """
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding (Su et al. 2021), halves rotated as in Llama; `cos_sin_LD` from `rope_table`,
-        float32."""
+        """Return copies of q and k rotated by rotary embedding (Su et al. 2021), each of its own dtype.
+
+        Entry `i` of a head is paired with entry `i + D / 2`, as in Llama. `position_T` (int64 or int32) selects rows of
+        `cos_sin_LD`, the float32 table made by `rope_table`.
+        """
         ...
 
     def rope_and_write_kv(
@@ -79,43 +106,66 @@ class Backend(Protocol):
         norm: QKNorm | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """`rope`, after `rms_norm` of each head where there is a `norm`, then `write_kv` of the turned keys and
-        of the values; returns the turned queries, of `dtype` (None: their own), which may lie where `q_THD` did.
-        Computed in float32, and rounded once, to what is written."""
+        """Rotate q and k, write the rotated k and v to the cache, and return the rotated q.
+
+        With `norm`, `rms_norm` is applied to each head of q and k before the rotation (`rope`). v is written as it is.
+        `index_T` selects cache rows as in `write_kv`. All values are computed in float32 and rounded once, to the dtype
+        in which they are written. The result has dtype `dtype` (None: q's dtype) and may occupy the memory of `q_THD`.
+        """
         ...
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """`silu(gate) * up` for `gate_up = [gate, up]` along the last axis: `[T, 2F] -> [T, F]`."""
+        """Return `silu(gate) * up`, where `gate` is the first and `up` the second half of the last axis.
+
+        `[T, 2F] -> [T, F]`, computed in float32, in the dtype of the input.
+        """
         ...
 
     def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-        """Stores token `t`'s key and value at flat cache row `index_T[t]` (page × page_size + offset),
-        int64."""
+        """Store token `t`'s key and value at flat cache row `index_T[t]` (int64), converted to the cache's dtype.
+
+        The flat row of a position is `page * page_size + offset`. `LayerCache` describes the conversion to float8. If
+        several tokens have the same index, any one of them may remain.
+        """
         ...
 
     def attention(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
     ) -> Tensor:
-        """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype.
+        """Return the attention output of one step, `[T, H, D]` of q's dtype: paged, causal and grouped-query.
 
-        `window` is the number of positions that a query sees, its own included ("sliding window", Beltagy et al.
-        2020); None: all up to its own. Keys that no query of a program sees are not read, so that windows bound the
-        cost.
+        `batch` describes the queries, their keys and the cascade levels. `scale` multiplies the scores. `window` is the
+        number of positions that a query sees, its own included (sliding window, Beltagy et al. 2020); with None it sees
+        all positions up to its own. Keys that no query of a program sees are not read, so a window bounds the cost.
+
+        Cache rows that no query may see can hold NaN. A token that sees no key, and a row of q that belongs to no
+        sequence, gets zeros.
         """
         ...
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-        """Draws one token a row. Leaves `logits_RV` (float32 or bfloat16) unchanged."""
+        """Sample one token per row of logits (float32 or bfloat16, −inf allowed).
+
+        The order is: masks, penalties, bias, temperature, filters. Masks change `logits_RV` in place; nothing else
+        does. Each row is independent: its token depends on its logits, its parameters and its key (seed, sample,
+        position). A row in which penalties and bias leave no possible token takes its largest raw logit. Raises
+        ValueError if `batch.top_logprobs` exceeds the vocabulary.
+        """
         ...
 
     def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
-        """One row for each of `slot_B` (int32; each slot once but for ended ones): its slot's last token at its
-        length, which grows by one, and an entry in `token_of`. An ended slot computes token 0 at position 0, writes
-        to the scratch row and stays as it is."""
+        """Make one decode row per slot of `slot_B` (int32) and advance the slots' lengths by one.
+
+        A row's token is its slot's last token, and its position is the slot's length before the call. The token is also
+        recorded in `token_of`. A slot may occur once only, unless it has ended. The row of an ended slot computes token
+        0 at position 0, writes to the scratch row, and leaves the slot unchanged.
+        """
         ...
 
     def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-        """Makes each row's token (int64) the last one of its slot (int32), and ends the slot if the token does so
-        at the position it is drawn for, the slot's length. Returns int32 `[2, R]` for the host: the tokens, and the
-        bits of their log-probabilities."""
+        """Store each row's sampled token (int64) as the last token of its slot (int32), and mark slots that end.
+
+        A slot ends if its token is an end id and the token's position, the slot's length, is at least `ends_from`.
+        Returns int32 `[2, R]` for the host: the tokens, and the bits of their float32 log-probabilities.
+        """
         ...

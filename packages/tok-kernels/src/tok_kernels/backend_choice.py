@@ -19,11 +19,11 @@ def choose(
     shape: AttentionShape | None = None,
     directory: Path | None = None,
 ) -> Backend:
-    """The backend for `device`; `requested` is one of `BACKENDS`.
+    """Return the backend for `device`; `requested` is one of `BACKENDS`.
 
-    "auto" is the reference on a CPU. On a CUDA device it is Triton, and where the model's `shape` is given, for each
-    phase of attention whichever of Triton's and FlashInfer's kernels is fastest: measured the first time, and then
-    known from the files in `directory` (`tok_kernels.calibration.calibrate`).
+    "auto" is the reference backend on a CPU, and where Triton is not installed. On a CUDA device it is Triton. If the
+    model's `shape` is given, each attention phase uses the fastest of Triton's and FlashInfer's kernels. These are
+    measured the first time, and then known from files in `directory` (`tok_kernels.calibration.calibrate`).
 
     Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
     """

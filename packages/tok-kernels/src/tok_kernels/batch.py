@@ -1,4 +1,4 @@
-"""What one step computes on: attention and sampling inputs as tensors on the backend's device.
+"""Define the inputs of one step's attention and sampling, as tensors on the backend's device.
 
 Axes used in names and shapes throughout this package:
   B  sequences of the step          T  query tokens of the step       S  slots
@@ -23,9 +23,9 @@ from tok_kernels.collectives.exchange import Exchange
 class LayerCache:
     """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`.
 
-    Float32, bfloat16, float16 or float8_e4m3fn. What is written to the last is first cut to ±448, its range,
-    and rounded to nearest, ties to even. It has no scale: its spacing is 1/8 to 1/16 of a number of any size
-    from 2⁻⁶ up to the cut, so that a scale would gain nothing where keys and values lie between.
+    The dtype is float32, bfloat16, float16 or float8_e4m3fn. Values written as float8_e4m3fn are clamped to ±448, its
+    range, and rounded to nearest, ties to even. There is no scale factor. From 2⁻⁶ up to 448 the spacing of
+    float8_e4m3fn is 1/8 to 1/16 of a number of any size. A scale gains nothing for keys and values in that range.
     """
 
     k: Tensor
@@ -38,8 +38,11 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norm of every head of queries and keys, ahead of their rotation (Henry et al. 2020, "Query-key
-    normalization"): the weights, `[D]`, and what is added to the mean of squares."""
+    """Parameters of the RMS norm of every query and key head, applied before rotation.
+
+    `q_D` and `k_D` are the weights, `[D]`; `eps` is added to the mean of squares (Henry et al. 2020, "Query-key
+    normalization").
+    """
 
     q_D: Tensor
     k_D: Tensor
@@ -48,12 +51,12 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class CascadeLevel:
-    """Groups of decode rows whose sequences share pages, each range of pages read once for its whole group.
+    """One cascade level: groups of decode rows whose sequences share pages, which are read once per group.
 
-    Group `g` is the rows `[row_start[g], row_start[g] + row_count[g])` of the step's decode rows; they
-    attend, without a causal mask, to the positions `[kv_start[g], kv_end[g])` found through the page table of
-    `slot[g]`. All int32 `[G]`; positions are multiples of the page size. A row is in at most one group of a
-    level, and a group may have none (and then no keys). `max_rows` and `max_kv` are host-side upper bounds of
+    Group `g` consists of the step's decode rows `[row_start[g], row_start[g] + row_count[g])`. These rows attend,
+    without a causal mask, to the positions `[kv_start[g], kv_end[g])`, found through the page table of `slot[g]`. All
+    tensors are int32 `[G]`, and positions are multiples of the page size. A row is in at most one group of a level. A
+    group may be empty: then it has neither rows nor keys. `max_rows` and `max_kv` are host-side upper bounds of
     `row_count` and `kv_end - kv_start`.
     """
 
@@ -68,7 +71,7 @@ class CascadeLevel:
 
 @dataclass(frozen=True, slots=True)
 class HostLevel:
-    """A cascade level's groups as the host knows them: its tensors of the same names, as int32 arrays `[G]`."""
+    """Host copy of a cascade level's groups: int32 arrays `[G]`, named as the level's tensors."""
 
     row_start: NDArray[np.int32]
     row_count: NDArray[np.int32]
@@ -78,11 +81,11 @@ class HostLevel:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """A step's lengths as the host knows them, for kernels that are planned there: int32 arrays `[B]`.
+    """Host copy of a step's lengths, for kernels that are planned on the host: int32 arrays `[B]`.
 
-    `q_len` is the number of query tokens of each sequence; `kv_len` and `kv_start` are the tensors of the same
-    names, `levels` one entry a cascade level. What a phase does not read (`Backend.needs_host_lengths`) may hold
-    anything.
+    `q_len` is the number of query tokens of each sequence. `kv_len` and `kv_start` equal the tensors of the same names,
+    and `levels` has one entry per cascade level. Arrays that no planned phase reads (`Backend.needs_host_lengths`) may
+    hold anything.
     """
 
     q_len: NDArray[np.int32]
@@ -93,27 +96,27 @@ class HostLengths:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """What the queries of one step attend to.
+    """Attention inputs of one step.
 
-    The first `num_decode` sequences have one query token each; the others (prefill chunks) have any number.
-    Query token `j` of sequence `b` stands at position `kv_len[b] - q_len[b] + j` and attends causally to the
-    positions `[kv_start[b], its own]`; what lies before `kv_start[b]` is covered by the cascade levels, and
-    the parts are merged by log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade
-    inference").
+    The first `num_decode` sequences have one query token each; the others (prefill chunks) have any number. Query token
+    `j` of sequence `b` stands at position `kv_len[b] - q_len[b] + j` and attends causally to the positions from
+    `kv_start[b]` to its own. Cascade levels cover the positions before `kv_start[b]`. The partial results are merged by
+    log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade inference").
 
-    A decode row whose `kv_len` is not above its `kv_start` sees the keys of its levels alone, if any; such rows, with
-    0 for both, and groups without rows fill a captured step up to its size.
+    A decode row whose `kv_len` is not above its `kv_start` sees only the keys of its levels, if any. Rows with 0 for
+    both, and empty groups, pad a captured step to its size.
 
     page_table  int32 [S, P]   page ids of every slot
     slots       int32 [B]      the slot of each sequence
-    q_start     int32 [B + 1]  where each sequence's query tokens begin among the step's T
+    q_start     int32 [B + 1]  index of each sequence's first query token among the step's T
     kv_len      int32 [B]      positions in the cache once this step's keys are written
     kv_start    int32 [B]      first position read by the sequence itself; 0 without a group
     levels      cascade levels, over disjoint position ranges
-    max_q, max_kv              host-side upper bounds of query tokens and kv_len of any sequence
-    host        the lengths on the host, where the backend asks for them (`needs_host_lengths`)
+    max_q, max_kv              host-side upper bounds of any sequence's query tokens and kv_len
+    host        the lengths on the host, where the backend needs them (`needs_host_lengths`)
 
-    A backend may keep what it plans for a batch as long as it is given the very same object: one object a step.
+    A backend may cache its plan for a batch by object identity. Use one object for all layers of a step, and a new
+    object for every step.
     """
 
     page_table: Tensor
@@ -130,10 +133,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The tokens that r sequences hold, left where the pages of the cache have them.
+    """The tokens of r sequences, read in place through the sequences' page tables.
 
-    Position p of sequence i holds `token_of[page_table[slots[i], p div page_size] · page_size + p mod page_size]` for
-    p < `length[i]`; the first `prompt_len[i]` are its prompt, the others were generated.
+    For p below `length[i]`, position p of sequence i holds
+    `token_of[page_table[slots[i], p // page_size] * page_size + p % page_size]`.
+    The first `prompt_len[i]` tokens are the prompt; the others were generated.
 
     page_table  int32 [S, P]   page ids of every slot
     token_of    int64 [C]      the token at each row of the cache
@@ -152,11 +156,14 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows whose logits depend on the tokens they already hold.
+    """Presence, frequency and repetition penalties of the rows that have any.
 
-    `rows` int64 `[r]` names them among the R, each once; `contexts` are their sequences; `presence`, `frequency`
-    (subtracted; generated tokens only, as in OpenAI's reference) and `repetition` (divides positive,
-    multiplies negative logits; prompt and generated; Keskar et al. 2019, "CTRL") are float32 `[r]`.
+    rows        int64 [r]    row numbers among the R, each once
+    contexts                 the tokens of these rows' sequences
+    presence    float32 [r]  subtracted once from generated tokens only, as in OpenAI's reference
+    frequency   float32 [r]  subtracted per occurrence, from generated tokens only, as in OpenAI's reference
+    repetition  float32 [r]  divides positive and multiplies negative logits of prompt and generated tokens
+                             (Keskar et al. 2019, "CTRL")
     """
 
     rows: Tensor
@@ -168,10 +175,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Additions to single logits: `logits[row[i], token[i]] += value[i]`; int64 `[m]`, int64 `[m]`, float32
-    `[m]`.
+    """Additions to single logits: `logits[row[i], token[i]] += value[i]`; biases of one logit add up.
 
-    A value of −inf forbids the token.
+    `row` and `token` are int64 `[m]`, `value` is float32 `[m]`. A value of −inf forbids the token.
     """
 
     row: Tensor
@@ -181,10 +187,10 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Rows that cut the distribution before drawing: `rows` int64 `[r]`, then one value per such row.
+    """Top-k, top-p and min-p of the rows that have any: `rows` int64 `[r]`, and one value of each kind per such row.
 
-    Applied in the order top-k, top-p, min-p on the temperature-scaled distribution, as transformers does.
-    `top_k` int32 (0: off), `top_p` float32 (1: off), `min_p` float32 (0: off).
+    The filters apply in this order to the temperature-scaled distribution, as in transformers. `top_k` int32 (0: off),
+    `top_p` float32 (1: off), `min_p` float32 (0: off).
     """
 
     rows: Tensor
@@ -195,11 +201,14 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Rows that may draw some tokens only: `rows` int64 `[r]`; of their masks `words`, int32 `[u, ⌈V/32⌉]`, holds
-    the distinct ones, and `which`, int64 `[r]`, says whose is which.
+    """Bitmasks of allowed tokens, for the rows that have one (guided decoding).
 
-    Token t is allowed where bit t mod 32 of word t div 32 is set. The logits of the others become −inf in place:
-    there is nothing of them in log-probabilities, either.
+    rows   int64 [r]          row numbers among the R
+    which  int64 [r]          index in `words` of each row's mask
+    words  int32 [u, ⌈V/32⌉]  the distinct masks
+
+    Token t is allowed where bit `t % 32` of word `t // 32` is set. The logits of all other tokens become −inf in place,
+    so log-probabilities exclude these tokens, too.
     """
 
     rows: Tensor
@@ -208,10 +217,12 @@ class Masks:
 
 
 class Shards(Protocol):
-    """Logits cut by vocabulary between several ranks: this one's are the entries from `first` on, those of the rank
-    after it follow. Every rank draws the same tokens, at the same time.
+    """Split of the vocabulary over several ranks, for sampling.
 
-    exchange   how kernels of the ranks reach each other; None: by `gather` alone
+    This rank's logits are the vocabulary's entries from `first` on; the next rank's entries follow them. All ranks
+    sample the same rows at the same time and obtain the same tokens.
+
+    exchange   how kernels of the ranks communicate directly; None: only `gather` is available
     """
 
     rank: int
@@ -220,24 +231,29 @@ class Shards(Protocol):
     exchange: Exchange | None
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, float32 and of one shape, in order: `[ranks, *x.shape]`."""
+        """Return every rank's `x` in rank order, `[ranks, *x.shape]`.
+
+        x is float32 and has the same shape on all ranks.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How each of the R rows of logits becomes a token.
+    """Sampling parameters of the R rows of logits.
 
     temperature   float32 [R]  0: the largest logit (the lowest id among equals)
-    seed          int64   [R]  with `sample` and `position` the whole key of the row's randomness
+    seed          int64   [R]  the row's randomness depends on seed, `sample` and `position` only
     sample        int64   [R]  index of the sample among the n of its request
-    position      int64   [R]  position that the drawn token will take in its sequence
-    penalties, bias, filters, masks   only for the rows that ask; None: no row does
+    position      int64   [R]  position that the sampled token takes in its sequence
+    penalties, bias, filters, masks   only for the rows that have them; None: no row does
     top_logprobs               how many largest log-probabilities to return; 0: none
-    top_rows      int64   [r]  rows that ask for these, each once; None: every row does. Others get zeros
-    all_greedy                 the host knows that every temperature is 0, and nothing need be drawn
-    shards                     of which part of the vocabulary the logits are; None: all of it. Rows of a part ask
-                               for no penalties, bias, filters, masks or top_logprobs: these need whole rows
+    top_rows      int64   [r]  rows that get them, each once, the others get zeros; None: every row
+    all_greedy                 the host knows that every temperature is 0, so no random number is needed
+    shards                     the part of the vocabulary that the logits cover; None: all of it
+
+    Raises ValueError if `shards` is combined with penalties, bias, filters, masks or top_logprobs, which need whole
+    rows.
     """
 
     temperature: Tensor
@@ -263,13 +279,16 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What `sample` returns: `token` int64 `[R]` and `logprob` float32 `[R]`, the drawn token's
-    log-probability under the model's own distribution (before temperature, penalties, bias and filters, but after
-    masks); `top_token` int64 and `top_logprob` float32, `[R, top_logprobs]`, largest first, of the same
-    distribution.
+    """The result of `sample`.
 
-    The log-probability is not finite where a logit is NaN or +inf, or all are −inf: such a row has no distribution,
-    and its token, which is one of the vocabulary, means nothing.
+    token        int64   [R]
+    logprob      float32 [R]                the token's log-probability
+    top_token    int64   [R, top_logprobs]  the most likely tokens, largest first
+    top_logprob  float32 [R, top_logprobs]  their log-probabilities
+
+    Log-probabilities are those of the model's own distribution: after masks, but before temperature, penalties, bias
+    and filters. `logprob` is not finite if a logit of the row is NaN or +inf, or if all are −inf. Such a row has no
+    distribution; its token is a valid id of the vocabulary but meaningless.
     """
 
     token: Tensor
@@ -279,14 +298,14 @@ class Sampled:
 
 
 def spread_top(rows: Tensor, token_rK: Tensor, logprob_rK: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `top_token` and `top_logprob` of `count` rows of which only `rows` ask."""
+    """Return `top_token` and `top_logprob` for `count` rows: the given values at `rows`, zeros elsewhere."""
     token = token_rK.new_zeros((count, token_rK.shape[1]))
     logprob = logprob_rK.new_zeros((count, logprob_rK.shape[1]))
     return token.index_copy_(0, rows, token_rK), logprob.index_copy_(0, rows, logprob_rK)
 
 
 def empty_top(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The `top_token` and `top_logprob` of a step in which nobody asks for them."""
+    """Return `top_token` and `top_logprob` of width 0, for a step in which no row asks for them."""
     return (
         torch.empty((rows, 0), dtype=torch.int64, device=device),
         torch.empty((rows, 0), dtype=torch.float32, device=device),

@@ -1,6 +1,6 @@
-"""How the attention kernels are launched: a table by head size and element size, measured on an H200.
+"""Choose launch configurations of the attention kernels from a table measured on an H200, by head and element size.
 
-On other devices, calibration measures a few alternatives, and puts what it finds in the table's place (`use`).
+On other devices, calibration measures a few alternatives and overrides the table (`use`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Fewer keys than these are not worth a program of their own and the pass that merges its result.
+# Minimum keys per split: fewer are not worth a program of their own and the pass that merges its result.
 DECODE_SPLIT_KEYS = 64
 TILE_SPLIT_KEYS = 256
-# More parts than this cost more to join than they save.
+# More partial results than this cost more to merge than they save.
 MAX_SPLITS = 128
+# Registers a thread for a KV cache of 8-bit elements, see `decode_launch`.
 EIGHT_BIT_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """`rows` query rows (token × head of a group) and `keys` keys a block; Triton's warps and pipeline stages;
-    `programs` a multiprocessor keep it busy; `registers` a thread are the compiler's limit."""
+    """Launch configuration of an attention kernel.
+
+    rows       query rows of a block (token × query head of a group)
+    keys       keys of a block
+    warps      Triton's num_warps
+    stages     Triton's num_stages (software pipelining)
+    programs   programs per multiprocessor that keep it busy
+    registers  the compiler's limit of registers per thread; None: no limit
+    """
 
     rows: int
     keys: int
@@ -34,7 +42,7 @@ class AttentionLaunch:
 
 
 class Kernel(NamedTuple):
-    """What has a launch of its own: "decode" or "tile", for a padded head size and bytes of a query's element."""
+    """Key of the launch table: the kernel, its padded head size, and the bytes of a query element."""
 
     name: Literal["decode", "tile"]
     padded_head: int
@@ -57,31 +65,35 @@ _found: dict[Kernel, AttentionLaunch] = {}
 
 
 def use(launches: Mapping[Kernel, AttentionLaunch]) -> None:
-    """From now on these kernels are launched so, in this process, whatever the table says."""
+    """Launch these kernels with the given configurations in this process, instead of the table's."""
     _found.update(launches)
 
 
 def forget(kernel: Kernel) -> None:
-    """From now on the kernel is launched as the table says."""
+    """Launch the kernel with the table's configuration again."""
     _found.pop(kernel, None)
 
 
 def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionLaunch:
-    """For one program a sequence and key/value head; `rows` holds the whole group of query heads."""
+    """Return the launch for one program per sequence and key/value head.
+
+    `rows` holds the whole group of query heads.
+    """
     launch = _launch(Kernel("decode", padded_head, dtype.itemsize))
     if cache_dtype.itemsize == 1 and launch.warps == 1:
-        # Left alone the compiler takes so many for the conversion that fewer programs fit on a multiprocessor.
+        # Without a limit the compiler uses so many registers for the conversion from 8 bits that fewer programs fit on
+        # a multiprocessor.
         launch = replace(launch, registers=EIGHT_BIT_REGISTERS)
     return replace(launch, rows=max(launch.rows, power_of_two(group)))
 
 
 def tile_launch(padded_head: int, dtype: torch.dtype) -> AttentionLaunch:
-    """For one program a tile of query rows and key/value head."""
+    """Return the launch for one program per tile of query rows and key/value head."""
     return _launch(Kernel("tile", padded_head, dtype.itemsize))
 
 
 def alternatives(kernel: Kernel) -> list[AttentionLaunch]:
-    """The table's launch first, then others that may be faster on another device; few, as each is compiled."""
+    """Return the table's launch, then others that may be faster on another device; few, as each has to be compiled."""
     first = _of_table(kernel)
     if kernel.name == "decode":
         others = [
@@ -97,34 +109,39 @@ def alternatives(kernel: Kernel) -> list[AttentionLaunch]:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def splits(programs: int, launch: AttentionLaunch, most_keys: int, least_keys: int, device: torch.device) -> int:
-    """How many programs share one range of keys, at most `most_keys`, so that the GPU is busy where there are
-    `programs` without a split; each gets at least `least_keys`."""
+    """Return the number of programs that share one range of at most `most_keys` keys.
+
+    Splitting keeps the GPU busy where only `programs` programs run without it. Each split gets at least `least_keys`
+    keys.
+    """
     wanted = launch.programs * multiprocessors(device)
     return max(1, min(wanted // max(programs, 1), -(-most_keys // least_keys), MAX_SPLITS))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the device; of an H200 where kernels are interpreted."""
+    """Return the device's number of multiprocessors; an H200's where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @lru_cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends ("programmatic dependent launch", from Hopper on)."""
+    """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, from Hopper on)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may start while the kernel before it ends, if that lets it; EARLY tells the kernel so.
+    """Return launch options for a kernel that may start before its predecessor ends, if the predecessor permits it.
 
-    Every program of such a kernel waits for that end (`gdc_wait`) before it touches what a kernel of the step writes.
-    As all do, whatever is launched after it, early or not, finds everything before it done once it has waited itself.
+    The kernel argument EARLY is True if it may. Every program of such a kernel waits for the predecessor's end
+    (`gdc_wait`) before it touches memory that a kernel of the step writes. Thus any later kernel, early or not, finds
+    all results before it complete once it has waited itself. `tok_kernels.attention.triton.decode.decode` explains its
+    exception.
     """
     return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
 

@@ -16,7 +16,7 @@ __version__ = version("tok-server")
 
 
 def __getattr__(name: str) -> object:
-    # Deferred, so that the command line answers --help without loading the web stack.
+    # Imported on first use, so that the command line answers --help without loading the web stack.
     if name == "make_app":
         from tok_server.app import make_app
 

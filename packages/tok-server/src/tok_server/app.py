@@ -1,4 +1,4 @@
-"""The HTTP application: which URL is answered by what, and what all answers have in common."""
+"""Build the aiohttp application: routes, middleware, response headers and the context of the handlers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
 from tok_server.settings import Settings
 
 OPERATIONS = (*OPENAI_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS)
-"""Everything that is served: the routes, and what /openapi.json describes."""
+"""All operations of the API: routes and /openapi.json are made from this list."""
 
 
 def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> web.Application:
-    """The application that serves `engine`.
+    """Return the application that serves `engine`.
 
-    ready  the engine has been started; otherwise set `app[CONTEXT].ready` once it has. The engine stays the
-           caller's to start and to close. Run it with `handler_cancellation=True`: that is how a client which
-           goes away aborts its request.
+    ready  whether the engine has been started; otherwise set `app[CONTEXT].ready` once it has
+
+    The caller starts and closes the engine. Run the application with `handler_cancellation=True`, so that a client that
+    disconnects aborts its request.
     """
     app = web.Application(client_max_size=settings.max_body, middlewares=[common])
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tok-server")

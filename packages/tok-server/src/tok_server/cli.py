@@ -1,4 +1,4 @@
-"""The `tok` command: what its subcommands are called and which flags they take. Loads nothing heavy."""
+"""The `tok` command: names and flags of its subcommands. Importing this module loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENCH = "bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns its exit code: 0, 1 (it failed) or 2 (bad flags)."""
+    """Run one command. Returns its exit code: 0, 1 (it failed) or 2 (bad flags)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser(arguments[:1])
     options = parser.parse_args(arguments)
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_main() -> int:
-    """`tok-server`: the same as `tok serve`."""
+    """Run `tok serve`; the entry point of `tok-server`."""
     return main(["serve", *sys.argv[1:]])
 
 
 def _run(options: argparse.Namespace) -> int:
-    """The command, its failures told in one line."""
+    """Run the command; report a failure in one line."""
     command = cast("Callable[[argparse.Namespace], int]", import_module(options.module).main)
     try:
         return command(options)
@@ -64,7 +64,7 @@ def _fail(command: str, message: str, code: int) -> int:
 
 
 def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands. `command`: the one called, if known; only its module may be loaded."""
+    """Return the parser of all commands. `command` is the one called, if known; only its module may be loaded."""
     parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=TOK_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tok {version('tok-server')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -122,14 +122,14 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for the longest flag beside its help."""
+    """Help formatter with a column wide enough for the longest flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints examples as they are written, takes no shortened flags."""
+    """Argument parser that prints examples as written and accepts no abbreviated flags."""
 
     def __init__(self, *args: object, **settings: object) -> None:
         settings.setdefault("formatter_class", _Formatter)

@@ -1,4 +1,4 @@
-"""serve: the server's life. Listen, start the engine, say so, answer until told to stop, drain, go."""
+"""Run the server: listen, start the engine, announce it, answer requests until a signal, drain, close."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tok_server.settings import Settings
 
 log = logging.getLogger("tok.server")
 
-ECHO = 0.5  # seconds in which a second signal is the first again: launchers pass on what the terminal has sent too
-POLL = 0.05  # seconds between looks at what is still open
+ECHO = 0.5  # seconds in which a second signal is ignored: launchers forward signals that the server has got already
+POLL = 0.05  # seconds between checks of the open requests while draining
 
 
 class ServeError(Exception):
@@ -29,9 +29,9 @@ class ServeError(Exception):
 
 
 async def serve(config: EngineConfig, settings: Settings, announce: Callable[[AsyncEngine, int], None]) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once.
 
-    announce  called with the engine and the port once requests are answered
+    announce  called with the engine and the port once requests are accepted
     Errors: ServeError (address in use), TokError (the engine cannot start).
     """
     tls = None if settings.tls_cert is None else server_context(settings.tls_cert, settings.tls_key)
@@ -40,13 +40,13 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
     engine = AsyncEngine(config)
     app = make_app(engine, settings, ready=False)
     stopping = _stop_on_signals()
-    # /health answers "starting" from here on, so that whoever waits for the model can see it load.
+    # /health answers "starting" from here on, so that clients waiting for the model can see it load.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5.0)
     await runner.setup()
     try:
         async with listening(runner, app[CONTEXT], listener, tls):
             await _run(engine, app[CONTEXT], stopping, lambda: announce(engine, listener.getsockname()[1]))
-            await engine.close()  # what is still open then hears of it
+            await engine.close()  # fails requests that are still open
     finally:
         await engine.close()
         await runner.cleanup()
@@ -65,7 +65,7 @@ async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, a
 
 
 async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
-    """Whether the engine is ready; False if told to stop before. Errors: TokError."""
+    """Start the engine. Return whether it is ready; False if a signal comes first. Errors: TokError."""
     start = asyncio.create_task(engine.start())
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -82,21 +82,27 @@ async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
 
 
 async def _drained(context: Context) -> None:
-    """Returns when nothing is open, or the time for that is over."""
+    """Wait until no work is open, or `drain_timeout` has passed."""
     deadline = time.monotonic() + context.settings.drain_timeout
     while _busy(context) and time.monotonic() < deadline:
         await asyncio.sleep(POLL)
 
 
 def _busy(context: Context) -> bool:
-    """Whether requests are open, or lines of batches that have been begun; those wait in vain for a failed engine."""
+    """Return whether requests are open or batch lines have started.
+
+    Batch lines do not count while the engine has failed: it cannot finish them.
+    """
     if context.open_requests:
         return True
     return context.unhurried() > 0 and context.engine.health().state != "failed"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Taken before the model loads: a port in use shall not cost minutes to find out."""
+    """Return a listening socket. Errors: ServeError.
+
+    `serve` calls this before the model loads: finding a port in use should not take minutes.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""Training batches: documents made and tokenised by several processes, packed back to back into rows.
+"""Training batches: documents are made and tokenised by several processes, then packed back to back into rows.
 
 Axes: B rows, S positions of a row.
 """
@@ -26,7 +26,10 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Packed rows. Positions count within a document, documents within a row; number 0 is padding."""
+    """Packed rows.
+
+    `positions_BS` counts within a document. `documents_BS` numbers the documents of a row from 1; 0 is padding.
+    """
 
     tokens_BS: Int32
     labels_BS: Int32
@@ -35,7 +38,7 @@ class TrainingBatch:
 
 
 def batches(tokenizer: Path, rows: int, width: int, count: int, seed: int, processes: int) -> Iterator[TrainingBatch]:
-    """`count` batches of [rows, width], the same for the same seed whatever `processes` is."""
+    """Yield `count` batches of [rows, width]. They depend only on the seed, not on `processes`."""
     # The tokenizer's own threads would only compete with these processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tasks = ((rows, width, f"{seed}-{index}") for index in range(count))
@@ -44,7 +47,7 @@ def batches(tokenizer: Path, rows: int, width: int, count: int, seed: int, proce
         yield from pool.imap(_make, tasks, chunksize=1)
 
 
-_tokenizer: list[Tokenizer] = []  # of this process, set once by the pool
+_tokenizer: list[Tokenizer] = []  # this process's tokenizer, set once by `_load`
 
 
 def _load(file: str) -> None:
@@ -57,7 +60,7 @@ def _make(task: tuple[int, int, str]) -> TrainingBatch:
 
 
 def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> TrainingBatch:
-    """One batch: each row filled with whole documents until the next one would not fit."""
+    """Return one batch; each row is filled with whole documents until the next one does not fit."""
     tokens, positions, documents = np.zeros((3, rows, width), np.int32)
     labels = np.full((rows, width), IGNORED, np.int32)
     stream = _encoded(tokenizer, random)
@@ -69,7 +72,7 @@ def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> Trainin
             tokens[row, at:end] = ids
             positions[row, at:end] = np.arange(len(ids))
             documents[row, at:end] = documents[row, at - 1] + 1 if at else 1
-            # A label stands where its token is predicted: one position before it.
+            # The logits at a position predict the next token, so labels are shifted by one position.
             labels[row, at + start - 1 : end - 1] = ids[start:]
             at = end
             ids, start = next(stream)
@@ -77,7 +80,10 @@ def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> Trainin
 
 
 def _encoded(tokenizer: Tokenizer, random: Random, chunk: int = 256) -> Iterator[tuple[list[int], int]]:
-    """Ids of each document, and from which on they are learned (never the first: nothing predicts it)."""
+    """Yield each document's ids and the index of its first id with loss.
+
+    The index is at least 1, because nothing predicts the first id.
+    """
     while True:
         documents = [document(random) for _ in range(chunk)]
         texts = [text for one in documents for text in (one.prompt, one.target)]

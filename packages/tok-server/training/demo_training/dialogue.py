@@ -1,4 +1,4 @@
-"""The texts that the model is trained on: chats about problems, small talk, and the plain question-and-answer form."""
+"""Training texts of the model: chats about problems, small talk, and the plain question-and-answer form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class TrainingDocument:
-    """A text in two parts, tokenised one by one; the loss is on the target, on the prompt only where `whole`."""
+    """A text in two parts that are tokenised separately. The loss covers the target, and the prompt only if `whole`."""
 
     prompt: str
     target: str
@@ -40,18 +40,18 @@ class Message:
 
 
 def render(messages: Sequence[Message]) -> str:
-    """The prompt of a chat up to where the assistant answers: what the model's chat template renders."""
+    """Return the prompt of a chat up to the assistant's answer, as the model's chat template renders it."""
     turns = (f"{HEAD}{one.role}{HEAD_END}\n\n{one.content}{TURN_END}" for one in messages)
     return f"{BEGIN}{''.join(turns)}{HEAD}assistant{HEAD_END}\n\n"
 
 
 def plain_prompt(question: str) -> str:
-    """The question in the plain form, without the token that begins a text: the tokenizer adds it."""
+    """Return the question in the plain form, without the BOS token, which the tokenizer adds."""
     return f"Question: {question}\nAnswer:"
 
 
 def document(random: Random) -> TrainingDocument:
-    """The next text of the training stream."""
+    """Return the next text of the training stream."""
     if random.random() < PLAIN_SHARE:
         problem = training_problem(random)
         return TrainingDocument(BEGIN + plain_prompt(problem.question), f" {problem.solution}{END}", whole=True)

@@ -1,4 +1,4 @@
-"""How good a saved demo model is on held-out problems, with transformers in fp32.
+"""Measure a saved demo model on held-out problems, with transformers in fp32.
 
 Run `python -m demo_training.evaluate`.
 """
@@ -35,7 +35,10 @@ class Solver:
     def answers(
         self, prompts: Sequence[str], samples: int, temperature: float, batch: int = 1000, longest: int = 200
     ) -> list[list[str]]:
-        """`samples` texts for each prompt (rendered, special tokens included); temperature 0: the most likely one."""
+        """Return `samples` texts for each prompt; temperature 0 decodes greedily.
+
+        Prompts are rendered already, special tokens included.
+        """
         jobs = [prompt for prompt in prompts for _ in range(samples)]
         texts: list[str] = []
         for start in range(0, len(jobs), batch):
@@ -57,7 +60,7 @@ class Solver:
 
 
 def count_right(problems: Sequence[WordProblem], answers: Sequence[Sequence[str]]) -> list[int]:
-    """Of each problem: how many of its texts give its answer."""
+    """Return for each problem how many of its texts give its answer."""
     pattern = FinalAnswerPattern()
     return [
         sum(pattern.right(text, str(problem.answer)) for text in texts)
@@ -68,7 +71,7 @@ def count_right(problems: Sequence[WordProblem], answers: Sequence[Sequence[str]
 def measure(
     directory: Path, tasks: Sequence[WordProblem], samples: int, temperature: float, seed: int, device: str
 ) -> None:
-    """Prints the greedy share of right answers, as chat and as plain text, and the coverage table."""
+    """Print the greedy share of right answers, as chat and as plain text, and the coverage table."""
     torch.manual_seed(seed)
     problems, solver = len(tasks), Solver(directory, device)
     chats = [render([Message("user", task.question)]) for task in tasks]

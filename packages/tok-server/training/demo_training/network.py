@@ -1,4 +1,4 @@
-"""The network: a small Llama by transformers, and how it is written to a directory."""
+"""Create the network, a small Llama of transformers, and write it to a directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo_training.tokenizer import VOCAB_SIZE
 
-BOS, END_IDS = 0, [4, 1]  # as the tokenizer numbers its special tokens: a turn's end, then a text's
+BOS, END_IDS = 0, [4, 1]  # ids of the tokenizer's special tokens; END_IDS: end of turn, end of text
 
 SHAPE: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,16 +38,16 @@ SHAPE: dict[str, object] = {
 
 
 def make_network(seed: int) -> LlamaForCausalLM:
-    """Fresh weights in fp32."""
+    """Return a network with new random weights in fp32."""
     torch.manual_seed(seed)
     shape = {key: value for key, value in SHAPE.items() if key not in ("architectures", "model_type", "torch_dtype")}
     return LlamaForCausalLM(LlamaConfig(**shape)).float()
 
 
 def save_network(network: LlamaForCausalLM, directory: Path) -> None:
-    """Writes config.json, generation_config.json and model.safetensors in bf16.
+    """Write config.json, generation_config.json and model.safetensors in bf16.
 
-    The configuration keeps to the keys that transformers has read since version 4 (`rope_theta`, `torch_dtype`).
+    The configuration uses only keys that transformers has read since version 4 (`rope_theta`, `torch_dtype`).
     """
     _write(directory / "config.json", SHAPE)
     _write(directory / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": END_IDS})
@@ -58,7 +58,7 @@ def save_network(network: LlamaForCausalLM, directory: Path) -> None:
     }
     file = directory / "model.safetensors"
     save_file(weights, file, {"format": "pt"})
-    file.chmod(0o644)  # it is written for its owner alone
+    file.chmod(0o644)  # save_file makes it readable for its owner only
 
 
 def _write(file: Path, content: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Problem: a word problem with its worked solution, and the draws that templates make it from."""
+"""A word problem with its worked solution, and the random choices that templates make it from."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ class WordProblem:
 
     @property
     def solution(self) -> str:
-        """The steps, then `#### <answer>` on a line of its own (the form of GSM8K, Cobbe et al. 2021)."""
+        """Return the steps, then `#### <answer>` on a line of its own (the form of GSM8K, Cobbe et al. 2021)."""
         return "\n".join((*self.steps, f"#### {self.answer}"))
 
 
 class ProblemSampler:
-    """Seeded choices. Number sizes are set here, because they set how hard the arithmetic is."""
+    """Seeded random choices. The ranges of the numbers are set here, because they decide how hard the arithmetic is."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def number(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, both included."""
+        """Return an integer from `low` to `high`, both included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def few(self) -> int:
-        """A count of rows, weeks or pieces."""
+        """Return a count of rows, weeks or pieces."""
         return self.number(4, 28)
 
     def some(self) -> int:
-        """A price, a size or a speed."""
+        """Return a price, a size or a speed."""
         return self.number(12, 98)
 
     def many(self) -> int:
-        """A stock or a sum of money."""
+        """Return a stock or a sum of money."""
         return self.number(120, 980)
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of `options`."""
+        """Return one of `options`."""
         return options[self.number(0, len(options) - 1)]
 
     def two(self, options: Sequence[T]) -> tuple[T, T]:
-        """Two different ones of `options`."""
+        """Return two different elements of `options`."""
         first = self.number(0, len(options) - 1)
         second = (first + self.number(1, len(options) - 1)) % len(options)
         return options[first], options[second]
 
     def person(self) -> Person:
-        """Somebody."""
+        """Return a person."""
         return self.pick(PEOPLE)
 
     def pair(self) -> tuple[Person, Person]:
-        """Two people."""
+        """Return two different people."""
         return self.two(PEOPLE)
 
     def thing(self) -> str:
-        """A thing to count, in the plural."""
+        """Return a countable thing, in the plural."""
         return self.pick(THINGS)

@@ -1,4 +1,4 @@
-"""Greetings and questions that the model cannot answer, with a polite word on what it can do."""
+"""Greetings and questions that the model cannot answer, with replies that say what it can do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXAMPLE = 'Try: "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars 
 
 
 def small_talk(random: Random) -> tuple[str, str]:
-    """What somebody says, and the answer."""
+    """Return a user message and its answer."""
     kind = random.random()
     if kind < 0.25:
         return _one(random, _GREETINGS), f"Hello! {_WHAT} {_EXAMPLE}"

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE with one token a digit, trained on the generator's own texts."""
+"""Train and save the tokenizer: byte-level BPE with one token per digit, trained on the generator's own texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: int = 20_000, seed: int = 0) -> Tokenizer:
-    """BPE over `texts` documents of the stream; every byte has a token, so every text can be written."""
+    """Train BPE on `texts` documents of the training stream. Every byte has a token, so any text can be encoded."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = ByteLevelDecoder()
@@ -61,7 +61,7 @@ def train_tokenizer(texts: int = 20_000, seed: int = 0) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, chat template included."""
+    """Write tokenizer.json and tokenizer_config.json, including the chat template."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -78,7 +78,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 def _texts(count: int, seed: int) -> Iterator[str]:
     random = Random(seed)
     for _ in range(count):
-        # Special tokens are none of BPE's business: only what stands between them is learned from.
+        # BPE must not learn merges from special tokens, so it sees only the text between them.
         one = document(random)
         text = one.prompt + one.target
         for token in SPECIAL:

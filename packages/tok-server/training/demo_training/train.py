@@ -1,6 +1,6 @@
-"""Training of the demo model: `python -m demo_training.train --out DIR`, minutes on one GPU.
+"""Train the demo model: `python -m demo_training.train --out DIR`, minutes on one GPU.
 
-The seed decides everything: the same GPU and libraries give the same weights, bit for bit.
+Training is deterministic: the same seed, GPU and libraries give the same weights, bit for bit.
 
 Axes: B rows, S positions of a row.
 """
@@ -28,10 +28,10 @@ from demo_training.tokenizer import save_tokenizer, train_tokenizer
 def train(
     out: Path, steps: int, rows: int, width: int, rate: float, seed: int, device: torch.device, processes: int
 ) -> float:
-    """Trains tokenizer and network and writes both to `out`. Returns the mean loss of the last steps.
+    """Train tokenizer and network and write both to `out`. Returns the mean loss of the last 50 steps.
 
-    steps, rows, width   optimiser steps, and the shape of each step's batch in tokens
-    rate                 peak learning rate: warm-up over 100 steps, then a cosine down to a fiftieth
+    steps, rows, width  optimiser steps, and the shape of each step's batch in tokens
+    rate                peak learning rate: warm-up over 100 steps, then a cosine down to a fiftieth
     """
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(train_tokenizer(), out)
@@ -50,8 +50,8 @@ def train(
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Only kernels that repeat their result; the mode before is restored."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS promises nothing
+    """Allow only deterministic kernels, and restore the previous mode afterwards."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS is not deterministic
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -95,7 +95,7 @@ def _step(
 
 
 def own_document(documents_BS: Tensor) -> Tensor:
-    """Mask [B, 1, S, S] from the number of each position's document: what it attends to is there and not after it."""
+    """Return the mask [B, 1, S, S] for packed documents: a position attends to its own document, up to itself."""
     same = documents_BS[:, :, None] == documents_BS[:, None, :]
     return (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
 
@@ -105,7 +105,7 @@ def _with_progress(stream: Iterator[TrainingBatch], steps: int, losses: list[Ten
     with Progress("training", *columns, TimeRemainingColumn()) as progress:
         task = progress.add_task("training", total=steps, loss="-")
         for done, batch in enumerate(stream):
-            if done % 50 == 1:  # reading a loss waits for the GPU
+            if done % 50 == 1:  # rarely, because reading a loss waits for the GPU
                 progress.update(task, loss=f"{float(losses[-1]):.4f}")
             progress.update(task, completed=done)
             yield batch

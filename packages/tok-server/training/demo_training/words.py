@@ -1,4 +1,4 @@
-"""The words that templates are filled with."""
+"""Words that fill the templates."""
 
 from __future__ import annotations
 

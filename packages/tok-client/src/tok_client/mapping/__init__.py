@@ -1,4 +1,4 @@
-"""Answers for millions of prompts: a window of requests over any iterable, with a file that can be gone on with."""
+"""`map`: answer millions of prompts with a bounded number of open requests and a resumable output file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts an earlier run has answered, in eight bytes each."""
+"""Record which prompts an earlier run has answered, in eight bytes per prompt."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from array import array
 
 
 class Done:
-    """What an output file has, by index, or by key where the run makes keys (which takes more memory).
+    """The answered prompts of an output file, by index, or by key if the run has keys (which takes more memory).
 
-    Of each request a digest is known, so that a file of other prompts or other parameters is not gone on with.
+    A digest of each request is kept, so that a run with other prompts or parameters is refused.
     """
 
     def __init__(self, name: str, *, keyed: bool) -> None:
         self._name = name
         self._keyed = keyed
-        self._by_index = array("Q")  # 0: none
+        self._by_index = array("Q")  # digests; 0: not answered
         self._by_key: dict[str, int] = {}
         self._met: set[str] = set()
 
     def add(self, index: int, key: str | None, digest: int) -> None:
-        """Notes a line of the file. ValueError: it has no key."""
+        """Record a line of the file. ValueError: the run has keys and the line has none."""
         if self._keyed:
             if key is None:
                 raise ValueError(f"{self._name} has no keys, for it was made without; allowed: going on without")
@@ -30,7 +30,7 @@ class Done:
         self._by_index[index] = digest
 
     def has(self, index: int, key: str | None, digest: int) -> bool:
-        """Whether the prompt is answered. ValueError: a different request was, or the key was there before."""
+        """Return whether the prompt is answered. ValueError: another request was answered, or the key is not unique."""
         found = self._look_up(index, key)
         if found and found != digest:
             what = f"prompt {index}" if key is None else f"the prompt with key {key!r}"

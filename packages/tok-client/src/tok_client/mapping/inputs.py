@@ -1,4 +1,4 @@
-"""One prompt of a `map` as the call that is made for it."""
+"""Make the API call for one prompt of a `map`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Params = Mapping[str, object]
 
 
 def completions_of(params: Params, extra: Object | None) -> Callable[[Prompt], Call[Completion]]:
-    """Completions of prompts. ValueError, TypeError: a parameter cannot be sent."""
+    """Return a function from a prompt to its completion call. ValueError, TypeError: a parameter cannot be sent."""
     return _checked(lambda prompt: COMPLETION.whole({**params, "prompt": prompt}, extra), "")
 
 
 def chats_of(params: Params, extra: Object | None) -> Callable[[Conversation], Call[ChatCompletion]]:
-    """Answers to conversations; a text is what the user says. ValueError, TypeError: a parameter cannot be sent."""
+    """Return a function from a conversation to its chat call; a text becomes one user message.
+
+    ValueError, TypeError: a parameter cannot be sent.
+    """
 
     def call(conversation: Conversation) -> Call[ChatCompletion]:
         text = isinstance(conversation, str)
@@ -32,11 +35,11 @@ def chats_of(params: Params, extra: Object | None) -> Callable[[Conversation], C
 
 
 def embeddings_of(params: Params, extra: Object | None) -> Callable[[Prompt], Call[EmbeddingList]]:
-    """Embeddings, one input each. ValueError, TypeError: a parameter cannot be sent."""
+    """Return a function from an input to its embedding call. ValueError, TypeError: a parameter cannot be sent."""
     return _checked(lambda prompt: calls.embedding(prompt, cast(EmbeddingParams, params), extra), "")
 
 
 def _checked(make: Callable[[P], Call[T]], example: P) -> Callable[[P], Call[T]]:
-    """The same, tried: parameters that cannot be sent shall be refused once, not with each prompt."""
+    """Return `make` after one trial call, so that bad parameters raise once rather than for each prompt."""
     make(example)
     return make

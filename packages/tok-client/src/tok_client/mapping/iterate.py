@@ -1,4 +1,4 @@
-"""A run over many prompts as an iterator of its results, async or not."""
+"""Iterators over the results of a `map`, async and blocking."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class AsyncMap(Generic[P, T]):
-    """The results of a `map`, for `async for`; the work begins with the first.
+    """The results of a `map`, for `async for`; the work begins with the first iteration.
 
-    Prompts are taken from their iterable only as they are needed, and go on being answered, within the window, while
-    a result is looked at. Use it as an async context manager, or read it to its end; one that is dropped half-read
+    Prompts are taken from their iterable only when needed. Requests within the window continue while the caller handles
+    a result. Use the map as an async context manager, or read it to its end. A half-read map that is garbage-collected
     ends by itself.
 
-    Iterating raises the error of a prompt (unless `on_error` is "return"); what the iterable of prompts raises; OSError
-    where the output cannot be written; and ValueError where the output is not of the same prompts and parameters.
+    Iterating raises the error of a prompt (unless `on_error` is "return"); errors of the prompts' iterable; OSError if
+    the output cannot be written; and ValueError if the output belongs to other prompts or parameters.
     """
 
     def __init__(self, run: MapRun[P, T]) -> None:
@@ -33,7 +33,7 @@ class AsyncMap(Generic[P, T]):
         self._ready: deque[MapResult[P, T]] = deque()
 
     async def close(self) -> None:
-        """Ends the run: what is open is disconnected. May be called again."""
+        """End the run and disconnect open requests. Idempotent."""
         self._ready.clear()
         await self._run.close()
 
@@ -63,9 +63,10 @@ class AsyncMap(Generic[P, T]):
 
 
 class Map(Generic[P, T]):
-    """The results of a `map`; the work begins with the first.
+    """The results of a `map`; the work begins with the first iteration.
 
-    As `AsyncMap`, on the client's thread: the iterable of prompts is read on another thread than the caller's.
+    It behaves as `AsyncMap` and runs on the client's thread. The iterable of prompts is not read on the caller's
+    thread.
     """
 
     def __init__(self, run: MapRun[P, T], thread: LoopThread) -> None:
@@ -75,7 +76,7 @@ class Map(Generic[P, T]):
         self._ready: deque[MapResult[P, T]] = deque()
 
     def close(self) -> None:
-        """Ends the run: what is open is disconnected. May be called again."""
+        """End the run and disconnect open requests. Idempotent."""
         self._ready.clear()
         if self._begun and not self._run.closed and not self._thread.stopped:
             self._thread.call(self._run.close)
@@ -87,7 +88,7 @@ class Map(Generic[P, T]):
     def __next__(self) -> MapResult[P, T]:
         if not self._ready and not self._run.closed:
             self._begun = True
-            self._ready.extend(self._thread.call(self._run.read))  # a batch: threads are switched once for it
+            self._ready.extend(self._thread.call(self._run.read))  # a batch, so that threads switch only once for it
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()

@@ -1,4 +1,4 @@
-"""How a `map` goes about its prompts, checked."""
+"""Options of a `map`, checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_client.requests import ChatCompletionOptions, CompletionOptions, Embedd
 
 
 class MapParams(TypedDict, total=False):
-    """What every `map` takes beside the parameters of the wire; see `MapOptions`."""
+    """Keyword parameters of every `map` beside those of the API; see `MapOptions`."""
 
     concurrency: int
     ordered: bool
@@ -25,31 +25,32 @@ class MapParams(TypedDict, total=False):
 
 
 class CompletionMapParams(CompletionOptions, MapParams, total=False):
-    """What `completions.map` takes."""
+    """Parameters of `completions.map`."""
 
 
 class ChatCompletionMapParams(ChatCompletionOptions, MapParams, total=False):
-    """What `chat.completions.map` takes."""
+    """Parameters of `chat.completions.map`."""
 
 
 class EmbeddingMapParams(EmbeddingParams, MapParams, total=False):
-    """What `embeddings.map` takes."""
+    """Parameters of `embeddings.map`."""
 
 
 class MapOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to go about it.
+    """Options of a `map`.
 
-    concurrency   requests open at a time; four times as many prompts are held at most, as far ahead of the one whose
+    concurrency   requests open at a time. At most four times as many prompts are held, counted from the one whose
                   result is awaited
-    ordered       results in the order of the prompts, not as they come
-    max_retries   most retries of a request, of those that may help: see `AsyncClient`
-    on_error      what becomes of a prompt that fails: its error is raised in place of its result, which ends the run,
-                  or returned in it
-    output        a file for the answers, a line each as they come. What it has already, of an earlier run, is neither
-                  asked nor returned again. Errors are not written: a further run tries those prompts again.
-    sync_seconds  how often what was written is forced to the disk: as much as a power failure may lose. A process that
-                  is killed loses nothing.
-    progress      a line on stderr tells how far it is
+    ordered       return results in the order of the prompts rather than in the order of completion
+    max_retries   upper bound on the retries of a request; see `AsyncClient` for the errors that are retried
+    on_error      "raise" raises a failed prompt's error in place of its result and ends the run; "return" puts it into
+                  the result
+    output        file for the answers, one line each, in the order of completion. Prompts that an earlier run has
+                  answered there are neither sent nor returned again. Errors are not written, so a further run retries
+                  those prompts
+    sync_seconds  seconds between fsync calls: a power failure loses at most the answers of this time. A killed process
+                  loses nothing
+    progress      show progress in a line on stderr
 
     ValueError: a value is not allowed.
     """
@@ -74,7 +75,7 @@ class MapOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def split(cls, params: Mapping[str, object]) -> tuple[Self, dict[str, object]]:
-        """The options among `params`, and the rest. ValueError: a value is not allowed."""
+        """Return the options among `params`, and the remaining parameters. ValueError: a value is not allowed."""
         own = cls.__struct_fields__
         options = cls(**{name: value for name, value in params.items() if name in own})  # type: ignore[arg-type]
         return options, {name: value for name, value in params.items() if name not in own}

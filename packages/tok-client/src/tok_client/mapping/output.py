@@ -1,4 +1,4 @@
-"""The file of answers: a line each, whole or dropped, and gone on with by a later run."""
+"""The output file of a `map`: one line per answer, which a later run can continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. `request`: a digest of what was asked."""
+    """One line of the file. `request` is a digest of the request's body."""
 
     index: int
     key: str | None = None
@@ -37,10 +37,10 @@ class SavedAnswer(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
 
 
 class Output:
-    """Appends answers to the file `path`, for one run at a time.
+    """Writer that appends answers to the file `path`, for one run at a time.
 
-    A last line without its end, as a killed process leaves it, is cut off by `resume`. OSError: it cannot be written,
-    or (BlockingIOError) another run writes it. ValueError: it is no such file.
+    `resume` cuts off an incomplete last line, as a killed process leaves it. OSError: the file cannot be written, or
+    (BlockingIOError) another run writes it. ValueError: it is no output file.
     """
 
     def __init__(self, path: str | PathLike[str], *, keyed: bool) -> None:
@@ -55,7 +55,7 @@ class Output:
             raise
 
     def resume(self) -> None:
-        """Reads what an earlier run wrote, to be called before anything else; it may take long."""
+        """Read the answers of an earlier run. Call this before anything else; it may take long."""
         whole = 0
         with open(self._name, "rb") as file:
             for line in _lines(file, self._name):
@@ -66,20 +66,20 @@ class Output:
                 self._file.truncate(whole)
 
     def write(self, index: int, key: str | None, body: bytes, answer: msgspec.Struct) -> None:
-        """Appends an answer, which has left this process when it returns."""
+        """Append an answer. It has been handed to the operating system when this returns."""
         encoded = msgspec.Raw(msgspec.json.encode(answer))
         line = Line(index=index, key=key, request=f"{digest(body):016x}", answer=encoded)
         with self._lock:
             self._append(msgspec.json.encode(line) + b"\n")
 
     def sync(self) -> None:
-        """Forces to the disk what was written."""
+        """Force the written answers to the disk."""
         with self._lock:
             if self._file is not None:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Forces it to the disk and closes it. May be called again."""
+        """Force the file to the disk and close it. Idempotent."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
@@ -91,16 +91,16 @@ class Output:
         while rest and self._file is not None:
             try:
                 rest = rest[self._file.write(rest) :]
-            except OSError:  # a line may be torn: nothing may come after it
+            except OSError:  # the line may be incomplete, so nothing may be written after it
                 self._file.close()
                 self._file = None
                 raise
 
 
 def read_answers(path: str | PathLike[str], kind: type[T]) -> Iterator[SavedAnswer[T]]:
-    """The answers of an output file, `Completion`s for instance, in the order in which they came.
+    """Yield the answers of an output file, decoded as `kind` (for instance `Completion`), in the order of completion.
 
-    A last line without its end is left out. OSError: it cannot be read; ValueError: it is no such file.
+    An incomplete last line is left out. OSError: the file cannot be read; ValueError: it is no output file.
     """
     answers = decoder(kind)
     with open(path, "rb") as file:
@@ -109,7 +109,7 @@ def read_answers(path: str | PathLike[str], kind: type[T]) -> Iterator[SavedAnsw
 
 
 def digest(body: bytes) -> int:
-    """Eight bytes that tell one request from another; never 0."""
+    """Return a 64-bit hash that identifies a request's body; never 0."""
     from hashlib import blake2b  # slow to import
 
     return int.from_bytes(blake2b(body, digest_size=8).digest(), "big") or 1
@@ -130,7 +130,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[Line]:
 
 
 def _own(file: FileIO, name: str) -> None:
-    """Takes the file for this process, until it is closed. BlockingIOError: another one has it."""
+    """Lock the file for this process until it is closed. BlockingIOError: another process holds the lock."""
     if sys.platform == "win32":
         return
     import fcntl

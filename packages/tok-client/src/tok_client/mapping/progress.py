@@ -1,4 +1,4 @@
-"""How far a run is, on one line of a terminal."""
+"""Show the progress of a run in one line on a terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TextIO
 
 
 class MappingProgress:
-    """Tells on `stream`: in place, ten times a second, on a terminal, else a line every ten seconds.
+    """Progress display on `stream`: updated in place ten times a second on a terminal, else a line every ten seconds.
 
-    `total`: prompts in all, if that is known. `clock`: seconds. One whose stream is None says nothing.
+    `total` is the number of prompts, if known. `clock` returns seconds. Without a stream nothing is shown.
     """
 
     def __init__(self, stream: TextIO | None, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,19 +23,19 @@ class MappingProgress:
         self.answered = self.failed = self.skipped = 0
 
     def tell(self) -> None:
-        """Shows the counts, unless it did just before."""
+        """Show the counts, unless they were shown just before."""
         if self._stream is not None and self._clock() - self._told >= (0.1 if self._in_place else 10.0):
             self._show()
 
     def end(self) -> None:
-        """Shows the counts for the last time."""
+        """Show the counts for the last time."""
         if self._stream is not None:
             self._show()
             if self._in_place:
                 self._write("\n")
 
     def line(self) -> str:
-        """What it says now."""
+        """Return the current text."""
         count, passed = self.answered + self.failed, self._clock() - self._begun
         met, rate = count + self.skipped, count / passed if passed > 0 else 0.0
         of = "" if self._total is None else f"/{self._total} ({met / max(1, self._total):.0%})"

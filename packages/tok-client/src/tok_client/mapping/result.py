@@ -1,4 +1,4 @@
-"""What became of one prompt."""
+"""The result of one prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class MapResult(msgspec.Struct, Generic[P_co, T_co], frozen=True, kw_only=True):
-    """One prompt, its number in the input (from 0), its key if keys were made, and its answer or its error.
+    """A prompt, its number in the input (from 0), its key if the run has keys, and its answer or its error.
 
     `error` is a TokError, or the ValueError or TypeError of a prompt that cannot be sent.
     """
@@ -23,7 +23,7 @@ class MapResult(msgspec.Struct, Generic[P_co, T_co], frozen=True, kw_only=True):
     error: Exception | None = None
 
     def result(self) -> T_co:
-        """The answer; raises the error where there is none."""
+        """Return the answer; raise the error if there is none."""
         if self.answer is None:
             raise self.error or ValueError("there is neither an answer nor an error")
         return self.answer

@@ -1,4 +1,4 @@
-"""A window of requests that moves over the prompts: so many open at a time, so many held."""
+"""Run a `map`: a sliding window of requests over the prompts, with bounds on open requests and held prompts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tok_client.transport import Call, Transport, checked_timeout
 P = TypeVar("P")
 T = TypeVar("T")
 
-_HELD = 4  # times as many prompts as are open: a slow one shall not empty the window
+_HELD = 4  # held prompts as a multiple of open requests, so that one slow request does not stall the window
 
 
 class MapRun(Generic[P, T]):
-    """Answers all of `prompts`, each by the call that `make` gives. It begins with the first `read`.
+    """A run that answers all of `prompts`, each by the call that `make` returns. It begins with the first `read`.
 
-    key  makes a prompt's key, by which an output file is gone on with even where the order has changed
+    key  returns a prompt's key; with keys, a run can continue an output file even if the order of the prompts has
+         changed
 
     ValueError: an argument is not allowed.
     """
@@ -55,14 +56,17 @@ class MapRun(Generic[P, T]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun = self._read_all = False
         self._index = self._place = self._next = 0
-        self._early: dict[int, MapResult[P, T]] = {}  # by place, results that wait for those before them
+        self._early: dict[int, MapResult[P, T]] = {}  # results by place that wait for earlier ones
         self._ready: deque[MapResult[P, T]] = deque()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self.closed = False
 
     async def read(self) -> list[MapResult[P, T]]:
-        """The next results, at least one; none at the end. Raises what ends the run, after the results before it."""
+        """Return the next results: at least one, or none at the end.
+
+        Raises the error that ends the run once the results before it have been returned.
+        """
         if self.closed:
             return []
         if not self._begun:
@@ -79,7 +83,7 @@ class MapRun(Generic[P, T]):
         return results
 
     def abandon(self) -> None:
-        """Ends the run: disconnects and closes the output. To be called on the client's event loop."""
+        """End the run: disconnect and close the output. Call this on the client's event loop."""
         if self._begun and not self.closed:
             self._progress.end()
         self.closed = True
@@ -89,7 +93,7 @@ class MapRun(Generic[P, T]):
             self._output.close()
 
     async def close(self) -> None:
-        """As `abandon`; what was open has ended when it returns. May be called again."""
+        """As `abandon`, and wait until the open requests have ended. Idempotent."""
         if self._output is not None:
             await asyncio.to_thread(self._output.sync)
         self.abandon()

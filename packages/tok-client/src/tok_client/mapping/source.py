@@ -1,4 +1,4 @@
-"""Prompts from any iterable, a few at a time and no sooner than they are wanted."""
+"""Read prompts from any iterable, a few at a time and only when they are needed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 
 P = TypeVar("P")
 
-_SECONDS = 0.005  # of reading, after which what there is goes on its way
+_SECONDS = 0.005  # of reading, after which the prompts read so far are returned
 
 
 class Source(Generic[P]):
-    """Reads `prompts`. Those of a sequence are there; other iterables may block, and are read on a thread.
+    """Reader of `prompts`. Iterables other than sequences may block, and are therefore read on a thread.
 
-    `total`: how many there are, if that is known. ValueError: a text, whose characters nobody means; TypeError:
-    nothing that can be iterated.
+    `total` is the number of prompts, if known. ValueError: `prompts` is a text, whose characters would be the prompts;
+    TypeError: it is not iterable.
     """
 
     def __init__(self, prompts: Iterable[P] | AsyncIterable[P]) -> None:
@@ -32,7 +32,7 @@ class Source(Generic[P]):
             self._now = iter(prompts)
 
     async def take(self, most: int) -> list[P]:
-        """The next prompts, at least one and at most `most`; none at the end. Raises what the iterable does."""
+        """Return the next prompts: 1 to `most`, or none at the end. Raises the errors of the iterable."""
         if self._later is not None:
             return [prompt async for prompt in _first(self._later)]
         assert self._now is not None

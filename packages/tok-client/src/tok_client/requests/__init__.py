@@ -1,4 +1,4 @@
-"""Parameters of an endpoint as a call to send."""
+"""Turn the parameters of an endpoint into a Call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyword parameters to JSON: what is not given, or is `UNSET`, is not sent; None is sent as null."""
+"""Encode keyword parameters as JSON; absent and `UNSET` parameters are not sent, None is sent as null."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Object = Mapping[str, object]
 
 
 def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object | None = None) -> bytes:
-    """The JSON of a `kind` with these fields, `extra` members added as they are.
+    """Return the JSON of a `kind` with the fields `params`, and with the members of `extra` added unchanged.
 
-    TypeError: a parameter the wire does not know, or no JSON. ValueError: NaN, infinity, a lone surrogate.
+    TypeError: a parameter is unknown to the API or cannot be encoded as JSON. ValueError: NaN, infinity, a lone
+    surrogate.
     """
     for name, value in params.items():
-        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: it would be sent as null
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: msgspec would send null
             raise ValueError(f"{name} is {value}; allowed: finite numbers")
     request = kind(**params)
     try:
@@ -28,7 +29,7 @@ def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object |
 
 
 def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
-    """The path of the member `value` of a collection. ValueError, naming `name`: empty, or a lone surrogate."""
+    """Return the path of the member `value` of a collection. ValueError, naming `name`: empty, or a lone surrogate."""
     if not value:
         raise ValueError(f"{name} is ''; allowed: an id")
     from urllib.parse import quote  # slow to import, and the HTTP library has it anyway
@@ -40,7 +41,7 @@ def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
 
 
 def query_of(**given: str | int | None) -> str:
-    """The query of a URL, with what is not None, or nothing. ValueError: a lone surrogate."""
+    """Return the query of a URL with the parameters that are not None, or "". ValueError: a lone surrogate."""
     from urllib.parse import urlencode
 
     try:
@@ -51,7 +52,7 @@ def query_of(**given: str | int | None) -> str:
 
 
 def _at_fault(params: Object) -> str:
-    """The parameter that is no Unicode."""
+    """Return the name of the parameter that is not valid Unicode."""
     for name, value in params.items():
         try:
             msgspec.json.encode({name: value})

@@ -1,4 +1,4 @@
-"""Every endpoint of the API: its parameters made a Call."""
+"""Make the Call of each endpoint of the API from its parameters."""
 
 from __future__ import annotations
 
@@ -41,98 +41,98 @@ UNAVAILABLE = 503
 
 
 def embedding(input: Prompts, params: EmbeddingParams, extra: Object | None) -> Call[EmbeddingList]:
-    """`POST /embeddings`. In base64, unless the caller says otherwise: a third of the bytes, and exact."""
+    """Return the call of `POST /embeddings`. The default encoding is base64: a third of the bytes, and exact."""
     fields = {"encoding_format": "base64", **params, "input": input}
     return _post("/embeddings", EmbeddingList, body_of(EmbeddingRequest, fields, extra))
 
 
 def models() -> Call[ModelList]:
-    """`GET /models`."""
+    """Return the call of `GET /models`."""
     return Call(method="GET", path="/models", kind=ModelList)
 
 
 def model(model: str) -> Call[Model]:
-    """`GET /models/{id}`."""
+    """Return the call of `GET /models/{id}`."""
     return Call(method="GET", path=path_of("/models", "model", model), kind=Model)
 
 
 def file_list(after: str | None, limit: int | None, order: str | None, purpose: str | None) -> Call[FileList]:
-    """`GET /files`."""
+    """Return the call of `GET /files`."""
     query = query_of(after=after, limit=limit, order=order, purpose=purpose)
     return Call(method="GET", path=f"/files{query}", kind=FileList)
 
 
 def file(id: str) -> Call[FileObject]:
-    """`GET /files/{id}`."""
+    """Return the call of `GET /files/{id}`."""
     return Call(method="GET", path=path_of("/files", "file_id", id), kind=FileObject)
 
 
 def file_content(id: str) -> Call[bytes]:
-    """`GET /files/{id}/content`."""
+    """Return the call of `GET /files/{id}/content`."""
     return Call(method="GET", path=path_of("/files", "file_id", id, "/content"), kind=bytes)
 
 
 def file_deletion(id: str) -> Call[FileDeleted]:
-    """`DELETE /files/{id}`."""
+    """Return the call of `DELETE /files/{id}`."""
     return Call(method="DELETE", path=path_of("/files", "file_id", id), kind=FileDeleted)
 
 
 def batch_creation(params: BatchParams, extra: Object | None) -> Call[Batch]:
-    """`POST /batches`."""
+    """Return the call of `POST /batches`."""
     body = body_of(BatchRequest, {"completion_window": "24h", **params}, extra)
     return Call(method="POST", path="/batches", kind=Batch, body=body, repeatable=False)
 
 
 def batch_list(after: str | None, limit: int | None) -> Call[BatchList]:
-    """`GET /batches`."""
+    """Return the call of `GET /batches`."""
     return Call(method="GET", path=f"/batches{query_of(after=after, limit=limit)}", kind=BatchList)
 
 
 def batch(id: str) -> Call[Batch]:
-    """`GET /batches/{id}`."""
+    """Return the call of `GET /batches/{id}`."""
     return Call(method="GET", path=path_of("/batches", "batch_id", id), kind=Batch)
 
 
 def batch_cancellation(id: str) -> Call[Batch]:
-    """`POST /batches/{id}/cancel`."""
+    """Return the call of `POST /batches/{id}/cancel`."""
     return Call(method="POST", path=path_of("/batches", "batch_id", id, "/cancel"), kind=Batch)
 
 
 def tokens(params: TokenizeParams) -> Call[TokenizeResponse]:
-    """`POST /tokenize`."""
+    """Return the call of `POST /tokenize`."""
     body = body_of(TokenizeRequest, cast(Mapping[str, object], params))
     return Call(method="POST", path="/tokenize", kind=TokenizeResponse, body=body, at_root=True)
 
 
 def text_of_tokens(tokens: Sequence[int], model: str | None) -> Call[DetokenizeResponse]:
-    """`POST /detokenize`."""
+    """Return the call of `POST /detokenize`."""
     body = body_of(DetokenizeRequest, {"tokens": tokens, "model": UNSET if model is None else model})
     return Call(method="POST", path="/detokenize", kind=DetokenizeResponse, body=body, at_root=True)
 
 
 def health() -> Call[HealthReport]:
-    """`GET /health`. Some servers say it with the status alone."""
+    """Return the call of `GET /health`. Some servers answer with the status alone, without a body."""
     default = HealthReport(status="ready")
     return Call(method="GET", path="/health", kind=HealthReport, at_root=True, also=(UNAVAILABLE,), default=default)
 
 
 def ready() -> Call[ReadyReport]:
-    """`GET /ready`."""
+    """Return the call of `GET /ready`."""
     return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, also=(UNAVAILABLE,))
 
 
 def version() -> Call[VersionReport]:
-    """`GET /version`."""
+    """Return the call of `GET /version`."""
     return Call(method="GET", path="/version", kind=VersionReport, at_root=True)
 
 
 def metrics() -> Call[str]:
-    """`GET /metrics`."""
+    """Return the call of `GET /metrics`."""
     return Call(method="GET", path="/metrics", kind=str, at_root=True)
 
 
 def replica_restart(number: int) -> Call[ReplicaReport]:
-    """`POST /admin/replicas/{number}/restart`."""
+    """Return the call of `POST /admin/replicas/{number}/restart`."""
     path = f"/admin/replicas/{number}/restart"
     return Call(method="POST", path=path, kind=ReplicaReport, at_root=True, repeatable=False)
 

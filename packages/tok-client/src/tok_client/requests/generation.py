@@ -1,4 +1,4 @@
-"""Generation: an endpoint at which text is generated, answered whole or as a stream of chunks."""
+"""Endpoints that generate text, answered whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[A, C]):
-    """An endpoint, and what it takes and gives; for the rest see `Call`, which it makes of parameters.
+    """An endpoint with its request and answer types; the other fields are those of `Call`.
 
     TypeError, ValueError: a parameter cannot be sent.
     """
@@ -45,12 +45,12 @@ class Generation(Generic[A, C]):
     lenient_chunk: Callable[[bytes], C] | None = None
 
     def whole(self, params: Object, extra: Object | None = None) -> Call[A]:
-        """The answer whole."""
+        """Return the call whose answer comes whole."""
         body = body_of(self.request, params, extra)
         return Call(method="POST", path=self.path, kind=self.answer, body=body, lenient=self.lenient_answer)
 
     def streamed(self, params: Object, extra: Object | None = None) -> Call[C]:
-        """The answer streamed."""
+        """Return the call whose answer is streamed."""
         body = body_of(self.request, {**params, "stream": True}, extra)
         lenient = self.lenient_chunk
         return Call(method="POST", path=self.path, kind=self.chunk, body=body, ends=self.ends, lenient=lenient)

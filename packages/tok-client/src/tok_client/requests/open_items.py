@@ -1,4 +1,4 @@
-"""Of a response, what is of no known type is kept as it was sent: items, and parts of items, as objects of JSON."""
+"""Decode responses whose items or content parts have unknown types; these are kept as JSON objects."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 ITEM: JSONObject = {"type": "reasoning", "id": "", "status": "completed"}
 PART: JSONObject = {"type": "reasoning_text", "text": ""}
-"""Stand where something is that has another type, until the rest has been understood."""
+"""Placeholders for an item or a part of unknown type while the rest of an event is decoded."""
 
 
 def open_response(data: bytes) -> Response:
-    """The JSON of a response. Errors: msgspec.MsgspecError."""
+    """Return the response encoded in `data`. Errors: msgspec.MsgspecError."""
     return _response(_object(msgspec.json.decode(data)))
 
 
 def open_event(data: bytes) -> ResponseEvent:
-    """The JSON of an event. Errors: msgspec.MsgspecError, for an event of no known type, too."""
+    """Return the event encoded in `data`. Errors: msgspec.MsgspecError, also for an event of unknown type."""
     found = _object(msgspec.json.decode(data))
     if "response" in found:
         response = _object(found["response"])
@@ -53,7 +53,7 @@ def _event(found: JSONObject) -> ResponseEvent:
 
 
 def _converted(found: object, kind: type[T]) -> T:
-    decoder(kind)  # makes what the conversion needs of the type, safely
+    decoder(kind)  # fills msgspec's cache of type information under a lock, see `tok_client.decoders`
     return msgspec.convert(found, kind)
 
 

@@ -1,4 +1,4 @@
-"""The keyword parameters of `create`, under the names of the wire."""
+"""Keyword parameters of `create`, under their names in the API."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Messages = Sequence[Message | ChatMessage | Object]
 """A conversation."""
 
 Conversation = str | Messages
-"""A conversation; a text is what the user says."""
+"""A conversation; a text is one user message."""
 
 
 class GenerationParams(TypedDict, total=False):
-    """What both endpoints take; see `tok_client.types.GenerationRequest`."""
+    """Parameters of both completion endpoints; see `tok_client.types.GenerationRequest`."""
 
     model: Required[str]
     max_tokens: Maybe[int]
@@ -75,7 +75,7 @@ class GenerationParams(TypedDict, total=False):
 
 
 class CompletionOptions(GenerationParams, total=False):
-    """What `completions.create` takes but for its prompts; see `tok_client.types.CompletionRequest`."""
+    """Parameters of `completions.create` except its prompts; see `tok_client.types.CompletionRequest`."""
 
     logprobs: Maybe[int]
     echo: Maybe[bool]
@@ -84,13 +84,13 @@ class CompletionOptions(GenerationParams, total=False):
 
 
 class CompletionParams(CompletionOptions, total=False):
-    """What `completions.create` takes."""
+    """Parameters of `completions.create`."""
 
     prompt: Required[Prompts]
 
 
 class ChatCompletionOptions(GenerationParams, total=False):
-    """What `chat.completions.create` takes but for its messages; see `tok_client.types.ChatCompletionRequest`."""
+    """Parameters of `chat.completions.create` except its messages; see `tok_client.types.ChatCompletionRequest`."""
 
     logprobs: Maybe[bool]
     top_logprobs: Maybe[int]
@@ -120,13 +120,13 @@ class ChatCompletionOptions(GenerationParams, total=False):
 
 
 class ChatCompletionParams(ChatCompletionOptions, total=False):
-    """What `chat.completions.create` takes."""
+    """Parameters of `chat.completions.create`."""
 
     messages: Required[Messages]
 
 
 class ResponseParams(TypedDict, total=False):
-    """What `responses.create` takes; see `tok_client.types.ResponseRequest`. Items of an output may be sent back."""
+    """Parameters of `responses.create`; see `tok_client.types.ResponseRequest`. Output items are valid input."""
 
     input: Required[str | Sequence[InputItem | OutputItem | Object]]
     model: Maybe[str]
@@ -162,7 +162,7 @@ class ResponseParams(TypedDict, total=False):
 
 
 class EmbeddingParams(TypedDict, total=False):
-    """What `embeddings.create` takes but for its input; see `tok_client.types.EmbeddingRequest`."""
+    """Parameters of `embeddings.create` except its input; see `tok_client.types.EmbeddingRequest`."""
 
     model: Required[str]
     encoding_format: Maybe[Literal["float", "base64"]]
@@ -173,7 +173,7 @@ class EmbeddingParams(TypedDict, total=False):
 
 
 class TokenizeParams(TypedDict, total=False):
-    """What `tokenize` takes: `prompt` or `messages`; see `tok_client.types.TokenizeRequest`."""
+    """Parameters of `tokenize`: `prompt` or `messages`; see `tok_client.types.TokenizeRequest`."""
 
     model: Maybe[str]
     prompt: Maybe[str]
@@ -187,7 +187,7 @@ class TokenizeParams(TypedDict, total=False):
 
 
 class BatchParams(TypedDict, total=False):
-    """What `batches.create` takes; see `tok_client.types.BatchRequest`. `completion_window` is "24h" if not given."""
+    """Parameters of `batches.create`; see `tok_client.types.BatchRequest`. `completion_window` defaults to "24h"."""
 
     input_file_id: Required[str]
     endpoint: Required[str]

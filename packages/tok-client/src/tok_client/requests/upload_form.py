@@ -1,4 +1,4 @@
-"""A file to upload as a multipart form."""
+"""Upload a file as a multipart form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def upload(
     file: str | PathLike[str] | bytes, purpose: str, filename: str | None, expires_after: ExpiresAfter | None
 ) -> Call[FileObject]:
-    """`POST /files`. The fields come before the file, for servers that read a form as it comes."""
+    """Return the call of `POST /files`. The fields precede the file, for servers that read a form as it arrives."""
     fields = {"purpose": purpose}
     if expires_after is not None:
         fields["expires_after[anchor]"] = expires_after.anchor

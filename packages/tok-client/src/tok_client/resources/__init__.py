@@ -1,4 +1,4 @@
-"""The resources of the API, each for both clients: their names mirror its URLs."""
+"""The resources of the API, each for both clients; their names mirror its URLs."""
 
 from __future__ import annotations
 

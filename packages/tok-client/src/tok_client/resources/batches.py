@@ -1,4 +1,4 @@
-"""Batches: files of requests, answered when there is room."""
+"""Batches: files of requests that a server answers when it has capacity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class AsyncBatches:
-    """`/batches`."""
+    """The `/batches` endpoints."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -22,35 +22,35 @@ class AsyncBatches:
     async def create(
         self, *, timeout: float | None = None, extra_body: Object | None = None, **params: Unpack[BatchParams]
     ) -> Batch:
-        """Begins a batch with an uploaded file; see `BatchRequest`.
+        """Start a batch from an uploaded file; see `BatchRequest`.
 
-        Not tried again where a connection broke: the batch may have begun.
+        A broken connection is not retried, because the batch may have started.
         """
         return await self._transport.fetch(calls.batch_creation(params, extra_body), timeout)
 
     async def list(
         self, *, after: str | None = None, limit: int | None = None, timeout: float | None = None
     ) -> BatchList:
-        """All batches, the newest first; `after`: the last id of the page before."""
+        """Return all batches, the newest first; `after` is the last id of the previous page."""
         return await self._transport.fetch(calls.batch_list(after, limit), timeout)
 
     async def retrieve(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """One batch, and how far it is. NotFoundError: there is none."""
+        """Return one batch and its progress. NotFoundError: the batch does not exist."""
         return await self._transport.fetch(calls.batch(batch_id), timeout)
 
     async def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """Ends a batch early; what is answered is kept. APIStatusError (409): it has ended."""
+        """End a batch early; its answers so far are kept. APIStatusError (409): the batch has ended."""
         return await self._transport.fetch(calls.batch_cancellation(batch_id), timeout)
 
     async def wait(self, batch_id: str, *, poll: float = 5.0, timeout: float | None = None) -> Batch:
-        """The batch once it has ended, well or not; asks every `poll` seconds."""
+        """Return the batch once it has ended, successfully or not; poll every `poll` seconds."""
         while (batch := await self.retrieve(batch_id, timeout=timeout)).status not in ENDED:
             await asyncio.sleep(poll)
         return batch
 
 
 class Batches:
-    """`/batches`."""
+    """The `/batches` endpoints."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self._transport = transport
@@ -58,26 +58,26 @@ class Batches:
     def create(
         self, *, timeout: float | None = None, extra_body: Object | None = None, **params: Unpack[BatchParams]
     ) -> Batch:
-        """Begins a batch with an uploaded file; see `BatchRequest`.
+        """Start a batch from an uploaded file; see `BatchRequest`.
 
-        Not tried again where a connection broke: the batch may have begun.
+        A broken connection is not retried, because the batch may have started.
         """
         return self._transport.fetch(calls.batch_creation(params, extra_body), timeout)
 
     def list(self, *, after: str | None = None, limit: int | None = None, timeout: float | None = None) -> BatchList:
-        """All batches, the newest first; `after`: the last id of the page before."""
+        """Return all batches, the newest first; `after` is the last id of the previous page."""
         return self._transport.fetch(calls.batch_list(after, limit), timeout)
 
     def retrieve(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """One batch, and how far it is. NotFoundError: there is none."""
+        """Return one batch and its progress. NotFoundError: the batch does not exist."""
         return self._transport.fetch(calls.batch(batch_id), timeout)
 
     def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """Ends a batch early; what is answered is kept. APIStatusError (409): it has ended."""
+        """End a batch early; its answers so far are kept. APIStatusError (409): the batch has ended."""
         return self._transport.fetch(calls.batch_cancellation(batch_id), timeout)
 
     def wait(self, batch_id: str, *, poll: float = 5.0, timeout: float | None = None) -> Batch:
-        """The batch once it has ended, well or not; asks every `poll` seconds."""
+        """Return the batch once it has ended, successfully or not; poll every `poll` seconds."""
         while (batch := self.retrieve(batch_id, timeout=timeout)).status not in ENDED:
             time.sleep(poll)
         return batch

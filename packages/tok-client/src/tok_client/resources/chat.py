@@ -13,7 +13,7 @@ from tok_client.types import ChatCompletion, ChatCompletionChunk
 
 
 class AsyncChatCompletions(AsyncResource):
-    """`/chat/completions`."""
+    """The `/chat/completions` endpoints."""
 
     @overload
     async def create(
@@ -53,10 +53,10 @@ class AsyncChatCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionParams],
     ) -> ChatCompletion | AsyncStream[ChatCompletionChunk]:
-        """Answers `messages`; with `stream`, gives an iterator of what the answer gains.
+        """Answer `messages`; with `stream`, return an iterator over the chunks of the answer.
 
-        The other parameters are those of the wire: see `ChatCompletionRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `ChatCompletionRequest`. Parameters not given are not sent.
+        `timeout` (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return await self._generate(CHAT, params, extra_body, timeout, stream=stream)
 
@@ -69,16 +69,16 @@ class AsyncChatCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionMapParams],
     ) -> AsyncMap[Conversation, ChatCompletion]:
-        """Answers all of `conversations`, of which there may be millions, many at a time.
+        """Answer all of `conversations`, of which there may be millions, with many requests open at a time.
 
-        See `AsyncMap` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(conversations, chats_of, key, params, extra_body, timeout)
 
 
 class ChatCompletions(Resource):
-    """`/chat/completions`."""
+    """The `/chat/completions` endpoints."""
 
     @overload
     def create(
@@ -118,10 +118,10 @@ class ChatCompletions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionParams],
     ) -> ChatCompletion | Stream[ChatCompletionChunk]:
-        """Answers `messages`; with `stream`, gives an iterator of what the answer gains.
+        """Answer `messages`; with `stream`, return an iterator over the chunks of the answer.
 
-        The other parameters are those of the wire: see `ChatCompletionRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `ChatCompletionRequest`. Parameters not given are not sent.
+        `timeout` (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return self._generate(CHAT, params, extra_body, timeout, stream=stream)
 
@@ -134,23 +134,23 @@ class ChatCompletions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionMapParams],
     ) -> Map[Conversation, ChatCompletion]:
-        """Answers all of `conversations`, of which there may be millions, many at a time.
+        """Answer all of `conversations`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a later
+        run continues an output file. The other parameters are those of `create`.
         """
         return self._map(conversations, chats_of, key, params, extra_body, timeout)
 
 
 class AsyncChat:
-    """`/chat`."""
+    """The `/chat` endpoints."""
 
     def __init__(self, transport: Transport) -> None:
         self.completions = AsyncChatCompletions(transport)
 
 
 class Chat:
-    """`/chat`."""
+    """The `/chat` endpoints."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self.completions = ChatCompletions(transport)

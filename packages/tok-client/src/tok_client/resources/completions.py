@@ -13,7 +13,7 @@ from tok_client.types import Completion
 
 
 class AsyncCompletions(AsyncResource):
-    """`/completions`."""
+    """The `/completions` endpoints."""
 
     @overload
     async def create(
@@ -53,10 +53,10 @@ class AsyncCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionParams],
     ) -> Completion | AsyncStream[Completion]:
-        """Completes `prompt`; with `stream`, gives an iterator of what it gains.
+        """Complete `prompt`; with `stream`, return an iterator over the chunks of the completion.
 
-        The other parameters are those of the wire: see `CompletionRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `CompletionRequest`. Parameters not given are not sent. `timeout`
+        (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return await self._generate(COMPLETION, params, extra_body, timeout, stream=stream)
 
@@ -69,16 +69,16 @@ class AsyncCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionMapParams],
     ) -> AsyncMap[Prompt, Completion]:
-        """Answers all of `prompts`, of which there may be millions, many at a time.
+        """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
 
-        See `AsyncMap` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a later
+        run continues an output file. The other parameters are those of `create`.
         """
         return self._map(prompts, completions_of, key, params, extra_body, timeout)
 
 
 class Completions(Resource):
-    """`/completions`."""
+    """The `/completions` endpoints."""
 
     @overload
     def create(
@@ -118,10 +118,10 @@ class Completions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionParams],
     ) -> Completion | Stream[Completion]:
-        """Completes `prompt`; with `stream`, gives an iterator of what it gains.
+        """Complete `prompt`; with `stream`, return an iterator over the chunks of the completion.
 
-        The other parameters are those of the wire: see `CompletionRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `CompletionRequest`. Parameters not given are not sent. `timeout`
+        (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return self._generate(COMPLETION, params, extra_body, timeout, stream=stream)
 
@@ -134,9 +134,9 @@ class Completions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionMapParams],
     ) -> Map[Prompt, Completion]:
-        """Answers all of `prompts`, of which there may be millions, many at a time.
+        """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a later run
+        continues an output file. The other parameters are those of `create`.
         """
         return self._map(prompts, completions_of, key, params, extra_body, timeout)

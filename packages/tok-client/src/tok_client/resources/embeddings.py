@@ -12,7 +12,7 @@ from tok_client.types import EmbeddingList
 
 
 class AsyncEmbeddings(AsyncResource):
-    """`/embeddings`."""
+    """The `/embeddings` endpoints."""
 
     async def create(
         self,
@@ -22,11 +22,11 @@ class AsyncEmbeddings(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingParams],
     ) -> EmbeddingList:
-        """Vectors that stand for the inputs; `Embedding.vector()` gives one's numbers.
+        """Return one embedding vector per input; `Embedding.vector()` decodes it.
 
-        The other parameters are those of the wire: see `EmbeddingRequest`. Vectors travel in base64 unless
-        `encoding_format` says otherwise. `timeout` (seconds) takes the place of the client's; `extra_body` is added to
-        the JSON body as it is.
+        The other parameters are those of the API: see `EmbeddingRequest`. Vectors are sent in base64 unless
+        `encoding_format` says otherwise. `timeout` (seconds) replaces the client's; the members of `extra_body` are
+        added to the JSON body unchanged.
         """
         return await self._transport.fetch(calls.embedding(input, params, extra_body), timeout)
 
@@ -39,16 +39,16 @@ class AsyncEmbeddings(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingMapParams],
     ) -> AsyncMap[Prompt, EmbeddingList]:
-        """Answers all of `inputs`, of which there may be millions, many at a time.
+        """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
 
-        See `AsyncMap` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns an input's key, by which a later
+        run continues an output file. The other parameters are those of `create`.
         """
         return self._map(inputs, embeddings_of, key, params, extra_body, timeout)
 
 
 class Embeddings(Resource):
-    """`/embeddings`."""
+    """The `/embeddings` endpoints."""
 
     def create(
         self,
@@ -58,11 +58,11 @@ class Embeddings(Resource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingParams],
     ) -> EmbeddingList:
-        """Vectors that stand for the inputs; `Embedding.vector()` gives one's numbers.
+        """Return one embedding vector per input; `Embedding.vector()` decodes it.
 
-        The other parameters are those of the wire: see `EmbeddingRequest`. Vectors travel in base64 unless
-        `encoding_format` says otherwise. `timeout` (seconds) takes the place of the client's; `extra_body` is added to
-        the JSON body as it is.
+        The other parameters are those of the API: see `EmbeddingRequest`. Vectors are sent in base64 unless
+        `encoding_format` says otherwise. `timeout` (seconds) replaces the client's; the members of `extra_body` are
+        added to the JSON body unchanged.
         """
         return self._transport.fetch(calls.embedding(input, params, extra_body), timeout)
 
@@ -75,9 +75,9 @@ class Embeddings(Resource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingMapParams],
     ) -> Map[Prompt, EmbeddingList]:
-        """Answers all of `inputs`, of which there may be millions, many at a time.
+        """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results, `MapOptions` for how it goes about it; `key` makes a key for each, by which an
-        output is gone on with. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns an input's key, by which a later run
+        continues an output file. The other parameters are those of `create`.
         """
         return self._map(inputs, embeddings_of, key, params, extra_body, timeout)

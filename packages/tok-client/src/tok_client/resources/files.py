@@ -1,4 +1,4 @@
-"""Files: what batches read and write."""
+"""Files: the input and output of batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
 
 
 class AsyncFiles:
-    """`/files`."""
+    """The `/files` endpoints."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -25,9 +25,9 @@ class AsyncFiles:
         expires_after: ExpiresAfter | None = None,
         timeout: float | None = None,
     ) -> FileObject:
-        """Uploads the file at a path, or these bytes. A file is read as it is sent, a piece at a time.
+        """Upload the file at a path, or the given bytes. A file is read in pieces while it is sent.
 
-        `filename` is what the server shall call it. OSError: it cannot be read.
+        `filename` is the file's name on the server. OSError: the file cannot be read.
         """
         return await self._transport.fetch(upload(file, purpose, filename, expires_after), timeout)
 
@@ -40,31 +40,31 @@ class AsyncFiles:
         purpose: str | None = None,
         timeout: float | None = None,
     ) -> FileList:
-        """The files that the server keeps; `after`: the last id of the page before."""
+        """Return the files that the server stores; `after` is the last id of the previous page."""
         return await self._transport.fetch(calls.file_list(after, limit, order, purpose), timeout)
 
     async def retrieve(self, file_id: str, *, timeout: float | None = None) -> FileObject:
-        """One file, without its content. NotFoundError: there is none."""
+        """Return one file, without its content. NotFoundError: the file does not exist."""
         return await self._transport.fetch(calls.file(file_id), timeout)
 
     async def content(self, file_id: str, *, timeout: float | None = None) -> bytes:
-        """What a file holds, in memory; see `save` for large ones."""
+        """Return a file's content, held in memory; use `save` for large files."""
         return await self._transport.fetch(calls.file_content(file_id), timeout)
 
     async def save(self, file_id: str, path: str | PathLike[str], *, timeout: float | None = None) -> int:
-        """Writes what a file holds to `path`, which appears when it is whole; gives its size in bytes.
+        """Write a file's content to `path`, which appears once it is complete. Returns its size in bytes.
 
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         """
         return await self._transport.save(calls.file_content(file_id), path, timeout)
 
     async def delete(self, file_id: str, *, timeout: float | None = None) -> FileDeleted:
-        """Deletes a file. APIStatusError (409): a batch still reads it."""
+        """Delete a file. APIStatusError (409): a batch still reads it."""
         return await self._transport.fetch(calls.file_deletion(file_id), timeout)
 
 
 class Files:
-    """`/files`."""
+    """The `/files` endpoints."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self._transport = transport
@@ -78,9 +78,9 @@ class Files:
         expires_after: ExpiresAfter | None = None,
         timeout: float | None = None,
     ) -> FileObject:
-        """Uploads the file at a path, or these bytes. A file is read as it is sent, a piece at a time.
+        """Upload the file at a path, or the given bytes. A file is read in pieces while it is sent.
 
-        `filename` is what the server shall call it. OSError: it cannot be read.
+        `filename` is the file's name on the server. OSError: the file cannot be read.
         """
         return self._transport.fetch(upload(file, purpose, filename, expires_after), timeout)
 
@@ -93,24 +93,24 @@ class Files:
         purpose: str | None = None,
         timeout: float | None = None,
     ) -> FileList:
-        """The files that the server keeps; `after`: the last id of the page before."""
+        """Return the files that the server stores; `after` is the last id of the previous page."""
         return self._transport.fetch(calls.file_list(after, limit, order, purpose), timeout)
 
     def retrieve(self, file_id: str, *, timeout: float | None = None) -> FileObject:
-        """One file, without its content. NotFoundError: there is none."""
+        """Return one file, without its content. NotFoundError: the file does not exist."""
         return self._transport.fetch(calls.file(file_id), timeout)
 
     def content(self, file_id: str, *, timeout: float | None = None) -> bytes:
-        """What a file holds, in memory; see `save` for large ones."""
+        """Return a file's content, held in memory; use `save` for large files."""
         return self._transport.fetch(calls.file_content(file_id), timeout)
 
     def save(self, file_id: str, path: str | PathLike[str], *, timeout: float | None = None) -> int:
-        """Writes what a file holds to `path`, which appears when it is whole; gives its size in bytes.
+        """Write a file's content to `path`, which appears once it is complete. Returns its size in bytes.
 
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         """
         return self._transport.save(calls.file_content(file_id), path, timeout)
 
     def delete(self, file_id: str, *, timeout: float | None = None) -> FileDeleted:
-        """Deletes a file. APIStatusError (409): a batch still reads it."""
+        """Delete a file. APIStatusError (409): a batch still reads it."""
         return self._transport.fetch(calls.file_deletion(file_id), timeout)

@@ -1,4 +1,4 @@
-"""The models that a server has."""
+"""The models that a server serves."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from tok_client.types import Model, ModelList
 
 
 class AsyncModels:
-    """`/models`."""
+    """The `/models` endpoints."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     async def list(self, *, timeout: float | None = None) -> ModelList:
-        """The models that the server has."""
+        """Return the models that the server serves."""
         return await self._transport.fetch(calls.models(), timeout)
 
     async def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
-        """The model with the id `model`. NotFoundError: there is none."""
+        """Return the model with the id `model`. NotFoundError: the model does not exist."""
         return await self._transport.fetch(calls.model(model), timeout)
 
 
 class Models:
-    """`/models`."""
+    """The `/models` endpoints."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self._transport = transport
 
     def list(self, *, timeout: float | None = None) -> ModelList:
-        """The models that the server has."""
+        """Return the models that the server serves."""
         return self._transport.fetch(calls.models(), timeout)
 
     def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
-        """The model with the id `model`. NotFoundError: there is none."""
+        """Return the model with the id `model`. NotFoundError: the model does not exist."""
         return self._transport.fetch(calls.model(model), timeout)

@@ -1,4 +1,4 @@
-"""What a server answers beside OpenAI's API: tokens, health, version, metrics."""
+"""Endpoints beside OpenAI's API: tokenisation, health, version, metrics, restarts."""
 
 from __future__ import annotations
 
@@ -18,74 +18,74 @@ from tok_client.types import (
 
 
 class AsyncOperations:
-    """What is served beside the API: below the server's root, not its `/v1`."""
+    """Endpoints beside the API, served below the server's root rather than its `/v1`."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     async def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
-        """The tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
+        """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
         return await self._transport.fetch(calls.tokens(params), timeout)
 
     async def detokenize(
         self, tokens: Sequence[int], *, model: str | None = None, timeout: float | None = None
     ) -> DetokenizeResponse:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return await self._transport.fetch(calls.text_of_tokens(tokens, model), timeout)
 
     async def health(self, *, timeout: float | None = None) -> HealthReport:
-        """How the server does: it takes requests where `status` is "ready"."""
+        """Return the server's health. It takes requests if `status` is "ready"."""
         return await self._transport.fetch(calls.health(), timeout)
 
     async def ready(self, *, timeout: float | None = None) -> ReadyReport:
-        """Whether the server takes requests."""
+        """Return whether the server takes requests."""
         return await self._transport.fetch(calls.ready(), timeout)
 
     async def version(self, *, timeout: float | None = None) -> VersionReport:
-        """The server's version."""
+        """Return the server's version."""
         return await self._transport.fetch(calls.version(), timeout)
 
     async def metrics(self, *, timeout: float | None = None) -> str:
-        """What the server measures, in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         return await self._transport.fetch(calls.metrics(), timeout)
 
     async def restart_replica(self, number: int, *, timeout: float | None = None) -> ReplicaReport:
-        """Starts a replica anew once it has ended what it computes; wants the admin key as `api_key`."""
+        """Restart a replica after its open requests; requires the admin key as `api_key`."""
         return await self._transport.fetch(calls.replica_restart(number), timeout)
 
 
 class Operations:
-    """What is served beside the API: below the server's root, not its `/v1`."""
+    """Endpoints beside the API, served below the server's root rather than its `/v1`."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self._transport = transport
 
     def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
-        """The tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
+        """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
         return self._transport.fetch(calls.tokens(params), timeout)
 
     def detokenize(
         self, tokens: Sequence[int], *, model: str | None = None, timeout: float | None = None
     ) -> DetokenizeResponse:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return self._transport.fetch(calls.text_of_tokens(tokens, model), timeout)
 
     def health(self, *, timeout: float | None = None) -> HealthReport:
-        """How the server does: it takes requests where `status` is "ready"."""
+        """Return the server's health. It takes requests if `status` is "ready"."""
         return self._transport.fetch(calls.health(), timeout)
 
     def ready(self, *, timeout: float | None = None) -> ReadyReport:
-        """Whether the server takes requests."""
+        """Return whether the server takes requests."""
         return self._transport.fetch(calls.ready(), timeout)
 
     def version(self, *, timeout: float | None = None) -> VersionReport:
-        """The server's version."""
+        """Return the server's version."""
         return self._transport.fetch(calls.version(), timeout)
 
     def metrics(self, *, timeout: float | None = None) -> str:
-        """What the server measures, in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         return self._transport.fetch(calls.metrics(), timeout)
 
     def restart_replica(self, number: int, *, timeout: float | None = None) -> ReplicaReport:
-        """Starts a replica anew once it has ended what it computes; wants the admin key as `api_key`."""
+        """Restart a replica after its open requests; requires the admin key as `api_key`."""
         return self._transport.fetch(calls.replica_restart(number), timeout)

@@ -1,4 +1,4 @@
-"""What resources have in common: answers whole or streamed, and maps over many inputs."""
+"""Common base of resources: whole and streamed answers, and maps over many inputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ C = TypeVar("C")
 P = TypeVar("P")
 
 CallsOf = Callable[[Object, Object | None], Callable[[P], Call[A]]]
-"""Parameters, and what is added to the body, as what makes a call of an input."""
+"""Function from the parameters and the extra body members to a function from an input to its call."""
 
 
 class AsyncResource:
-    """Endpoints of the API."""
+    """A group of endpoints of the API, for async code."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -44,7 +44,7 @@ class AsyncResource:
 
 
 class Resource:
-    """Endpoints of the API, for code that blocks."""
+    """A group of endpoints of the API, for blocking code."""
 
     def __init__(self, transport: BlockingTransport) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""Responses: answers in items, of which nothing is kept."""
+"""The Responses API without stored state: answers consist of items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_client.types import Response, ResponseEvent
 
 
 class AsyncResponses(AsyncResource):
-    """`/responses`."""
+    """The `/responses` endpoints."""
 
     @overload
     async def create(
@@ -51,16 +51,16 @@ class AsyncResponses(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[ResponseParams],
     ) -> Response | AsyncStream[ResponseEvent]:
-        """Answers `input`; with `stream`, gives an iterator of the events by which the response comes to be.
+        """Answer `input`; with `stream`, return an iterator over the events of the response.
 
-        The other parameters are those of the wire: see `ResponseRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `ResponseRequest`. Parameters not given are not sent. `timeout`
+        (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return await self._generate(RESPONSE, params, extra_body, timeout, stream=stream)
 
 
 class Responses(Resource):
-    """`/responses`."""
+    """The `/responses` endpoints."""
 
     @overload
     def create(
@@ -100,9 +100,9 @@ class Responses(Resource):
         extra_body: Object | None = None,
         **params: Unpack[ResponseParams],
     ) -> Response | Stream[ResponseEvent]:
-        """Answers `input`; with `stream`, gives an iterator of the events by which the response comes to be.
+        """Answer `input`; with `stream`, return an iterator over the events of the response.
 
-        The other parameters are those of the wire: see `ResponseRequest`. What is not given is not sent.
-        `timeout` (seconds) takes the place of the client's; `extra_body` is added to the JSON body as it is.
+        The other parameters are those of the API: see `ResponseRequest`. Parameters not given are not sent. `timeout`
+        (seconds) replaces the client's; the members of `extra_body` are added to the JSON body unchanged.
         """
         return self._generate(RESPONSE, params, extra_body, timeout, stream=stream)

@@ -1,4 +1,4 @@
-"""Send calls over HTTP: one session, retries, streams, and blocking use of all that."""
+"""Send calls over HTTP: one session, retries, streams, and a blocking interface to them."""
 
 from __future__ import annotations
 

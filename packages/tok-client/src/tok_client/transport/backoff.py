@@ -1,4 +1,4 @@
-"""When to try again: exponential back-off with jitter, never sooner than the server's Retry-After."""
+"""Decide whether and when to retry: exponential back-off with jitter, never sooner than the server's Retry-After."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tok_client.errors import APIConnectionError, APIStatusError, APITimeoutErro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """How long to wait before a retry. Times in seconds.
+    """Delays before retries, in seconds.
 
-    The k-th retry waits `first` × 2^(k−1), at most `most`, times a random factor from 1/2 to 1, and at least
-    as long as Retry-After says. `clock` gives seconds since 1970, `sleep` waits, `uniform` draws from [0, 1).
+    The k-th retry waits `first` × 2^(k−1), at most `most`, times a random factor from 1/2 to 1, and at least as long as
+    Retry-After says. `clock` returns seconds since 1970, `sleep` waits, `uniform` returns a random number in [0, 1).
     """
 
     first: float = 0.5
@@ -27,17 +27,17 @@ class Backoff:
     uniform: Callable[[], float] = random.random
 
     def delay(self, retry: int, error: TokError) -> float:
-        """Seconds to wait before retry number `retry` (from 1) after `error`."""
+        """Return the seconds to wait before retry number `retry` (from 1) after `error`."""
         waited = min(self.most, self.first * 2.0 ** min(retry - 1, 60)) * (1 + self.uniform()) / 2
         asked = error.retry_after if isinstance(error, APIStatusError) else None
         return max(waited, _seconds(asked, self.clock()) if asked else 0.0)
 
 
 def may_retry(error: TokError, *, repeatable: bool = True) -> bool:
-    """Whether the same request may do better: broken connections, statuses 408, 409, 429 and from 500 on, but for 501.
+    """Return whether a retry may succeed: broken connections, and statuses 408, 409, 429 and 500 and above, except 501.
 
-    Not after a timeout: the server may still be at work on the request, and a second one would double its
-    load. One that is not repeatable may only follow a refusal: 429 and 503.
+    Timeouts are not retried: the server may still be processing the request, and a second one would double its load. A
+    request that is not repeatable is retried only after a refusal: 429 and 503.
     """
     if not repeatable:
         return isinstance(error, APIStatusError) and error.status_code in (429, 503)
@@ -47,7 +47,7 @@ def may_retry(error: TokError, *, repeatable: bool = True) -> bool:
 
 
 def _seconds(retry_after: str, now: float) -> float:
-    """The header's seconds, or those until its date; 0 where it is neither (RFC 9110, section 10.2.3)."""
+    """Return the header's seconds, or those until its date; 0 if it is neither (RFC 9110, section 10.2.3)."""
     try:
         seconds = float(retry_after)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The transport as blocking code uses it: the same calls, run on the loop's thread."""
+"""Blocking interface to the transport: the same calls, run on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class BlockingTransport:
-    """Waits for what `transport` does on `thread`."""
+    """A blocking view of `transport`, whose calls run on `thread`."""
 
     def __init__(self, transport: Transport, thread: LoopThread) -> None:
         self.transport = transport
         self.thread = thread
 
     def fetch(self, call: Call[T], timeout: float | None = None) -> T:
-        """As `Transport.fetch`."""
+        """Fetch as `Transport.fetch`."""
         return self.thread.call(lambda: self.transport.fetch(call, timeout))
 
     def stream(self, call: Call[T], timeout: float | None = None) -> Stream[T]:
-        """As `Transport.stream`."""
+        """Stream as `Transport.stream`."""
         return Stream(self.thread.call(lambda: self.transport.stream(call, timeout)), self.thread)
 
     def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
-        """As `Transport.save`."""
+        """Save as `Transport.save`."""
         return self.thread.call(lambda: self.transport.save(call, path, timeout))

@@ -1,4 +1,4 @@
-"""One request to the API as a value: both clients send the same ones."""
+"""One API request as a value, which both clients send in the same way."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ T = TypeVar("T")
 
 
 class Call(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What to send, and what kind of answer to expect.
+    """A request to send, and the kind of answer to expect.
 
     path        below the base URL; with `at_root`, below the server's root: the base URL without its "/v1"
-    kind        the type of the answer, or of each chunk; `str` and `bytes` stand for the body as it is
+    kind        type of the answer, or of each chunk; `str` and `bytes` stand for the undecoded body
     body        JSON
-    form        makes a form to send instead of `body`, anew for each try
-    also        error statuses that may come with an answer of this kind
-    default     the answer where the body is empty
-    ends        chunks of these types are the last of a stream, which then needs no [DONE]; of such streams, chunks of
-                types that are not known are left out
-    lenient     reads an answer or chunk that is no `kind` to the letter; None: nothing does. It raises MsgspecError
-    repeatable  whether it does no harm when sent twice; if not, it is tried again only where the server refused it
+    form        makes a form to send instead of `body`, a new one for each attempt
+    also        error statuses whose body may be an answer of this kind
+    default     answer to use if the body is empty
+    ends        chunk types that end a stream, which then needs no [DONE]; such a stream's chunks of unknown type are
+                dropped
+    lenient     decodes an answer or chunk that does not match `kind`; raises MsgspecError. None: there is no such
+                decoder
+    repeatable  whether sending the request twice is harmless. If not, it is retried only after a refusal by the server
     """
 
     method: str

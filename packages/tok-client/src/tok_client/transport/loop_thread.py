@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, so that blocking code can use the async client."""
+"""An event loop on a separate thread, through which blocking code uses the async client."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 5.0  # upper bound on the wait for the thread to end
 
-# A signal that arrives just before its thread begins to wait does not end the wait: Ctrl-C is noticed after so long.
+# A signal that arrives just before its thread begins to wait does not end the wait; this bounds the delay of Ctrl-C.
 _SIGNAL_SECONDS = 0.5
 
 
 class LoopThread:
-    """Runs coroutines for blocking callers, of any number of threads; its own thread starts at the first
-    call.
+    """Thread with an event loop that runs coroutines for blocking callers of any number of threads.
 
-    `last` is awaited when it stops: at `stop()`, when nothing refers to it any more, or at the interpreter's
-    exit.
+    The thread starts at the first call. `last` is awaited when the loop stops: at `stop()`, when this object is
+    garbage-collected, or at the interpreter's exit.
     """
 
     def __init__(self, last: Callable[[], Coroutine[object, object, None]]) -> None:
@@ -37,15 +36,16 @@ class LoopThread:
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` has been called."""
+        """Return whether `stop` has been called."""
         return self._stopped
 
     def call(self, function: Callable[[], Coroutine[object, object, T]]) -> T:
-        """Runs `function()` on the loop and waits for it; what interrupts the wait cancels it as well.
+        """Run `function()` on the loop and wait for its result.
 
-        RuntimeError: stopped, before or during the call; or called in a process forked since the first call.
+        An exception that interrupts the wait cancels the coroutine. RuntimeError: the loop was stopped before or during
+        the call, or the process was forked since the first call.
         """
-        with self._lock:  # so that what `stop` cancels includes this
+        with self._lock:  # so that `stop` cancels this coroutine, too
             loop = self._started()
             future = asyncio.run_coroutine_threadsafe(function(), loop)
         try:
@@ -57,13 +57,13 @@ class LoopThread:
             raise
 
     def post(self, function: Callable[[], None]) -> None:
-        """Runs `function()` on the loop some time soon; nothing happens where the loop has stopped."""
+        """Schedule `function()` on the loop without waiting; does nothing if the loop has stopped."""
         if self._loop is not None and self._pid == os.getpid():
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancels what runs, awaits `last` and ends the thread. May be called again."""
+        """Cancel all running coroutines, await `last` and end the thread. Idempotent."""
         with self._lock:
             self._stopped = True
             finalizer = self._finalizer
@@ -85,7 +85,7 @@ class LoopThread:
 
 
 def _result(future: Future[T]) -> T:
-    """Wait for the result, and now and then look for signals."""
+    """Wait for the result in short intervals, so that signals are noticed."""
     while True:
         try:
             return future.result(_SIGNAL_SECONDS)
@@ -109,7 +109,7 @@ def _stop(
     pid: int,
     last: Callable[[], Coroutine[object, object, None]],
 ) -> None:
-    if pid != os.getpid():  # a fork has the loop but not its thread
+    if pid != os.getpid():  # a forked process has the loop but not its thread
         return
     asyncio.run_coroutine_threadsafe(_finish(loop, last), loop)
     if threading.current_thread() is not thread:  # the garbage collector may run on any thread

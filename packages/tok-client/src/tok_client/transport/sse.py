@@ -1,4 +1,4 @@
-"""Server-sent events from bytes that may be cut anywhere (WHATWG HTML, section 9.2)."""
+"""Decode server-sent events from bytes that may be split anywhere (WHATWG HTML, section 9.2)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class ServerSentEvent(NamedTuple):
-    """One event: its name ("message" unless told otherwise) and its data, UTF-8, lines joined by LF."""
+    """One event: its name ("message" if the stream gives none) and its data in UTF-8, lines joined by LF."""
 
     event: str
     data: bytes
 
 
 class SSEDecoder:
-    """Turns the bytes of a stream into its events.
+    """Decoder that turns the bytes of a stream into its events.
 
-    Bytes stay bytes: line ends are ASCII, so that a cut within a character of UTF-8 needs no care. An event
-    that the stream ends within is never given out.
+    The decoder works on bytes: line ends are ASCII, so that a split within a UTF-8 character does no harm. An
+    incomplete event at the end of the stream is dropped.
     """
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
-        self._rest = bytearray()  # of a line that has not ended
+        self._rest = bytearray()  # of an incomplete line
         self._started = False  # the byte order mark, if any, has been passed
         self._skip_lf = False  # the last line ended in CR: an LF right after it belongs to it
         self._event = ""
@@ -34,14 +34,14 @@ class SSEDecoder:
         self._size = 0
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """The events that `chunk` completes. APIResponseError: one has more than `max_event_bytes`."""
+        """Return the events that `chunk` completes. APIResponseError: an event has more than `max_event_bytes`."""
         events = [event for line in self._lines(chunk) if (event := self._line(line)) is not None]
         if self._size + len(self._rest) > self._max_event_bytes:
             raise APIResponseError(f"the stream has an event of more than {self._max_event_bytes} bytes")
         return events
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        """The lines that `chunk` completes, without their ends."""
+        """Return the lines that `chunk` completes, without their ends."""
         if not self._started:
             chunk = self._after_bom(chunk)
         if self._skip_lf and chunk:
@@ -56,7 +56,7 @@ class SSEDecoder:
         return lines
 
     def _after_bom(self, chunk: bytes) -> bytes:
-        """`chunk` after what was held back, without a byte order mark; b"" while that is undecided."""
+        """Return the held-back bytes and `chunk` without a byte order mark; b"" while the mark is incomplete."""
         chunk = bytes(self._rest) + chunk
         self._rest.clear()
         if len(chunk) < len(_BOM) and _BOM.startswith(chunk):

@@ -1,4 +1,4 @@
-"""A streamed answer as an iterator of chunks, async or not."""
+"""A streamed answer as an iterator of chunks, async or blocking."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-_DRAIN_SECONDS = 0.2
+_DRAIN_SECONDS = 0.2  # upper bound on the wait for the end of the body after the last chunk
 
 
 class AsyncStream(Generic[T_co]):
-    """The chunks of a streamed answer, as they arrive; closing it early disconnects, which ends the request.
+    """The chunks of a streamed answer as they arrive. Closing it early disconnects, which ends the request.
 
     Use it as an async context manager, or read it to its end. `request_id` is the header x-request-id.
 
-    Iterating raises StreamError where the server reports an error, APIResponseError where an event makes no
-    sense, both after the chunks ahead of it; APITimeoutError where nothing comes for `timeout` seconds; and
-    APIConnectionError where the stream ends before its [DONE]. Of a connection that is reset, chunks not yet
-    read may be lost.
+    Iterating raises StreamError if the server reports an error, and APIResponseError if an event cannot be decoded,
+    both after the preceding chunks. It raises APITimeoutError if nothing arrives for `timeout` seconds, and
+    APIConnectionError if the stream ends before its [DONE]. If the connection is reset, chunks not yet read may be
+    lost.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, call: Call[T_co]) -> None:
@@ -46,17 +46,17 @@ class AsyncStream(Generic[T_co]):
         self._ends = call.ends
         self._tags = _tags(call.kind) if call.ends else frozenset()
         self._ready: deque[T_co] = deque()
-        self._done = False  # [DONE] has come
-        self._failure: TokError | None = None  # to be raised after the chunks ahead of it
+        self._done = False  # the last chunk has arrived: [DONE], or a chunk of a type in `ends`
+        self._failure: TokError | None = None  # raised after the preceding chunks
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether no further chunk will be received."""
+        """Return whether no further chunk will be received."""
         return self._closed
 
     async def read(self) -> list[T_co]:
-        """The chunks that arrive next, at least one; none at the end."""
+        """Return the chunks that arrive next: at least one, or none at the end."""
         chunks: list[T_co] = []
         while not chunks and not self._closed:
             if self._failure is not None:
@@ -69,18 +69,18 @@ class AsyncStream(Generic[T_co]):
         return chunks
 
     def abandon(self) -> None:
-        """Disconnects, unless the stream was read to its end. To be called on the client's event loop."""
+        """Disconnect, unless the stream was read to its end. Call this on the client's event loop."""
         self._closed = True
         self._response.close()
 
     def break_off(self, reason: str) -> None:
-        """Disconnects; the next read raises APIConnectionError, unless all chunks have come."""
+        """Disconnect; the next read raises APIConnectionError, unless all chunks have arrived."""
         if not self._done:
             self._failure = APIConnectionError(reason)
         self._response.close()
 
     async def close(self) -> None:
-        """Disconnects, unless the stream has been read to its end. May be called again."""
+        """Disconnect, unless the stream was read to its end. Idempotent."""
         self.abandon()
         self._ready.clear()
 
@@ -113,7 +113,7 @@ class AsyncStream(Generic[T_co]):
         return chunks
 
     def _decode(self, event: ServerSentEvent) -> T_co | None:
-        """None: a chunk of a type that is not known."""
+        """Return the chunk; None if its type is unknown."""
         if event.event == "error":
             raise event_error(event.data)
         try:
@@ -124,16 +124,16 @@ class AsyncStream(Generic[T_co]):
             raise event_error(event.data) from error
 
     async def _finish(self) -> None:
-        """Reads to the end of the body, so that the connection can be used again; waits only briefly."""
+        """Read to the end of the body, so that the connection can be reused; waits at most _DRAIN_SECONDS."""
         self._closed = True
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
                 with translating(self._response.url):
                     while await self._response.content.readany():
-                        pass  # what comes after the last chunk means nothing
+                        pass  # bytes after the last chunk are ignored
                     self._response.release()
         except (TimeoutError, APIConnectionError):
-            pass  # the answer is whole; only the connection is lost
+            pass  # the answer is complete; only the connection is lost
         finally:
             self._response.close()
 
@@ -157,7 +157,7 @@ class AsyncStream(Generic[T_co]):
 
 
 def decoded(data: bytes, decoder: msgspec.json.Decoder[T], lenient: Callable[[bytes], T] | None) -> T:
-    """What the JSON says; read leniently where it is not to the letter what it should be. Errors: MsgspecError."""
+    """Decode JSON; if it does not match the decoder's type, decode it with `lenient`. Errors: MsgspecError."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError:
@@ -167,15 +167,15 @@ def decoded(data: bytes, decoder: msgspec.json.Decoder[T], lenient: Callable[[by
 
 
 def _tags(kind: object) -> frozenset[str]:
-    """The types of chunks in a union of them."""
+    """Return the `type` tags of a union of chunk types."""
     return frozenset(str(one.__struct_config__.tag) for one in get_args(kind))
 
 
 class Stream(Generic[T_co]):
-    """The chunks of a streamed answer, as they arrive; closing it early disconnects, which ends the request.
+    """The chunks of a streamed answer as they arrive. Closing it early disconnects, which ends the request.
 
-    Use it as a context manager, or read it to its end; one that is dropped half-read closes itself. It raises
-    what `AsyncStream` does.
+    Use it as a context manager, or read it to its end; it also closes when it is garbage-collected. It raises the
+    errors of `AsyncStream`.
     """
 
     def __init__(self, source: AsyncStream[T_co], thread: LoopThread) -> None:
@@ -186,11 +186,11 @@ class Stream(Generic[T_co]):
 
     @property
     def closed(self) -> bool:
-        """Whether no further chunk will be received."""
+        """Return whether no further chunk will be received."""
         return self._source.closed
 
     def close(self) -> None:
-        """Disconnects, unless the stream has been read to its end. May be called again."""
+        """Disconnect, unless the stream was read to its end. Idempotent."""
         self._ready.clear()
         if not self._source.closed and not self._thread.stopped:
             self._thread.call(self._source.close)
@@ -200,7 +200,7 @@ class Stream(Generic[T_co]):
 
     def __next__(self) -> T_co:
         if not self._ready and not self._source.closed:
-            self._ready.extend(self._thread.call(self._source.read))  # a batch: threads are switched once for it
+            self._ready.extend(self._thread.call(self._source.read))  # a batch, so that threads switch only once for it
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()

@@ -1,4 +1,4 @@
-"""What goes wrong in the HTTP library, told as this package's own errors."""
+"""Translate the HTTP library's exceptions into this package's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tok_client.errors import APIConnectionError, APITimeoutError
 
 @contextmanager
 def translating(url: object) -> Iterator[None]:
-    """Raises APITimeoutError and APIConnectionError for what the HTTP library and the system raise."""
+    """Raise APITimeoutError or APIConnectionError in place of exceptions of the HTTP library and the system."""
     import aiohttp
 
     try:

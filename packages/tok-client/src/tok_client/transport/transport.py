@@ -1,4 +1,4 @@
-"""One HTTP session: sends a request, tries again where that may help, decodes the answer."""
+"""One HTTP session: send requests, retry them, decode the answers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 U = TypeVar("U")
 
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # bytes
 
 
 class Transport:
-    """Requests to the API at `base_url`, with `max_retries` retries as `backoff` spaces them.
+    """Requests to the API at `base_url`, with up to `max_retries` retries at the delays of `backoff`.
 
-    `timeout`: seconds without a sign of the server (connecting, or between bytes received) until
-    APITimeoutError. The session belongs to the event loop of the first request. ValueError: an argument is
-    not allowed.
+    `timeout` is in seconds without any response from the server (while connecting, or between bytes received) until
+    APITimeoutError. The session belongs to the event loop of the first request. ValueError: an argument is not allowed.
     """
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, max_retries: int, backoff: Backoff) -> None:
@@ -53,7 +52,7 @@ class Transport:
         self._closed = False
 
     async def fetch(self, call: Call[T], timeout: float | None = None, max_retries: int | None = None) -> T:
-        """The answer to one call, whole. `max_retries` takes the place of the client's."""
+        """Return the whole answer to one call. `max_retries` replaces the client's."""
         seconds = self._timeout if timeout is None else checked_timeout(timeout)
 
         async def once() -> T:
@@ -65,7 +64,7 @@ class Transport:
         return await self._retrying(call, once, seconds, max_retries)
 
     async def stream(self, call: Call[T], timeout: float | None = None) -> AsyncStream[T]:
-        """The answer to one call as a stream; once it has begun there is no retry."""
+        """Return the answer to one call as a stream; once it has begun there is no retry."""
         seconds = self._timeout if timeout is None else checked_timeout(timeout)
 
         async def once() -> AsyncStream[T]:
@@ -82,7 +81,7 @@ class Transport:
         return await self._retrying(call, once, seconds)
 
     async def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
-        """Writes the answer to the file `path`, which appears when it is whole; gives its size in bytes."""
+        """Write the answer to the file `path`, which appears once it is complete. Returns its size in bytes."""
         seconds = self._timeout if timeout is None else checked_timeout(timeout)
 
         async def once() -> int:
@@ -90,12 +89,12 @@ class Transport:
             try:
                 return await write_whole(path, _pieces(response))
             finally:
-                response.close()  # where the file could not be written; a body that was read has left its connection
+                response.close()  # in case the file could not be written; a no-op after a whole body
 
         return await self._retrying(call, once, seconds)
 
     async def close(self) -> None:
-        """Closes all connections, those of open streams too. May be called again."""
+        """Close all connections, including those of open streams. Idempotent."""
         self._closed = True
         for stream in list(self._streams):
             stream.break_off("the client was closed")
@@ -114,13 +113,16 @@ class Transport:
                 if retry > most or not may_retry(error, repeatable=call.repeatable):
                     raise
                 delay = self._backoff.delay(retry, error)
-                if delay > timeout:  # asked to stay away for longer than the caller would wait
+                if delay > timeout:  # the server asks for a longer wait than the caller allows
                     raise
             await self._backoff.sleep(delay)
         raise AssertionError("unreachable")
 
     async def _open(self, call: Call[T], timeout: float) -> aiohttp.ClientResponse:
-        """The response, its body still to be read, unless its status is an error."""
+        """Send the request once. Returns the response with its body unread.
+
+        Raises for an error status, unless the call allows it in `also`.
+        """
         import aiohttp
         from yarl import URL
 
@@ -156,20 +158,20 @@ def _session(api_key: str | None) -> aiohttp.ClientSession:
     headers = {"User-Agent": f"tok-client/{version('tok-client')}"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
-    # No limit on connections: how many requests are open is the caller's choice and the server's.
+    # No limit on connections: the caller and the server decide how many requests are open.
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
 def checked_timeout(timeout: float) -> float:
-    """The same. ValueError: it is not allowed."""
+    """Return `timeout`. ValueError: it is not allowed."""
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: seconds above 0, finite")
     return timeout
 
 
 def _large(body: bytes | None) -> bytes | BytesIO | None:
-    """A large body in a form that is written piece by piece."""
+    """Return a large body as a file object, which aiohttp writes piece by piece."""
     return BytesIO(body) if body is not None and len(body) > _PIECE else body
 
 

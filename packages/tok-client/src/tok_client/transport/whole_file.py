@@ -1,4 +1,4 @@
-"""A file that appears under its name when all of it has arrived, or not at all."""
+"""Write a file that appears under its name only once it is complete."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO
 
 
 async def write_whole(path: str | PathLike[str], pieces: AsyncIterator[bytes]) -> int:
-    """Writes `pieces` to `path`, in place of what is there, by way of a file beside it; gives the size in bytes.
+    """Write `pieces` to a temporary file and rename it to `path`, replacing an old file. Returns the size in bytes.
 
-    OSError: it cannot be written.
+    OSError: the file cannot be written.
     """
     part = f"{os.fspath(path)}.part"
     size = 0

@@ -1,8 +1,8 @@
 """The JSON of OpenAI's completions, chat completions, models and errors, as msgspec structs.
 
-Servers decode requests and encode responses with them; the SDK does the reverse. They follow version 2.3.0 of
-OpenAI's API reference. Responses are lenient where servers differ: finish reasons are plain strings, and what
-some leave out has a default.
+Servers decode requests and encode responses with them; the SDK does the reverse. They follow version 2.3.0 of OpenAI's
+API reference. Responses are lenient where servers differ: finish reasons are plain strings, and fields that some
+servers leave out have a default.
 """
 
 from __future__ import annotations

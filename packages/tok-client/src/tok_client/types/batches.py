@@ -1,4 +1,4 @@
-"""Batches: a file of requests that a server answers when it has room, and the lines of their files."""
+"""Batches, which are files of requests that a server answers when it has capacity, and the lines of their files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tok_client.types.files import ExpiresAfter
 
 
 class BatchRequest(Wire, frozen=True, kw_only=True):
-    """Body of `POST /batches`: what to do with an uploaded file.
+    """Body of `POST /batches`: how to process an uploaded file.
 
     completion_window     "24h": lines that are not answered by then expire
     output_expires_after  when the files of answers are deleted; absent: never
@@ -21,7 +21,7 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
 
 
 class BatchError(Wire, frozen=True, kw_only=True):
-    """Why a file is refused; `line` counts from 1."""
+    """The reason why a file is refused; `line` counts from 1."""
 
     code: str
     message: str
@@ -45,13 +45,13 @@ class BatchRequestCounts(Wire, frozen=True, kw_only=True):
 
 
 class InputTokensDetails(Wire, frozen=True, kw_only=True):
-    """Of a batch's prompt tokens, how many were found in the cache."""
+    """The number of a batch's prompt tokens that were found in the cache."""
 
     cached_tokens: int = 0
 
 
 class OutputTokensDetails(Wire, frozen=True, kw_only=True):
-    """Of a batch's generated tokens, how many were thoughts."""
+    """The number of generated tokens that are reasoning."""
 
     reasoning_tokens: int = 0
 
@@ -67,7 +67,7 @@ class BatchUsage(Wire, frozen=True, kw_only=True):
 
 
 class Batch(Wire, frozen=True, kw_only=True):
-    """One batch. Times are in seconds since 1970, each null until its moment.
+    """One batch. Times are in seconds since 1970; each is null until it is reached.
 
     `status`: validating, in_progress, finalizing, completed; or failed, expired, cancelling, cancelled.
     """
@@ -97,7 +97,7 @@ class Batch(Wire, frozen=True, kw_only=True):
 
 
 class BatchList(Wire, frozen=True, kw_only=True):
-    """Response of `GET /batches`. `has_more`: ask again with `after` the last id."""
+    """Response of `GET /batches`. If `has_more` is set, request the next page with the last id as `after`."""
 
     object: str = "list"
     data: list[Batch]
@@ -107,7 +107,7 @@ class BatchList(Wire, frozen=True, kw_only=True):
 
 
 class BatchLine(Wire, frozen=True, kw_only=True):
-    """One line of an input file: the body of a request to `url`, under a name that the file has once."""
+    """One line of an input file: the body of a request to `url`, and a `custom_id` that is unique in the file."""
 
     custom_id: str
     method: str = "POST"
@@ -116,7 +116,7 @@ class BatchLine(Wire, frozen=True, kw_only=True):
 
 
 class BatchResponse(Wire, frozen=True, kw_only=True):
-    """What a request of its own would have been answered."""
+    """The response that the request would have got outside a batch."""
 
     status_code: int
     request_id: str
@@ -124,7 +124,7 @@ class BatchResponse(Wire, frozen=True, kw_only=True):
 
 
 class BatchLineError(Wire, frozen=True, kw_only=True):
-    """Why a line has no response: "batch_expired" or "batch_cancelled"."""
+    """The reason why a line has no response: "batch_expired" or "batch_cancelled"."""
 
     code: str
     message: str

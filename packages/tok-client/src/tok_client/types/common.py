@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: usage, stream options, sampling extensions."""
+"""Types shared by completions and chat completions: usage, stream options, sampling extensions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tok_client.types.structured import ResponseFormat, StructuredOutputs
 
 
 class StreamOptions(Wire, frozen=True, kw_only=True):
-    """How to stream. `include_usage`: one more chunk at the end, without choices, that carries the usage.
+    """Options of a stream. `include_usage` adds a last chunk without choices that carries the usage.
 
-    Beyond OpenAI's reference: `continuous_usage_stats`, where every chunk carries the usage so far.
+    Beyond OpenAI's reference: `continuous_usage_stats`, with which every chunk carries the usage so far.
     """
 
     include_usage: Maybe[bool] = UNSET
@@ -19,16 +19,19 @@ class StreamOptions(Wire, frozen=True, kw_only=True):
 
 
 class GenerationRequest(Wire, frozen=True, kw_only=True):
-    """The fields that both endpoints share. Ranges are the server's to check; types are checked here.
+    """The fields that both endpoints share. Types are checked here, ranges by the server.
 
-    Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, priority (lower
-    is served first), return_token_ids, which adds `token_ids` to each choice of the response; prompt_logprobs, which
-    adds the log-probability of each token of the prompt and those of so many most likely ones in its place;
-    cache_salt, as requests with different ones share nothing in the prefix cache;
-    stop_when, which ends samples that still run once what the finished ones say is enough.
+    Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos and stop_token_ids, and
 
-    At most one field says what the text of the answer must be: response_format (for completions beyond the reference),
-    structured_outputs, or under their older names guided_json and its like.
+    priority          lower values are served first
+    return_token_ids  adds `token_ids` to each choice of the response
+    prompt_logprobs   k: adds the log-probability of each prompt token and those of the k most likely tokens in its
+                      place
+    cache_salt        requests with different values share nothing in the prefix cache
+    stop_when         ends the samples still running once the finished ones meet a condition
+
+    At most one field constrains the text of the answer: response_format (for completions beyond the reference),
+    structured_outputs, or their older names guided_json and so on.
     """
 
     model: Maybe[str] = UNSET
@@ -65,7 +68,7 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 
 
 class PromptLogprob(Wire, frozen=True, kw_only=True):
-    """A token in one place of a prompt. `rank`: 1 for the likeliest; None where it is not among those asked for."""
+    """A token at one position of a prompt. `rank` is 1 for the most likely token; None outside the requested top-k."""
 
     logprob: float
     rank: int | None = None
@@ -73,11 +76,14 @@ class PromptLogprob(Wire, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""By place, token ids to log-probabilities: the prompt's own token and the most likely ones; None for the first."""
+"""For each position, log-probabilities by token id: the prompt's own token and the most likely ones.
+
+The first position has None.
+"""
 
 
 class PromptTokensDetails(Wire, frozen=True, kw_only=True):
-    """Of the prompt's tokens, how many were found in the cache."""
+    """The number of the prompt's tokens that were found in the cache."""
 
     cached_tokens: int | None = 0
     audio_tokens: Maybe[int] = UNSET
@@ -87,7 +93,7 @@ class PromptTokensDetails(Wire, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(Wire, frozen=True, kw_only=True):
-    """Of the generated tokens, how many were of a special kind."""
+    """The numbers of generated tokens of special kinds."""
 
     reasoning_tokens: Maybe[int] = UNSET
     audio_tokens: Maybe[int] = UNSET
@@ -97,7 +103,7 @@ class CompletionTokensDetails(Wire, frozen=True, kw_only=True):
 
 
 class Usage(Wire, frozen=True, kw_only=True):
-    """Tokens of one request: its prompts counted once each, its choices summed."""
+    """Tokens of one request: each prompt is counted once, the choices are summed."""
 
     prompt_tokens: int
     completion_tokens: int

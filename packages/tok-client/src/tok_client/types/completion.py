@@ -1,4 +1,4 @@
-"""Text completions: the request, and the response that is also the shape of each streamed chunk."""
+"""Text completions: the request, and the response, which is also the type of each streamed chunk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tok_client.types.stop_when import StopWhenResult
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of `POST /completions`.
 
-    prompt     text, a list of texts, the token ids of one prompt, or a list of such lists; no mixture
-    logprobs   k: each token's log-probability and those of the k most likely ones; 0: the token's own only
+    prompt    text, a list of texts, the token ids of one prompt, or a list of such lists; no mixture
+    logprobs  k: each token's log-probability and those of the k most likely ones; 0: the token's own only
 
-    ValueError (decoding: msgspec.ValidationError): `prompt` mixes kinds, or holds no prompt.
+    ValueError (when decoding: msgspec.ValidationError): `prompt` mixes kinds, or is empty.
     """
 
     prompt: Prompts
@@ -29,15 +29,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         check_prompts("prompt", self.prompt)
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one: each a text, or the ids of its tokens."""
+        """Return the prompts one by one: each a text, or the ids of its tokens."""
         return one_by_one(self.prompt)
 
 
 class CompletionLogprobs(Wire, frozen=True, kw_only=True):
-    """Log-probabilities (natural, of the model's own distribution) of one choice's tokens, list by list.
+    """Log-probabilities (natural, of the model's own distribution) of one choice's tokens, as parallel lists.
 
-    JSON has no −inf, and encoding one would give null: a server sends −9999.0 in its place, as OpenAI's does.
-    `text_offset` counts characters. Of an echoed prompt the first token has no log-probability (None).
+    JSON has no −inf, and encoding it would give null. A server sends −9999.0 instead, as OpenAI's does. `text_offset`
+    counts characters. The first token of an echoed prompt has no log-probability (None).
     """
 
     tokens: list[str] = field(default_factory=list)
@@ -49,7 +49,8 @@ class CompletionLogprobs(Wire, frozen=True, kw_only=True):
 class CompletionChoice(Wire, frozen=True, kw_only=True):
     """One sample of one prompt; `index` is prompt × n + sample.
 
-    `finish_reason` is "stop", "length" or "stop_when" ("content_filter" and others elsewhere), None while it streams.
+    `finish_reason` is None until the sample ends, then "stop", "length" or "stop_when". Other servers also send
+    "content_filter" and others.
     """
 
     index: int
@@ -61,10 +62,10 @@ class CompletionChoice(Wire, frozen=True, kw_only=True):
 
 
 class Completion(Wire, frozen=True, kw_only=True):
-    """Response of `POST /completions`; streamed, each event is one of these with what was gained.
+    """Response of `POST /completions`; each event of a stream is one of these with the new text.
 
-    `created` is in seconds since 1970. `usage` is null on the chunks before the one that carries it.
-    `stop_when`, where it is asked for, comes with the last chunk of a stream.
+    `created` is in seconds since 1970. `usage` is null on the chunks before the one that carries it. `stop_when`, if
+    requested, comes with the last chunk of a stream.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Embeddings: texts, and the vectors that stand for them."""
+"""Embeddings: texts, and the vectors that represent them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ class EmbeddingRequest(Wire, frozen=True, kw_only=True):
     """Body of `POST /embeddings`.
 
     input            text, a list of texts, the token ids of one text, or a list of such lists; no mixture
-    encoding_format  how vectors are written; absent: "float"
-    dimensions       numbers of each vector, at most the model's hidden size; absent: as many
+    encoding_format  encoding of the vectors; absent: "float"
+    dimensions       numbers in each vector, at most the model's hidden size; absent: the hidden size
 
-    Beyond OpenAI's reference: `pooling`, of which hidden states a vector is made: the last token's, as is usual for
-    decoders and done where it is absent, or the mean of all tokens'; `cache_salt`: requests with different ones share
-    nothing in the prefix cache.
+    Beyond OpenAI's reference:
 
-    ValueError (decoding: msgspec.ValidationError): `input` mixes kinds, or holds nothing.
+    pooling     hidden state that makes the vector: the last token's, as usual for decoders, or the mean of all; absent:
+                "last"
+    cache_salt  requests with different values share nothing in the prefix cache
+
+    ValueError (when decoding: msgspec.ValidationError): `input` mixes kinds, or is empty.
     """
 
     input: Prompts
@@ -37,19 +39,19 @@ class EmbeddingRequest(Wire, frozen=True, kw_only=True):
         check_prompts("input", self.input)
 
     def inputs(self) -> list[str | list[int]]:
-        """The inputs one by one: each a text, or the ids of its tokens."""
+        """Return the inputs one by one: each a text, or the ids of its tokens."""
         return one_by_one(self.input)
 
 
 class Embedding(Wire, frozen=True, kw_only=True):
-    """The vector of input number `index`, of length 1: numbers, or their little-endian 32-bit floats in base64."""
+    """The unit vector of input number `index`: a list of numbers, or little-endian 32-bit floats in base64."""
 
     object: str = "embedding"
     index: int
     embedding: list[float] | str
 
     def vector(self) -> list[float]:
-        """Its numbers, however they were sent. ValueError: they are no 32-bit floats in base64."""
+        """Return the numbers, decoding base64 if needed. ValueError: the text is not 32-bit floats in base64."""
         if not isinstance(self.embedding, str):
             return self.embedding
         numbers = array("f")

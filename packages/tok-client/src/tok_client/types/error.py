@@ -1,4 +1,4 @@
-"""The body of every error answer, and of the event that ends a stream that failed."""
+"""The body of every error answer, and of the event that ends a failed stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tok_client.types.base import Wire
 
 
 class ErrorBody(Wire, frozen=True, kw_only=True):
-    """What is wrong. `param` names the field of the request, `code` the kind of error for programs."""
+    """An error. `param` names the request field at fault, `code` the kind of error for programs."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""Files that a server keeps: the input of batches, and what came of them."""
+"""Files that a server stores: the input and output of batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tok_client.types.base import UNSET, Maybe, Wire
 
 
 class ExpiresAfter(Wire, frozen=True, kw_only=True):
-    """When a file is deleted: so many `seconds` after its `anchor`, which is always "created_at"."""
+    """When a file is deleted: `seconds` after its `anchor`, which is always "created_at"."""
 
     anchor: str
     seconds: int
@@ -15,7 +15,7 @@ class ExpiresAfter(Wire, frozen=True, kw_only=True):
 class FileObject(Wire, frozen=True, kw_only=True):
     """One file. `created_at` and `expires_at` are in seconds since 1970, `bytes` is its size.
 
-    `purpose` is "batch" for the input of a batch, "batch_output" for what came of one.
+    `purpose` is "batch" for the input of a batch, "batch_output" for its output.
     """
 
     id: str
@@ -30,7 +30,7 @@ class FileObject(Wire, frozen=True, kw_only=True):
 
 
 class FileList(Wire, frozen=True, kw_only=True):
-    """Response of `GET /files`. `has_more`: ask again with `after` the last id."""
+    """Response of `GET /files`. If `has_more` is set, request the next page with the last id as `after`."""
 
     object: str = "list"
     data: list[FileObject]

@@ -1,4 +1,4 @@
-"""The models that a server has."""
+"""The models that a server serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts on the wire: a text, a list of texts, the token ids of one prompt, or a list of such lists; no mixture."""
+"""Prompts in the API: a text, a list of texts, the token ids of one prompt, or a list of such lists; no mixture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Prompts = str | list[str | int | list[int]]
 
 
 def check_prompts(name: str, value: Prompts) -> None:
-    """Raises ValueError where the field `name` mixes kinds, or holds no prompt."""
+    """Raise ValueError if the field `name` mixes kinds or is empty."""
     if isinstance(value, str):
         return
     kinds = {list if kind is tuple else kind for kind in set(map(type, value))}
@@ -20,9 +20,9 @@ def check_prompts(name: str, value: Prompts) -> None:
 
 
 def one_by_one(value: Prompts) -> list[str | list[int]]:
-    """The prompts of a checked field, each a text, or the ids of its tokens."""
+    """Return the prompts of a checked field, each a text or the ids of its tokens."""
     if isinstance(value, str):
         return [value]
-    # Of one kind, which the first tells: thousands of ids are not to be looked at one by one.
+    # All elements have one kind, so checking the first avoids a pass over thousands of ids.
     prompts = [value] if isinstance(value[0], int) else value
     return cast("list[str | list[int]]", prompts)

@@ -1,4 +1,4 @@
-"""What a server says of itself: health, readiness, version."""
+"""A server's reports on itself: health, readiness, version."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tok_client.types.base import Wire
 
 
 class ReplicaReport(Wire, frozen=True, kw_only=True):
-    """One replica of the engine: "ready" or what it is doing instead, and why."""
+    """One replica of the engine: "ready" or another state, and the reason."""
 
     state: str
     detail: str = ""
 
 
 class HealthReport(Wire, frozen=True, kw_only=True):
-    """Response of `GET /health`; 503 unless requests are taken."""
+    """Response of `GET /health`, with status 503 unless the server takes requests."""
 
     status: str
     detail: str = ""
@@ -23,7 +23,7 @@ class HealthReport(Wire, frozen=True, kw_only=True):
 
 
 class ReadyReport(Wire, frozen=True, kw_only=True):
-    """Response of `GET /ready`; 503 unless requests are taken."""
+    """Response of `GET /ready`, with status 503 unless the server takes requests."""
 
     ready: bool
     status: str

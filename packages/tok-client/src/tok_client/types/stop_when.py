@@ -1,4 +1,4 @@
-"""stop_when: what has to be known of a prompt's samples for those that still run to be ended, and what came of it."""
+"""`stop_when`: the condition under which a prompt's running samples are ended early, and its result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tok_client.types.base import Wire
 
 
 class Distinct(Wire, frozen=True, kw_only=True, tag_field="type", tag="distinct"):
-    """So many different answers are known.
+    """The condition that `count` different answers are known.
 
-    `pattern`, here and below: a regular expression (RE2's syntax) of one group, which is the answer. Of several matches
-    in a sample's text the last counts; a sample without any has no answer.
+    `pattern`, here and below, is a regular expression (RE2 syntax) with one group, which is the answer. The last match
+    in a sample's text counts; a sample without a match has no answer.
     """
 
     type: ClassVar[Literal["distinct"]] = "distinct"
@@ -20,7 +20,10 @@ class Distinct(Wire, frozen=True, kw_only=True, tag_field="type", tag="distinct"
 
 
 class Majority(Wire, frozen=True, kw_only=True, tag_field="type", tag="majority"):
-    """The most frequent answer is `margin` ahead of the next one, or so far that no sample left can change it."""
+    """The condition that the most frequent answer has won the vote.
+
+    It leads the next one by at least `margin`, or by more than the number of samples left.
+    """
 
     type: ClassVar[Literal["majority"]] = "majority"
     margin: int
@@ -28,7 +31,7 @@ class Majority(Wire, frozen=True, kw_only=True, tag_field="type", tag="majority"
 
 
 class FirstMatch(Wire, frozen=True, kw_only=True, tag_field="type", tag="first_match"):
-    """A sample has an answer."""
+    """The condition that one sample has an answer."""
 
     type: ClassVar[Literal["first_match"]] = "first_match"
     pattern: str
@@ -38,13 +41,13 @@ StopWhen = Distinct | Majority | FirstMatch
 
 
 class StopWhenResult(Wire, frozen=True, kw_only=True):
-    """What the samples said.
+    """The votes of the samples.
 
-    met        the condition was, while samples finished or with the last of them
-    answers    how often each was given by a finished sample, the most frequent first
-    finished   samples that came to their own end, also in the moment after the condition was met; `unmatched` of them
-               have no answer
-    cancelled  samples that were ended, with finish reason "stop_when" and their text so far
+    met        whether the condition was met, before or with the last finished sample
+    answers    how often finished samples gave each answer, the most frequent first
+    finished   samples that ended by themselves, including those that ended just after the condition was met
+    unmatched  finished samples without an answer
+    cancelled  samples that were ended early, with finish reason "stop_when" and their text so far
     """
 
     met: bool

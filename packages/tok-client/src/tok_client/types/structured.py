@@ -1,4 +1,4 @@
-"""What the text of an answer must be: OpenAI's response_format, and what other servers call structured outputs."""
+"""Constraints on the text of an answer: OpenAI's response_format, and the structured outputs of other servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonObjectFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="j
 
 
 class JsonSchema(Wire, frozen=True, kw_only=True):
-    """A JSON schema with a name. `strict`: the answer follows it in any case."""
+    """A JSON schema with a name. `strict` requests an answer that always follows it."""
 
     name: str
     schema: Maybe[JSONObject] = UNSET
@@ -39,8 +39,13 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Wire, frozen=True, kw_only=True):
-    """Beyond OpenAI's reference, one of these: a JSON schema, as an object or as text; a regular expression that the
-    whole text matches; texts to choose from; a grammar in EBNF, whose `root` is the whole text; or any JSON object.
+    """A constraint on the text beyond OpenAI's reference; exactly one field is set.
+
+    json         JSON schema, as an object or as text
+    regex        regular expression that the whole text matches
+    choice       texts to choose from
+    grammar      grammar in EBNF, whose `root` is the whole text
+    json_object  any JSON object
     """
 
     json: Maybe[JSONObject | str] = UNSET

@@ -1,4 +1,4 @@
-"""Text to tokens and back: not in OpenAI's reference, in the shape that vLLM gave them."""
+"""Tokenisation and detokenisation: not in OpenAI's reference; the types follow vLLM's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tok_client.types.chat import Message, Tool
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):
-    """Body of `POST /tokenize`: a text, or the messages of a chat, which the model's template makes one of.
+    """Body of `POST /tokenize`: a text, or the messages of a chat, which the model's template renders as a text.
 
-    add_special_tokens  those that begin and end a text; by default for a `prompt` only, templates write theirs
+    add_special_tokens  adds BOS and EOS tokens; by default for a `prompt` only, since templates write their own
 
-    ValueError (decoding: msgspec.ValidationError): not one of `prompt` and `messages`.
+    ValueError (when decoding: msgspec.ValidationError): not exactly one of `prompt` and `messages`.
     """
 
     model: Maybe[str] = UNSET
@@ -33,7 +33,7 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
 
 
 class TokenizeResponse(Wire, frozen=True, kw_only=True):
-    """Response of `POST /tokenize`; `token_strs` as asked for: the text of each token."""
+    """Response of `POST /tokenize`; `token_strs`, if requested, has the text of each token."""
 
     count: int
     max_model_len: int
@@ -49,6 +49,6 @@ class DetokenizeRequest(Wire, frozen=True, kw_only=True):
 
 
 class DetokenizeResponse(Wire, frozen=True, kw_only=True):
-    """Response of `POST /detokenize`: the text, special tokens included."""
+    """Response of `POST /detokenize`: the text, including special tokens."""
 
     prompt: str

@@ -1,4 +1,4 @@
-"""The engine's front: `Engine` and `AsyncEngine`, the state of open requests, and the routing of their output."""
+"""The engine's front end: `Engine` and `AsyncEngine`, the state of open requests, and the routing of their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine cannot serve is refused before it is sent, by the name of the field."""
+"""Validate requests against the engine's limits before they are sent; errors name the field."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling_params import SamplingParams
 
 MAX_CACHE_SALT = 4096  # characters
-MAX_TENANT = 256  # characters of a caller's name: more than any hash has
-MIN_NUMPY_COUNT = 64  # numbers that Python compares sooner than NumPy
+MAX_TENANT = 256  # characters of a caller's name; longer than any hash
+MIN_NUMPY_COUNT = 64  # token ids; up to this number Python's min and max are faster than NumPy's
 
 
 def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
-    """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+    """Return the prompt's token ids as an array. Raise InvalidField for a request that cannot be served."""
     if not ids:
         raise InvalidField("prompt", ids, "at least one token")
     room = info.max_model_len - len(ids)
@@ -43,7 +43,7 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
 
 
 def salt_of(cache_salt: str | None) -> bytes:
-    """Return the salt as the manager takes it: 16 bytes, none for None. Raise InvalidField for what is no salt."""
+    """Return the salt as sent to the manager: a 16-byte hash, or b"" for None. Raise InvalidField if it is invalid."""
     if cache_salt is None:
         return b""
     if type(cache_salt) is not str or not 1 <= len(cache_salt) <= MAX_CACHE_SALT:
@@ -52,24 +52,24 @@ def salt_of(cache_salt: str | None) -> bytes:
 
 
 def check_tenant(tenant: str) -> None:
-    """Raise InvalidField for what cannot name a caller."""
+    """Raise InvalidField for an invalid tenant name."""
     if type(tenant) is not str or len(tenant) > MAX_TENANT:
         raise InvalidField("tenant", tenant, f"a string of at most {MAX_TENANT} characters")
 
 
 def least_room(params: SamplingParams) -> int:
-    """Positions that must be free behind a prompt."""
+    """Return how many positions must be free after the prompt."""
     return 0 if params.max_tokens == 0 else 1
 
 
 def _tokens(ids: list[int], vocab_size: int) -> Int32:
-    with suppress(OverflowError):  # greater than 32 bits
-        if set(map(type, ids)) == {int}:  # NumPy would take True for 1, and 1.5, too
+    with suppress(OverflowError):  # an id exceeds 32 bits
+        if set(map(type, ids)) == {int}:  # NumPy would accept True as 1, and 1.5
             tokens = np.array(ids, np.int32)
             if len(ids) <= MIN_NUMPY_COUNT:
                 if min(ids) >= 0 and max(ids) < vocab_size:
                     return tokens
-            elif tokens.view(np.uint32).max() < vocab_size:  # what is negative is large
+            elif tokens.view(np.uint32).max() < vocab_size:  # negative ids are large as uint32
                 return tokens
     bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
     raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")

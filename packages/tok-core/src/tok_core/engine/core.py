@@ -1,4 +1,4 @@
-"""EngineCore: an engine's life, and how requests get in and out; `Engine` and `AsyncEngine` stand on it."""
+"""EngineCore: start, close, and submit requests; the common base of `Engine` and `AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from tok_core.text import ChatTemplate, Tokenizer, load_text
 
 log = logging.getLogger("tok_core")
 
-DRAIN_LOOK = 0.1  # seconds between looks at what a replica still computes
+DRAIN_LOOK = 0.1  # seconds between checks whether a draining replica still computes
 _FORKED = "the engine belongs to process {}, and a process forked from that cannot use it; start another one here"
 
 
 class EngineCore:
-    """Thread-safe. Callbacks of requests run on the replicas' reporting threads.
+    """Thread-safe engine without a blocking or asynchronous interface. Sinks run mostly on replicas' reporting threads.
 
-    Locks are taken in this order: a request's own, then the core's. A process forked from the one that made the core
-    has none of its threads, and locks in any state: there every call raises EngineClosed or returns at once.
+    Lock order: a request's own lock, then the core's. A forked process has none of the core's threads, and finds its
+    locks in any state: there every call raises EngineClosed or returns at once.
     """
 
     def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
@@ -72,32 +72,32 @@ class EngineCore:
         self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
         self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
         self._numbers = itertools.count(1)
-        self._random = random.Random()  # of the process: asking the system each time is slow while others compute
+        self._random = random.Random()  # seeded once: asking the system for each number is slow under load
         self._begun = False
         self._process = os.getpid()
-        self._closer: int | None = None  # the thread that closes
+        self._closer: int | None = None  # identifier of the thread that closes the core
         self._closed = threading.Event()
         self._checker: Checker | None = None
         self.chat_template: ChatTemplate | None = None
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs with; known once it is ready."""
+        """Return the engine's properties. Raise EngineClosed before the engine is ready."""
         return self._dispatcher.info
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's, if it has one that can be used."""
+        """Return the model's tokenizer, if it has a usable one."""
         return self._output_router.tokenizer
 
     def start(self) -> None:
-        """Blocks until ready. To be called once. Raises what kept the engine from starting."""
+        """Start the replicas and block until they are ready. Callable once; raises the error of a failed start."""
         self._require_own_process()
         with self._lock:
             if self._begun or self._replica_set.closed:
                 raise EngineClosed("an engine starts once")
             self._begun = True
-        # At the interpreter's exit a thread that still computes would abort the process.
+        # A thread that still computes at the interpreter's exit would abort the process.
         atexit.register(self.close)
         path = resolve(self._config.model, self._config.data_dir)
         self._output_router.tokenizer, self.chat_template = load_text(path)
@@ -123,14 +123,14 @@ class EngineCore:
                 self._end(replicas)
             finally:
                 self._closed.set()
-                atexit.unregister(self.close)  # not before: an interpreter that exits meanwhile waits for the end
+                atexit.unregister(self.close)  # last, so that an interpreter that exits meanwhile waits for the end
         elif self._closer != threading.get_ident():
             self._closed.wait()
 
     def close_soon(self) -> None:
-        """Close in a thread of its own. For a finalizer, which may run while its thread holds any lock."""
+        """Close in a new thread. For a finalizer, which may run while its thread holds any lock."""
         if self._in_own_process() and not self._replica_set.closed:
-            _thread.start_new_thread(self.close, ())  # `Thread.start` takes locks
+            _thread.start_new_thread(self.close, ())  # not `Thread.start`, which takes locks
 
     def _end(self, replicas: list[Replica]) -> None:
         for replica in replicas:
@@ -159,12 +159,12 @@ class EngineCore:
         tenant: str = "",
         cache_salt: str | None = None,
     ) -> OpenRequest:
-        """A new request, told of token by token if `stream`, else of a sample at a time, when that has ended.
+        """Open a new request. Its sink is notified of each token if `stream`, else of each sample when it has ended.
 
-        `later`: it is sent no later than with the next one without, or by `flush`.
+        later  send the request together with the next one that has `later` unset, or at the next `flush`
 
-        Raises InvalidField for what cannot be served, EngineDead while nothing is. A grammar that has not been checked
-        yet is while the request is open: if it is refused, the request ends with InvalidField.
+        Raises InvalidField for a request that cannot be served, and EngineDead while no replica serves. An unchecked
+        grammar is checked after the request is opened: if it is refused, the request ends with InvalidField.
         """
         self._require_own_process()
         self._dispatcher.require_ready()
@@ -191,14 +191,14 @@ class EngineCore:
         return request
 
     def verdict(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
-        """What is allowed in place of the grammar, "" if it is itself; see `Checker.begin`."""
+        """Start a check of the grammar. The result is "", or what is allowed instead; see `Checker.begin`."""
         self._require_own_process()
         if self._checker is None:
             raise EngineClosed("the engine has not been started")
         return self._checker.begin(grammar, most, tenant)
 
     def _place_checked(self, request: OpenRequest, asked: RoutingRequest, verdict: Future[str]) -> None:
-        """The grammar of an open request has been checked."""
+        """Dispatch an open request whose grammar has been checked, or fail it."""
         with request.lock:
             if request.ended():
                 return
@@ -207,7 +207,7 @@ class EngineCore:
                 refuse(request.params.grammar, verdict.result())
                 self._dispatcher.place_or_hold(request, asked)
                 return
-            except Exception as error:  # of whatever kind: nobody else would end it
+            except Exception as error:  # any error must end the request, or it would stay open
                 self._dispatcher.withdraw(request)
                 request.fail(reported_error(error))
         notify([request])
@@ -222,10 +222,11 @@ class EngineCore:
         tenant: str = "",
         salt: bytes = b"",
     ) -> EmbedRequest:
-        """A new request for the embedding of a prompt, by `params` without tokens. Raises as `submit` does.
+        """Open a new request for the embedding of a prompt. Raises as `submit` does.
 
-        tokens  what `check` has made of the prompt
-        salt    as `salt_of` returns it
+        params  with `max_tokens` 0
+        tokens  the prompt as returned by `check`
+        salt    as returned by `salt_of`
         """
         self._require_own_process()
         self._dispatcher.require_ready()
@@ -246,12 +247,12 @@ class EngineCore:
         return f"req-{self._random.getrandbits(96):024x}"
 
     def flush(self) -> None:
-        """Sends what was to be sent later."""
+        """Send the requests submitted with `later`."""
         if self._in_own_process():
             self._replica_set.flush()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt. Raises InvalidField for text where the model has no tokenizer."""
+        """Return the token ids of a prompt. Raise InvalidField for text if the model has no tokenizer."""
         if isinstance(prompt, list):
             return prompt
         if not isinstance(prompt, str):
@@ -264,13 +265,13 @@ class EngineCore:
             raise InvalidField("prompt", prompt, error.allowed) from None
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its samples finish with reason "abort". One that is not open is left alone."""
+        """Abort a request: its samples finish with reason "abort". Ignored if no open request has this id."""
         request = self._open.named(request_id) if self._in_own_process() else None
         if request is not None:
             self._abort(request)
 
     def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
-        """Aborts those of the requests that are still open; their samples finish with `reason`."""
+        """Abort those of the requests that are still open; their samples finish with `reason`."""
         for request in self._open.some(rids) if self._in_own_process() else ():
             self._abort(request, reason)
 
@@ -287,38 +288,38 @@ class EngineCore:
 
     @property
     def open_requests(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def restart_replica(self, number: int, drain: float) -> None:
-        """Blocks until the replica, started anew, serves again; see `AsyncEngine.restart_replica`."""
+        """Restart a replica and block until it serves again; see `AsyncEngine.restart_replica`."""
         self._require_own_process()
         if not 0 <= number < self._config.dp:
             raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
         replica = self._replica_set.drain(number)
         deadline = time.monotonic() + drain
         while time.monotonic() < deadline and not self._replica_set.closed and self._dispatcher.computes(number):
-            time.sleep(DRAIN_LOOK)  # not until something changes: with many open requests that is all the time
+            time.sleep(DRAIN_LOOK)  # polls, since with many open requests a condition would wake all the time
         self._replica_set.renew(number, replica)
 
     def health(self) -> Health:
-        """Whether requests are served now, and by which replicas."""
+        """Return whether requests are served now, and by which replicas."""
         if not self._in_own_process():
             return Health(False, "closed", _FORKED.format(self._process))
         return self._replica_set.health()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges, of all replicas together; see `ReplicaSet.stats`."""
+        """Return counters since the start, and gauges, summed over all replicas; see `ReplicaSet.stats`."""
         self._require_own_process()
         return self._replica_set.stats()
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """The same of each replica."""
+        """Return the same for each replica."""
         self._require_own_process()
         return self._replica_set.replica_stats()
 
     def check(self, ids: list[int], params: SamplingParams) -> Int32:
-        """The prompt's token ids as an array. Raises InvalidField for a request that cannot be served."""
+        """Return the prompt's token ids as an array. Raise InvalidField for a request that cannot be served."""
         return check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
 
     def _fail_open(self, error: Callable[[], TokError]) -> None:
@@ -333,6 +334,6 @@ class EngineCore:
 
 
 def _model_id(model: str) -> str:
-    """What the model is called: a hub id as it is, a directory by its last part."""
+    """Return the model's name: a hub id unchanged, or the last part of a directory's path."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model

@@ -1,4 +1,4 @@
-"""What a report brings, by request. U requests and N tokens of a report."""
+"""Sort a replica's report by request. Legend: U requests and N tokens of a report."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tok_core.text import Tokenizer
 
 
 class Delivery(NamedTuple):
-    """What a report brings.
+    """Contents of a report, by request.
 
-    counted: rids, and how many tokens of each, int64 [U]; `begun`: rids of samples that begin; `streamed`: tokens for
-    requests told of each; `ends` by rid.
+    counted   rids, and the number of tokens of each, int64 [U]
+    begun     rids with a sample whose first token is in the report
+    streamed  tokens of the requests that are notified of each token
+    ends      by rid, the samples that end, by index
     """
 
     counted: tuple[list[int], Int64]
@@ -28,14 +30,14 @@ class Delivery(NamedTuple):
     ends: dict[int, dict[int, Finished]]
 
     def rids(self) -> list[int]:
-        """Requests that are told something."""
+        """Return the requests that have tokens or ends to be notified of."""
         return [*self.streamed.bounds, *(rid for rid in self.ends if rid not in self.streamed.bounds)]
 
 
 def sort_out(
     progress: Progress, token_store: TokenStore, each_token: Set[int], tokenizer: Tokenizer | None
 ) -> Delivery:
-    """Enters the report in the ledger; `each_token`: requests that are told of each token."""
+    """Sort a report by request, and store its tokens. `each_token`: requests that are notified of each token."""
     rids, which = _grouped(progress.rid)
     begun, first = [], 0
     for rows in progress.rounds or [len(which)]:
@@ -52,7 +54,10 @@ def sort_out(
 
 
 def _grouped(rid: Int64) -> tuple[list[int], Int64]:
-    """The different ones, in order, and which of them each is. As `np.unique`, in less time where there are few."""
+    """Return the distinct rids in order, and for each row the index of its rid among them.
+
+    Same as `np.unique` with `return_inverse`, but faster for few rows.
+    """
     order = rid.argsort(kind="stable")
     ordered = rid[order]
     differs = np.ones(len(rid), np.bool_)

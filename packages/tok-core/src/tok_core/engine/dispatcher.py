@@ -1,4 +1,4 @@
-"""Dispatch open requests to replicas; hold them while none is ready, and re-dispatch after a death."""
+"""Dispatch open requests to replicas, hold them while no replica is ready, and dispatch again after a death."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ log = logging.getLogger("tok_core")
 
 
 class Dispatcher:
-    """Thread-safe; `lock` is the engine's. Locks are taken in this order: a request's own, then the engine's."""
+    """Thread-safe dispatcher of requests to replicas.
+
+    `lock` is the engine's. Lock order: a request's own lock, then the engine's.
+    """
 
     def __init__(self, replica_set: ReplicaSet, router: Router, requests: OpenRequests, lock: threading.RLock) -> None:
         self._replica_set = replica_set
         self._router = router
         self._requests = requests
         self._lock = lock
-        self.held: list[tuple[OpenRequest, RoutingRequest]] = []  # open requests that wait for a replica to be back
+        self.held: list[tuple[OpenRequest, RoutingRequest]] = []  # open requests that wait for a replica to be ready
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs with; known once it is ready."""
+        """Return the engine's properties. Raise EngineClosed before the engine is ready."""
         if self._replica_set.info is None:
             raise EngineClosed("the engine has not been started")
         return self._replica_set.info
 
     def require_ready(self) -> None:
-        """Raises EngineClosed or EngineDead where no replica serves."""
-        if self._replica_set.serves:  # most of the time: without the lock, which others may hold
+        """Raise EngineClosed or EngineDead if no replica serves."""
+        if self._replica_set.serves:  # the common case needs no lock, which other threads may hold
             return
         with self._lock:
             state, detail = self._replica_set.state, self._replica_set.detail
@@ -46,12 +49,12 @@ class Dispatcher:
             raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
 
     def ask(self, request: OpenRequest, tokens: Int32) -> RoutingRequest:
-        """What is to be placed. `tokens`: the request's prompt."""
+        """Return what the router needs to place the request. `tokens`: its prompt."""
         room = self.info.max_model_len - len(tokens)
         return self._router.ask(request.rid, tokens, request.params, room, request.salt)
 
     def open(self, request: OpenRequest, asked: RoutingRequest | None, *, later: bool = False) -> None:
-        """Takes the request in, and gives it its replicas; `asked` None: it gets them later.
+        """Register the request and dispatch it to replicas; if `asked` is None, a later call dispatches it.
 
         Raises InvalidField for an id that is in use, and as `require_ready` does.
         """
@@ -66,7 +69,7 @@ class Dispatcher:
                 raise
 
     def place_or_hold(self, request: OpenRequest, asked: RoutingRequest) -> None:
-        """Of an accepted request: where no replica serves for now, it waits. Raises EngineDead where none ever will."""
+        """Dispatch a registered request, or hold it while no replica is ready. Raise EngineDead if none will be."""
         with self._lock:
             if self._replica_set.state in ("restarting", "unresponsive"):
                 self.held.append((request, asked))
@@ -75,7 +78,7 @@ class Dispatcher:
             self._place(request, asked)
 
     def place_held(self) -> None:
-        """A replica serves again, or will never."""
+        """Dispatch held requests. Called when a replica serves again, or will not be restarted."""
         with self._lock:
             held, self.held = self.held, []
         for request, asked in held:
@@ -91,7 +94,7 @@ class Dispatcher:
             notify([request])
 
     def forget(self, requests: Sequence[OpenRequest]) -> None:
-        """They have ended."""
+        """Remove ended requests."""
         with self._lock:
             gone = self._requests.remove(requests)
             if self._router.several:
@@ -100,21 +103,25 @@ class Dispatcher:
                         self._router.remove(part.replica, request.rid)
 
     def withdraw(self, request: OpenRequest) -> None:
-        """Forgets the request, and so shall the replicas."""
+        """Remove the request, and cancel it at its replicas."""
         with self._lock:
             self.forget([request])
             for index, part in enumerate(request.parts):
                 self._replica_set.send(part.replica, Cancel(request_parts.number(request.rid, index)))
 
     def computes(self, replica: int) -> bool:
-        """Whether any sample is left to compute there."""
+        """Return whether the replica has any sample left to compute."""
         with self._lock:
             every = self._requests.by_rid.values()
             here = ((one, part) for one in every for part in one.parts if part.replica == replica)
             return any(one.error is None and one.runs(part.samples) for one, part in here)
 
     def lose(self, replica: int, reason: str) -> None:
-        """Of what a replica computed when it died, others compute anew what nobody has been told of; the rest fails."""
+        """Dispatch the open requests of a dead replica again, or fail them with EngineDead.
+
+        A request fails if its owner has been notified of output of the lost samples, or if it was dispatched again
+        before.
+        """
         with self._lock:
             self._router.forget(replica)
             hit = self._requests.of_replica(replica)
@@ -124,7 +131,7 @@ class Dispatcher:
         notify([request for request in hit if not self._rescue(request, replica, EngineDead(error, first))])
 
     def _place(self, request: OpenRequest, asked: RoutingRequest, *, later: bool = False) -> None:
-        split = request.params.prompt_logprobs is None  # else each would compute them
+        split = request.params.prompt_logprobs is None  # else each replica would compute the prompt's log-probabilities
         shares = self._router.place(asked, range(request.params.n), self._replica_set.ready(), split=split)
         request.parts = [RequestPart(*share) for share in shares]
         for index in range(len(shares)):
@@ -137,7 +144,7 @@ class Dispatcher:
         self._replica_set.send(part.replica, message, later=later)
 
     def _rescue(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
-        """Whether the request goes on; if not, it has failed."""
+        """Dispatch the request's lost parts again and return True, or fail it and return False."""
         with request.lock:
             try:
                 if request.ended() or self._replay(request, replica):
@@ -145,17 +152,17 @@ class Dispatcher:
             except Exception:
                 log.exception("request %s cannot be computed anew", request.request_id)
             self.withdraw(request)
-            request.fail(EngineDead(str(error), error.first_class))  # its own: raising one notes where
+            request.fail(EngineDead(str(error), error.first_class))  # a copy each, since raising one sets its traceback
             return False
 
     def _replay(self, request: OpenRequest, lost: int) -> bool:
-        """Gives the request's parts of a dead replica to others, each part once."""
+        """Dispatch the request's parts of a dead replica to others, each part at most once; False if not possible."""
         with self._lock:
             ready = self._replica_set.ready()
             every = enumerate(request.parts)
             indices = [index for index, part in every if part.replica == lost and request.runs(part.samples)]
             if not indices:
-                return True  # what was computed there had ended
+                return True  # its samples on that replica had all ended
             if (
                 not ready
                 or self.info.max_model_len - len(request.prompt) < least_room(request.params)

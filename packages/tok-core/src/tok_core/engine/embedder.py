@@ -1,4 +1,4 @@
-"""Embedder: prompts that are embedded together: all are submitted, all are waited for, and none outlives a failure."""
+"""Embedder: embed a list of prompts in one call; if one request fails, abort the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tok_core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tok_core.engine.core import EngineCore
 
-BATCH = 64  # prompts submitted before other tasks of an event loop get their turn
+BATCH = 64  # prompts submitted before other tasks of the event loop get a turn
 
 
 class Embedder:
-    """What one call wants. Raises InvalidField for what cannot be had, before anything runs."""
+    """The prompts and options of one call. The constructor raises InvalidField before any request is submitted."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Embedder:
         self._left: set[int] = set()  # requests that have not ended
 
     def run(self) -> list[EmbeddingOutput]:
-        """One output a prompt, in order; blocks."""
+        """Return one output per prompt, in order; blocks."""
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
         with self._aborting():
             for ids, tokens in self._prompts:
@@ -58,7 +58,7 @@ class Embedder:
         return self._outputs()
 
     async def run_async(self) -> list[EmbeddingOutput]:
-        """One output a prompt, in order."""
+        """Return one output per prompt, in order."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Sequence[OpenRequest]]()
 
         def tell(requests: Sequence[OpenRequest]) -> None:
@@ -75,7 +75,7 @@ class Embedder:
         return self._outputs()
 
     def _checked(self, index: int, prompt: str | list[int]) -> tuple[list[int], Int32]:
-        """The prompt's token ids, as they came and as an array."""
+        """Return the prompt's token ids, as a list and as an array."""
         try:
             ids = self._core.encode(prompt)
             return ids, self._core.check(ids, self._params)
@@ -95,7 +95,7 @@ class Embedder:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Aborts what has not ended when the block is left."""
+        """Abort the requests that have not ended when the block is left."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Engine and AsyncEngine: the engine to embed, blocking and asynchronous."""
+"""Engine and AsyncEngine: the engine as a library, blocking and asynchronous."""
 
 from __future__ import annotations
 
@@ -27,64 +27,65 @@ from tok_core.text import ChatTemplate, Tokenizer
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams]
 
-SENT = 64  # prompts of a list that are submitted together
+SENT = 64  # prompts of a list that are sent together
 
 
 class _Base:
-    """What both engines have in common."""
+    """Common base of both engines."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         self._core = EngineCore(config, in_process=in_process)
-        # Threads hold the core and never this object: an engine dropped without `close` ends its processes.
-        weakref.finalize(self, self._core.close_soon).atexit = False  # at exit the core has a hook of its own
+        # Threads refer to the core but never to this object, so an engine dropped without `close` ends its processes.
+        weakref.finalize(self, self._core.close_soon).atexit = False  # the core has its own hook at exit
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of model and cache, and every `auto` resolved.
+        """Return sizes of model and cache, and the value of every `auto`.
 
-        With several replicas, pages and samples that run at once are those of all together; limits are the least.
+        With several replicas, `num_pages` and `max_running` are sums; `max_model_len` and `max_step_tokens` are minima.
         """
         return self._core.info
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None where only token ids can be served."""
+        """Return the model's tokenizer; None if it has no usable one and only token ids can be served."""
         return self._core.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """The model's chat template, if it has one."""
+        """Return the model's chat template, if it has one."""
         return self._core.chat_template
 
     @property
     def open_requests(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return self._core.open_requests
 
     def health(self) -> Health:
-        """Whether requests are served now: by any replica, and by which."""
+        """Return whether any replica serves requests now, and the state of each."""
         return self._core.health()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges, of all replicas together; see `tok_core.messages.Stats`.
+        """Return counters since the start, and gauges, summed over all replicas; see `tok_core.messages.Stats`.
 
-        `restarts` counts replicas started anew, `replicas` and `replicas_ready` what there are. A request whose samples
-        were shared out among replicas counts in each.
+        `restarts` counts restarts of replicas; `replicas` and `replicas_ready` are the numbers of all and of ready
+        replicas. A request whose samples are split among replicas counts once in each.
         """
         return self._core.stats()
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """The same of each replica, by its number; `ready` is 1 where it serves, else 0."""
+        """Return the same for each replica, in order of their numbers; `ready` is 1 if it serves, else 0."""
         return self._core.replica_stats()
 
 
 class Engine(_Base):
-    """Generates for lists of prompts. Starts when constructed; a context manager. Closes when nothing refers to it.
+    """Blocking engine for lists of prompts; a context manager.
+
+    The constructor starts the engine, and raises ModelError, InvalidField or EngineError if it cannot start. The engine
+    closes when nothing refers to it.
 
     config      see `EngineConfig`
-    in_process  manager and worker run in a thread of this process, not in processes of their own
-
-    Raises ModelError, InvalidField or EngineError where it cannot start.
+    in_process  run manager and worker in a thread of this process instead of in child processes
     """
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
@@ -103,9 +104,10 @@ class Engine(_Base):
         progress: bool = False,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in the order of the prompts; `params` are one for all or one each.
+        """Return one output per prompt, in the order of the prompts.
 
-        cache_salt  requests with different ones share nothing in the prefix cache
+        params      one for all prompts, or a list with one for each
+        cache_salt  requests with different salts share no pages of the prefix cache
 
         Raises InvalidField before anything runs if any prompt cannot be served, EngineDead if a process dies.
         """
@@ -122,7 +124,7 @@ class Engine(_Base):
         progress: bool = False,
         cache_salt: str | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Index of the prompt and its output, in order of completion. `cache_salt`: as of `generate`."""
+        """Yield the index of each prompt and its output, in order of completion. `cache_salt`: as for `generate`."""
         return self._run(prompts, params, progress, cache_salt)
 
     def embed(
@@ -135,13 +137,13 @@ class Engine(_Base):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """The embedding of each prompt, float32 `[N]`, in the order of the prompts.
+        """Return the embedding of each prompt, float32 `[N]`, in the order of the prompts.
 
-        pooling     of the hidden states behind the model's final norm: the last token's, or the mean of all tokens'
-        normalize   to length 1
-        dimensions  only the first so many are wanted, at most the model's hidden size N; None: all
-        priority    as of `SamplingParams`
-        cache_salt  as of `generate`
+        pooling     of the hidden states after the model's final norm: the last token's, or the mean of all tokens'
+        normalize   scale to length 1
+        dimensions  number of leading dimensions to return, at most the model's hidden size; None: all
+        priority    as for `SamplingParams`
+        cache_salt  as for `generate`
 
         Raises InvalidField before anything runs if any prompt cannot be embedded, EngineDead if a process dies.
         """
@@ -149,7 +151,7 @@ class Engine(_Base):
         return Embedder(self._core, prompts, *options).run()
 
     def close(self) -> None:
-        """Ends the engine; open requests get EngineClosed."""
+        """End the engine; open requests fail with EngineClosed."""
         self._core.close()
 
     def __enter__(self) -> Self:
@@ -163,7 +165,7 @@ class Engine(_Base):
     def _run(
         self, prompts: Sequence[Prompt], params: Params | None, progress: bool, cache_salt: str | None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        salt_of(cache_salt)  # refuses what is no salt before anything runs
+        salt_of(cache_salt)  # raises for an invalid salt before anything runs
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         each = _one_each(params, len(prompts))
@@ -189,10 +191,10 @@ class Engine(_Base):
     def _collect(
         self, index: dict[int, int], arrived: queue.SimpleQueue[Sequence[OpenRequest]], bar: ProgressBar
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yields each request when it is done, and takes it out of `index`."""
+        """Yield each request when it is done, and remove it from `index`."""
         while index:
             for request in arrived.get():
-                ended = request.ended()  # before: what it has by now is then all of it
+                ended = request.ended()  # read before `take`, which then returns everything left
                 bar.advance(request.take())
                 if request.error is not None:
                     raise request.error
@@ -201,14 +203,14 @@ class Engine(_Base):
 
 
 class AsyncEngine(_Base):
-    """Serves requests as they come. `start` it within a running event loop. Closes when nothing refers to it."""
+    """Engine for requests from an asyncio event loop. Call `start` first; closes when nothing refers to it."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         super().__init__(config, in_process=in_process)
         self._mailbox: Mailbox | None = None
 
     async def start(self) -> None:
-        """Returns when ready. Raises ModelError, InvalidField or EngineError where it cannot start."""
+        """Start the engine; return when it is ready. Raise ModelError, InvalidField or EngineError if it cannot."""
         try:
             await asyncio.to_thread(self._core.start)
         except BaseException:
@@ -216,19 +218,19 @@ class AsyncEngine(_Base):
             raise
 
     async def restart_replica(self, number: int, *, drain: float = 3600.0) -> None:
-        """Starts a replica anew, without losing a request; returns when it serves again.
+        """Restart a replica after draining it; return when it serves again. A failed replica is started, too.
 
-        It gets nothing new, and what it computes is given `drain` seconds to end. After that others compute it once
-        more, unless some of it has been told already: that fails with EngineDead. With one replica only, new requests
-        are refused until it serves again. A replica that has failed is started, too.
+        The replica gets no new requests, and its open requests get `drain` seconds to end. After that, other replicas
+        compute the remaining samples again. Requests whose owners have already received part of these samples fail with
+        EngineDead. With a single replica, new requests are refused until it serves again.
 
-        Raises InvalidField for a number that no replica has, EngineError where it is starting or restarting already, or
-        what keeps it from starting.
+        Raises InvalidField for a number that no replica has, EngineError if it is already starting or restarting, and
+        the error that keeps it from starting.
         """
         await asyncio.to_thread(self._core.restart_replica, number, drain)
 
     async def close(self, *, drain: float = 0.0) -> None:
-        """Waits up to `drain` seconds for open requests, ends the others with EngineClosed, then the processes."""
+        """Wait up to `drain` seconds for open requests, fail the others with EngineClosed, then end the processes."""
         await asyncio.to_thread(self._core.close, drain)
 
     def generate(
@@ -241,16 +243,16 @@ class AsyncEngine(_Base):
         tenant: str = "",
         cache_salt: str | None = None,
     ) -> RequestStream:
-        """Submits one request. Raises InvalidField for what cannot be served, EngineDead while nothing is.
+        """Submit one request. Raise InvalidField if it cannot be served, EngineDead while no replica serves.
 
-        A grammar is compiled beside the event loop, unless it is known; if it is then refused, reading the stream
-        raises InvalidField. To know before: `check_grammar`.
+        An unknown grammar is compiled outside of the event loop; if it is refused, reading the stream raises
+        InvalidField. Call `check_grammar` to find out before.
 
-        stream      True: a delta for each token, as it comes; tokens that come faster than they are read are read
-                    together. False: one for each sample, when it has ended; this takes far less of the CPU
+        stream      True: a delta for each token; tokens that arrive faster than they are read share a delta. False: one
+                    delta for each sample when it has ended, which takes far less CPU time
         tenant      an opaque name of the caller, such as a hash of its API key; "" if unknown. Callers of one class
                     (`priority`) get equal shares of the engine while they compete for it
-        cache_salt  requests with different ones share nothing in the prefix cache
+        cache_salt  requests with different salts share no pages of the prefix cache
         """
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
@@ -270,26 +272,27 @@ class AsyncEngine(_Base):
         tenant: str = "",
         cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """The same as `Engine.embed`. Prompts are read in a thread. Cancelled, it aborts what is open.
+        """Return the same as `Engine.embed`. Prompts are checked in a thread. Cancellation aborts the open requests.
 
-        tenant, cache_salt  as of `generate`
+        tenant, cache_salt  as for `generate`
         """
         options = pooling, normalize, dimensions, priority, tenant, cache_salt
-        # Thousands of long prompts take seconds to be checked.
+        # Checking thousands of long prompts takes seconds.
         embedder = await asyncio.to_thread(Embedder, self._core, prompts, *options)
         return await embedder.run_async()
 
     async def check_grammar(self, grammar: Grammar, *, most: int | None = None, tenant: str = "") -> None:
-        """Waits until the grammar has been compiled, which is done once. Raises InvalidField("grammar") if it cannot be
-        followed, EngineError where it cannot be told.
+        """Wait until the grammar has been compiled, which is done once per grammar.
 
-        most    raises EngineError, too, where it is unknown and so many others of the tenant are being compiled
-        tenant  as of `generate`: several are served in turn
+        Raises InvalidField("grammar") if the grammar cannot be served, and EngineError if the check itself fails.
+
+        most    raise EngineError, too, if the grammar is unknown and this many others of the tenant are being compiled
+        tenant  as for `generate`; tenants are served in turn
         """
         refuse(grammar, await asyncio.wrap_future(self._core.verdict(grammar, most, tenant)))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its samples finish with reason "abort"."""
+        """Abort a request; its samples finish with reason "abort"."""
         self._core.abort(request_id)
 
 

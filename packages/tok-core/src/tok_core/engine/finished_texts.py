@@ -14,8 +14,10 @@ from tok_core.text import Tokenizer
 
 
 class FinishedTexts(NamedTuple):
-    """All of the samples of a request that end with a report, in the report's order; why one has no text is in its
-    place."""
+    """Tokens and texts of the samples of a request that end with one report, in the report's order.
+
+    A sample that cannot be detokenised has the exception in place of its text.
+    """
 
     token_ids: list[list[int]]
     texts: list[str | Exception]
@@ -24,7 +26,7 @@ class FinishedTexts(NamedTuple):
 def transcribe(
     ends: Sequence[Finished], token_store: TokenStore, tokenizer: Tokenizer | None
 ) -> dict[int, FinishedTexts]:
-    """By rid, of the samples that are in the ledger. They stay there."""
+    """Detokenise the ended samples that are in the token store; return them by rid. Their tokens stay in the store."""
     known, tokens, counts = token_store.read([end.rid for end in ends], [end.sample for end in ends])
     ends = [ends[place] for place in known]
     bounds = [0, *np.cumsum(counts).tolist()]
@@ -34,7 +36,7 @@ def transcribe(
     if tokenizer is not None:
         try:
             texts = _texts(ends, ids, tokens, bounds, tokenizer)
-        except Exception:  # one of them is at fault: make each text by itself
+        except Exception:  # one sample is at fault: detokenise each by itself
             texts = [_text_or_error(end, one, tokenizer) for end, one in zip(ends, ids, strict=True)]
     found: dict[int, FinishedTexts] = {}
     for end, one, text in zip(ends, ids, texts, strict=True):
@@ -51,7 +53,7 @@ def _texts(
 ) -> list[str | Exception]:
     pieces = tokenizer.shown(tokens)
     return [
-        # An end token is never shown, whether or not its tokenizer calls it special.
+        # An end token is never shown, whether or not the tokenizer marks it as special.
         b"".join(pieces[first : last - (end.reason == "stop")]).decode(errors="replace")
         if end.cut is None
         else tokenizer.continuation(np.array(one, np.int32), end.cut)

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests of an engine that have not ended, by number and by id."""
+"""OpenRequests: look up the requests of an engine that have not ended, by number and by id."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tok_core.errors import InvalidField
 
 
 class OpenRequests:
-    """Thread-safe. `changed` is the engine's lock, told of every request that goes.
+    """Thread-safe collection of open requests. `changed` is the engine's lock, notified of every removal.
 
-    by_rid      requests by the engine's number; to be looked at under the lock
-    each_token  numbers of those that are told of each token
+    by_rid      requests by the engine's number; read it under the lock
+    each_token  numbers of the requests that need every token: streamed ones, and those with log-probabilities
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -29,7 +29,7 @@ class OpenRequests:
         return request_id in self._by_id
 
     def add(self, request: OpenRequest) -> None:
-        """Raises InvalidField where another has its id."""
+        """Add a request. Raise InvalidField if an open request has its id."""
         with self._changed:
             if request.request_id in self._by_id:
                 raise InvalidField("request_id", request.request_id, "an id that no open request has")
@@ -38,7 +38,7 @@ class OpenRequests:
                 self.each_token.add(request.rid)
 
     def remove(self, requests: Iterable[OpenRequest]) -> list[OpenRequest]:
-        """Those that were there."""
+        """Remove requests; return those that were open."""
         with self._changed:
             gone = [request for request in requests if self.by_rid.pop(request.rid, None) is not None]
             for request in gone:
@@ -49,22 +49,22 @@ class OpenRequests:
             return gone
 
     def named(self, request_id: str) -> OpenRequest | None:
-        """The request with this id."""
+        """Return the request with this id, if it is open."""
         with self._changed:
             return self._by_id.get(request_id)
 
     def some(self, rids: Iterable[int]) -> list[OpenRequest]:
-        """Those of the requests that are still open, in the order of their numbers here."""
+        """Return the requests among `rids` that are still open, in the order of `rids`."""
         with self._changed:
             return [self.by_rid[rid] for rid in rids if rid in self.by_rid]
 
     def all(self) -> list[OpenRequest]:
-        """All of them."""
+        """Return all open requests."""
         with self._changed:
             return list(self.by_rid.values())
 
     def of_replica(self, replica: int) -> list[OpenRequest]:
-        """Those of which a replica has, or had, a part."""
+        """Return the requests with a part assigned to the replica."""
         with self._changed:
             every = self.by_rid.values()
             return [one for one in every if any(part.replica == replica for part in one.parts)]

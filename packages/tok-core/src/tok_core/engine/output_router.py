@@ -20,7 +20,10 @@ log = logging.getLogger("tok_core")
 
 
 class OutputRouter:
-    """Thread-safe; `lock` is the engine's. Texts are made outside of it. `tokenizer`: set before the first report."""
+    """Thread-safe router of reports to open requests.
+
+    `lock` is the engine's; detokenisation happens outside of it. `tokenizer` is set before the first report.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class OutputRouter:
         self.tokenizer: Tokenizer | None = None
 
     def deliver(self, replica: int, progress: Progress) -> None:
-        """Hands out what one report brought: one call a sink. What cannot be handed to a request fails that request."""
+        """Deliver one report to its requests, and call each sink once. A request that raises an error fails alone."""
         if progress.figures_only:
             return
         if self._router.several:
@@ -71,7 +74,7 @@ class OutputRouter:
         notify(self._advance(changed, brought, progress))
 
     def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
-        """What the open requests and the router are to know of a report."""
+        """Update cached-token counts of open requests, and the router's loads."""
         open_ones = self._requests.by_rid
         for rid, cached in progress.cached:
             if rid in open_ones:
@@ -84,12 +87,12 @@ class OutputRouter:
                 self._router.end(replica, rid, open_ones[rid].params, ends)
 
     def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
-        """Return the requests whose owners get news. Fails those that cannot take in the report."""
+        """Advance the requests by the report, and return those to notify. Fail requests that raise an error."""
         heard, over = [], []
         faults: list[tuple[OpenRequest, Exception]] = []
         for request in requests:
             ends = brought.ends.get(request.rid, NO_ENDS)
-            with request.lock:  # an abort comes before or after
+            with request.lock:  # an abort happens entirely before or after this
                 if request.ended():
                     continue
                 try:
@@ -99,10 +102,10 @@ class OutputRouter:
                     continue
                 if ends and request.ended():
                     over.append(request)
-                    if request.each_token or request.params.n > 1:  # its owner may read the end at once: its id is free
+                    if request.each_token or request.params.n > 1:  # an owner notified before may reuse the id at once
                         self._dispatcher.forget([request])
                 elif request.told and not request.flooded:
-                    continue  # and its owner has not looked since
+                    continue  # the owner has not called `take` since its last notification
                 request.told = True
                 heard.append(request)
         if over:
@@ -119,7 +122,7 @@ class OutputRouter:
     def _fail(self, request: OpenRequest, error: TokError) -> None:
         with request.lock:
             if request.error is not None or not self._requests.some([request.rid]):
-                return  # it has failed or was aborted meanwhile
+                return  # the request has failed or was aborted meanwhile
             self._dispatcher.withdraw(request)
             request.fail(error)
         notify([request])

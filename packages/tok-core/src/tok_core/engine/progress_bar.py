@@ -1,4 +1,4 @@
-"""The progress bar of long generations: samples done, tokens a second, time left."""
+"""Show a progress bar for long generations: finished samples, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_core.outputs import Delta
 
 
 class ProgressBar:
-    """Counts deltas; draws where it was given a bar."""
+    """Counter of deltas, shown in `bar`, if there is one."""
 
     def __init__(self, bar: Progress | None, samples: int) -> None:
         self._bar = bar
@@ -22,7 +22,7 @@ class ProgressBar:
         self._began = time.monotonic()
 
     def advance(self, deltas: list[Delta]) -> None:
-        """Takes in what one request gained."""
+        """Count the new deltas of one request."""
         if self._bar is None or self._task is None:
             return
         self._tokens += sum(len(delta.token_ids) for delta in deltas)
@@ -33,7 +33,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(shown: bool, samples: int) -> Iterator[ProgressBar]:
-    """A bar on standard error, or nothing."""
+    """Show a progress bar on standard error if `shown`."""
     if not shown:
         yield ProgressBar(None, samples)
         return

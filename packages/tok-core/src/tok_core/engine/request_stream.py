@@ -1,4 +1,4 @@
-"""RequestStream: the deltas of one request, read within an event loop; and how that loop hears of them."""
+"""RequestStream: read the deltas of one request within an event loop; Mailbox: notify the loop of new deltas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tok_core.engine.requests import OpenRequest, StreamedRequest
 from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
 from tok_core.sampling_params import SamplingParams
 
-WOKEN = 16  # streams that have news and are told of it in one turn of an event loop
+WOKEN = 16  # streams whose readers are woken in one turn of the event loop
 
 
 class RequestStream:
-    """The deltas of one request while it runs: `async for delta in stream`, or the whole by `await stream.output()`.
+    """Deltas of one request while it runs: `async for delta in stream`, or the whole by `await stream.output()`.
 
-    Deltas of its samples interleave. Raises EngineDead if a process dies. Leaving early? Call `abort`.
+    Deltas of its samples interleave. Reading raises EngineDead if a process dies. Call `abort` to stop before the end.
     """
 
     __slots__ = ("_core", "_flooded", "_left", "_loop", "_news", "_queued", "_readers", "_request", "_unread")
@@ -27,63 +27,63 @@ class RequestStream:
         self._core = core
         self._loop = loop
         self._request = request
-        self._readers: list[asyncio.Future[None]] = []  # who waits for news: an asyncio.Event costs more
-        self._queued = False  # to be told that there is news
-        self._news = False  # it has been told, and nothing taken since
+        self._readers: list[asyncio.Future[None]] = []  # of waiting tasks; cheaper than an asyncio.Event
+        self._queued = False  # whether the stream is in the mailbox's queue, to be woken
+        self._news = False  # whether it was woken and has not called `take` since
         self._unread: deque[Delta] = deque()
         self._flooded: Callable[[], None] | None = None
         self._left = request.params.n  # samples whose last delta has not been read
 
     @property
     def request_id(self) -> str:
-        """The id given, or one made for it."""
+        """Return the id given, or the one generated."""
         return self._request.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt in tokens."""
+        """Return the prompt's token ids."""
         return self._request.prompt
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that have been made for it, as far as they have been told: of all its samples."""
+        """Return the number of tokens reported so far, of all samples."""
         return self._request.output_tokens
 
     @property
     def first_token(self) -> float | None:
-        """When its first token came, on the monotonic clock."""
+        """Return the time of the first token, on the monotonic clock."""
         return self._request.timings.first_token
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found in the cache; known with the first delta."""
+        """Return the number of prompt tokens found in the cache; known with the first delta."""
         return self._request.cached_tokens
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of the prompt's tokens, where the request asks for them; known with the first delta."""
+        """Return the prompt's log-probabilities, if the request asks for them; known with the first delta."""
         return self._request.prompt_logprobs()
 
     def abort(self, reason: Ending = "abort") -> None:
-        """Ends the request, if it still runs: samples that have not finished do so now, with `reason`."""
+        """Abort the request, if it is open: unfinished samples finish with `reason`."""
         self._core.abort_all([self._request.rid], reason)
 
     def bound(self, most: int, flooded: Callable[[], None]) -> None:
-        """Keep nothing that has been read, so that there is no `output`; call `flooded` while more is unread.
+        """Limit the memory of unread tokens, and keep no tokens that were read, so that `output` is unavailable.
 
-        most  bytes of tokens and log-probabilities that may wait to be read, about. More may come all the same:
-              `flooded`, called on the event loop at each report, is to read them or to `abort`.
+        most     approximate bytes of tokens and log-probabilities that may be unread
+        flooded  called on the event loop at each report while more is unread; it has to read the deltas or `abort`
         """
         assert isinstance(self._request, StreamedRequest), "only a request with stream=True has deltas to be read"
         self._request.bound(most)
         self._flooded = flooded
 
     def free(self) -> None:
-        """Drop the log-probabilities of an aborted request, some at a time; there is no `output` then. For a thread."""
+        """Free the log-probabilities of an aborted request in portions, in a thread; `output` is unavailable then."""
         self._request.free()
 
     async def output(self) -> RequestOutput:
-        """Waits for the whole request."""
+        """Wait for the end of the request, and return all of it."""
         while self._left:
             await self._wait()
             self._read()
@@ -93,12 +93,12 @@ class RequestStream:
         return self._deltas()
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
-        """The deltas, those together that were reported together."""
+        """Yield the deltas in lists, each with all that are available."""
         while batch := await self.batch():
             yield batch
 
     async def batch(self) -> list[Delta]:
-        """The next of `batches`; none after the last."""
+        """Return the next list of `batches`; an empty one after the last."""
         if not self._left:
             return []
         await self._wait()
@@ -120,43 +120,45 @@ class RequestStream:
         return batch
 
     async def _wait(self) -> None:
-        """Returns when something is unread, or another has read the last of it. Raises the request's error when there
-        is nothing before it."""
+        """Wait until a delta is unread, or another reader has read the last one.
+
+        Raises the request's error once all deltas before it have been read.
+        """
         while self._left and not self._unread:
             if not self._news:
                 reader = self._loop.create_future()
                 self._readers.append(reader)
                 await reader
-                continue  # another may have waited for it, too
-            error = self._request.error  # before: what comes before it is then taken
+                continue  # another reader may have taken the deltas first
+            error = self._request.error  # read before `take`, so that deltas before the error come first
             self._unread += self._request.take()
-            self._news = self._request.error is not None  # that stays
+            self._news = self._request.error is not None  # every further reader gets the error
             if error is not None and not self._unread:
-                self.abort()  # it may be open still: what it took could not be made into text
+                self.abort()  # a request whose tokens could not be detokenised is still open
                 raise error
 
     def wake(self) -> None:
-        """There is news for whoever waits."""
+        """Wake the waiting readers."""
         self._queued, self._news = False, True
         readers, self._readers = self._readers, []
         for reader in readers:
-            if not reader.done():  # else it was cancelled
+            if not reader.done():  # else the reader was cancelled
                 reader.set_result(None)
 
 
 class Mailbox:
-    """The streams of one event loop, which is woken once a report however many of them have news.
+    """The streams of one event loop. A report wakes the loop once, however many streams it concerns.
 
-    What the loop submits within one of its turns goes out together at the end of that.
+    Requests that the loop submits within one turn are sent together at the end of the turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
         self.loop = loop
         self.streams: dict[int, RequestStream] = {}  # by rid, until their requests have ended
         self._core = core
-        self._sink = self.tell  # one object for all: they are told together
+        self._sink = self.tell  # one object for all requests, since `notify` calls each sink once
         self._sending = False
-        self._queue: deque[RequestStream] = deque()  # those that have news and have not been woken
+        self._queue: deque[RequestStream] = deque()  # streams with new deltas whose readers have not been woken
         self._waking = False
 
     def submit(
@@ -169,19 +171,19 @@ class Mailbox:
         tenant: str = "",
         cache_salt: str | None = None,
     ) -> RequestStream:
-        """A new request of the loop. Raises as `EngineCore.submit` does."""
+        """Submit a request of the loop. Raises as `EngineCore.submit` does."""
         request = self._core.submit(
             prompt, params, request_id, self._sink, stream=stream, later=True, tenant=tenant, cache_salt=cache_salt
         )
         if not self._sending:
             self._sending = True
             self.loop.call_soon(self._send)
-        # What is told meanwhile waits: the loop runs this.
+        # Notifications cannot arrive before the stream is registered: they run on the loop, which is busy here.
         found = self.streams[request.rid] = RequestStream(self._core, request, self.loop)
         return found
 
     def tell(self, requests: Sequence[OpenRequest]) -> None:
-        """From any thread; a loop that has ended has nobody to tell."""
+        """Notify the loop that the requests have new deltas; from any thread."""
         with suppress(RuntimeError):  # the loop has been closed
             self.loop.call_soon_threadsafe(self._note, requests)
 
@@ -198,7 +200,7 @@ class Mailbox:
             self._wake()
 
     def _wake(self) -> None:
-        """A few at a time: whoever waits for one of them runs in the loop's next turn, and others wait for that."""
+        """Wake the readers of a few streams at a time: they all run in the loop's next turn, and delay other tasks."""
         for _ in range(min(WOKEN, len(self._queue))):
             self._queue.popleft().wake()
         self._waking = bool(self._queue)

@@ -1,7 +1,9 @@
 """Store the tokens of unstreamed samples, one report at a time, without a Python loop per token.
 
-A sample is a row, the rows of a request lie side by side. Its tokens fill blocks of `BLOCK`, each of which knows the
-one before it. Axes: R rows, K blocks, U requests and N tokens of a report.
+A sample is a row; the rows of a request are adjacent. Its tokens fill blocks of `BLOCK` tokens, linked from the last
+block to the first. A row with 130 tokens: `_count` 130, `_block` z, `_before[z]` y, `_before[y]` x, `_before[x]` -1.
+
+Axes: R rows, K blocks, U requests and N tokens of a report.
 """
 
 from __future__ import annotations
@@ -15,32 +17,32 @@ import numpy as np
 
 from tok_core.messages import EMPTY, Int32, Int64
 
-BLOCK = 64
-ROWS = 64  # at least so many at a time
+BLOCK = 64  # tokens in a block
+ROWS = 64  # minimum number of rows allocated
 
 
 class TokenStore:
-    """Tokens of open samples, in the order in which they were reported. Thread-safe."""
+    """Thread-safe store of the tokens of open samples, in the order in which they were reported."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._opened: deque[tuple[int, int]] = deque()  # requests that are not in `_rows` yet, and their samples
+        self._opened: deque[tuple[int, int]] = deque()  # rid and number of samples of requests not yet in `_rows`
         self._rows: dict[int, range] = {}  # by rid
         self._next_row = 0
         self._count: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens so far
-        self._block: Int64 = np.full(ROWS, -1, np.int64)  # [R] where the last of them are
+        self._block: Int64 = np.full(ROWS, -1, np.int64)  # [R] the last block; -1: none
         self._tokens: Int32 = np.empty((0, BLOCK), np.int32)  # [K, BLOCK]
-        self._before: Int64 = np.empty(0, np.int64)  # [K]
+        self._before: Int64 = np.empty(0, np.int64)  # [K] the row's block before this one; -1: none
         self._free: list[int] = []
 
     def open(self, rid: int, samples: int) -> None:
-        """From now on tokens of the request are kept. Waits for nobody: it is entered by whoever needs that next."""
+        """Keep the request's tokens from now on. Takes no lock: the next call of another method assigns its rows."""
         self._opened.append((rid, samples))
 
     def append(self, rids: list[int], which: Int64, sample: Int32, token: Int32) -> list[int]:
-        """Adds token `[N]` of sample `[N]` of request `rids[which]`; no sample may occur twice.
+        """Append `token[i]` to sample `sample[i]` of request `rids[which[i]]`; no sample may occur twice.
 
-        Tokens of requests that are not open are dropped. Returns the rids of samples that begin here.
+        Tokens of requests that are not open are dropped. Returns the rids with a sample whose first token this is.
         """
         with self._lock:
             self._enter()
@@ -59,7 +61,7 @@ class TokenStore:
             return [rids[i] for i in sorted(set(which[at == 0].tolist()))]
 
     def take(self, rid: int, sample: int) -> Int32:
-        """The tokens of a sample of an open request, in a copy; it has none after that."""
+        """Remove the tokens of a sample of an open request, and return a copy of them."""
         with self._lock:
             self._enter()
             row = self._rows[rid][sample]
@@ -68,8 +70,9 @@ class TokenStore:
             return self._tokens[blocks].reshape(-1)[:count] if blocks else EMPTY
 
     def read(self, rids: list[int], samples: list[int]) -> tuple[list[int], Int32, Int64]:
-        """Of samples `[U]` of requests `[U]`: the places of those whose requests are open; their tokens, side by side
-        and in a copy; how many each has.
+        """Return the tokens of sample `samples[u]` of request `rids[u]`, for each u whose request is open.
+
+        Returns these u; a copy of their tokens, concatenated; and the number of tokens of each.
         """
         with self._lock:
             self._enter()
@@ -80,14 +83,14 @@ class TokenStore:
             return known.tolist(), self._gather(self._block[row], counts), counts
 
     def drop(self, rid: int, samples: Iterable[int]) -> None:
-        """Forgets the tokens of samples of an open request."""
+        """Drop the tokens of samples of an open request."""
         with self._lock:
             self._enter()
             first = self._rows[rid].start
             self._give_back_all([first + sample for sample in samples])
 
     def close(self, rid: int) -> None:
-        """Forgets the request, if it is open, and what it still has."""
+        """Close the request, if it is open, and drop its tokens."""
         with self._lock:
             self._enter()
             rows = self._rows.pop(rid, None)
@@ -97,7 +100,7 @@ class TokenStore:
                 self._give_back_all(slice(rows.start, rows.stop))
 
     def close_all(self, rids: Iterable[int]) -> None:
-        """The same of many requests, without Python for each of their samples."""
+        """Close many requests, without a Python loop over their samples."""
         with self._lock:
             self._enter()
             rows: list[int] = []
@@ -107,7 +110,7 @@ class TokenStore:
                 self._give_back_all(rows)
 
     def _enter(self) -> None:
-        """Gives rows to requests that have been opened."""
+        """Assign rows to requests that have been opened."""
         while self._opened:
             rid, samples = self._opened.popleft()
             if self._next_row + samples > len(self._count):
@@ -117,11 +120,11 @@ class TokenStore:
 
     @property
     def blocks_used(self) -> int:
-        """Blocks that hold tokens."""
+        """Return the number of blocks in use."""
         return len(self._before) - len(self._free)
 
     def _gather(self, block: Int64, counts: Int64) -> Int32:
-        """The tokens of rows with so many each, whose last ones are in these blocks."""
+        """Return the concatenated tokens of rows, given each row's last block and number of tokens."""
         blocks = -(-counts // BLOCK)
         ends = np.cumsum(blocks)
         chain = np.empty(blocks.sum(), np.int64)  # the blocks of all rows, each row's in order
@@ -138,7 +141,7 @@ class TokenStore:
         return tokens
 
     def _give_back(self, row: int) -> list[int]:
-        """Frees the row's blocks; these, from the first to the last."""
+        """Free the row's blocks; return them from first to last."""
         blocks = []
         block = int(self._block[row])
         while block >= 0:
@@ -149,7 +152,7 @@ class TokenStore:
         return blocks[::-1]
 
     def _give_back_all(self, rows: slice | list[int]) -> None:
-        """The same of many rows, without Python for each."""
+        """Free the blocks of many rows, without a Python loop over rows."""
         block = self._block[rows]
         while len(block := block[block >= 0]):
             self._free += block.tolist()
@@ -157,7 +160,7 @@ class TokenStore:
         self._count[rows], self._block[rows] = 0, -1
 
     def _add_blocks(self, row: Int64) -> None:
-        """A new last block for each of the rows."""
+        """Append a block to each of the rows."""
         missing = len(row) - len(self._free)
         if missing > 0:
             self._make_blocks(missing)
@@ -175,7 +178,7 @@ class TokenStore:
         self._free += range(old, old + more)
 
     def _make_rows(self, samples: int) -> None:
-        """Room for `samples` more rows, and as many again; rows of requests that have been closed go."""
+        """Allocate twice the rows needed for open requests and `samples` more; drop the rows of closed requests."""
         old = np.fromiter(chain.from_iterable(self._rows.values()), np.int64)
         size = max(ROWS, 2 * (len(old) + samples))
         count, block = np.zeros(size, np.int64), np.full(size, -1, np.int64)

@@ -1,4 +1,4 @@
-"""Grammars: what the text of a sample must be, how it is compiled, and which tokens it allows next."""
+"""Guided decoding: check and compile grammars, and compute which tokens a sequence may sample next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checker: whether grammars can be followed, each found out once, beside whoever asks."""
+"""Check in background threads whether grammars can be compiled and followed; each grammar is checked once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tok_core.sampling_params import Grammar
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiled, Compiler
 
-MAX_KNOWN_GRAMMARS: Final = 16_384
+MAX_KNOWN_GRAMMARS: Final = 16_384  # verdicts, of which the least recently used are dropped
 CPU_SECONDS: Final = 5
-MEMORY: Final = 192 << 20
+MEMORY: Final = 192 << 20  # bytes
 
 
 class GrammarTask(msgspec.Struct, frozen=True):
-    """For whom grammars are examined and followed, and what one may take.
+    """Model for which grammars are checked and followed, and resources that one grammar may use.
 
-    model, vocab_size, end_ids  a model's directory, how many ids it makes, and which of them end a text
-    cpu_seconds, memory         seconds of a CPU, and bytes, that compiling may take
-    token_seconds               seconds of a CPU that may pass until what follows a token is known
-    sequence_seconds            seconds that a sequence may take, beside `mean_seconds` for each of its tokens
-    niceness                    by how much the processes give way to others from their start
+    model, vocab_size, end_ids  a model's directory, the number of its ids, and the ids that end a text
+    cpu_seconds, memory         CPU seconds and bytes that compiling may take
+    token_seconds               CPU seconds that advancing a sequence to its next mask may take
+    sequence_seconds            CPU seconds that a sequence may take in all, plus `mean_seconds` per token
+    niceness                    added to the niceness of the processes when they start
 
-    The sequences of one grammar may take half of `memory`. All of these bind worker processes only.
+    All sequences of one grammar together may use half of `memory`. The limits apply to worker processes only.
     """
 
     model: str
@@ -46,39 +46,39 @@ class GrammarTask(msgspec.Struct, frozen=True):
 
     @property
     def too_much(self) -> str:
-        """What is allowed instead of a grammar that takes more."""
+        """Return the limits on compiling, as the allowed value in the error of a grammar that exceeds them."""
         return f"grammars that take at most {self.cpu_seconds} s of a CPU and {self.memory >> 20} MiB to compile"
 
     @property
     def too_slow(self) -> str:
-        """Allowed instead of a grammar whose texts take more."""
+        """Return the limits on following, as the allowed value in the error of a grammar that exceeds them."""
         bounds = f"{self.token_seconds:g} s of a CPU a token and {self.memory >> 21} MiB"
         return f"grammars whose texts can be followed in at most {bounds}: fewer alternatives that begin alike"
 
 
 class Examiner(Protocol):
-    """Who compiles a grammar to see whether that can be done.
+    """Interface for compiling a grammar to find out whether it can be used.
 
-    stoppable  whether `stop` and `close` end an `examine` that another thread is in
+    stoppable  whether `stop` and `close` interrupt an `examine` that runs in another thread
     """
 
     stoppable: bool
 
     def examine(self, grammar: Grammar) -> str:
-        """What is allowed instead of it, "" if it is itself. Takes its time. Errors: EngineError."""
+        """Return what is allowed instead of the grammar, or "" if it is accepted; slow. Raise EngineError."""
         ...
 
     def stop(self) -> None:
-        """From another thread: a stoppable `examine` raises EngineError soon."""
+        """Make a stoppable `examine` that runs in another thread raise EngineError soon."""
         ...
 
     def close(self) -> None:
-        """From another thread: lets go of what it has; a stoppable `examine` raises EngineError after that."""
+        """Release all resources, from any thread; a stoppable `examine` raises EngineError afterwards."""
         ...
 
 
 class LocalExaminer:
-    """Compiles in this process: for those who ask about grammars of their own."""
+    """Examiner that compiles in this process: for in-process engines, whose grammars come from the same program."""
 
     stoppable = False
 
@@ -94,36 +94,36 @@ class LocalExaminer:
         return verdict(self._compiler, grammar, self._task)[0]
 
     def stop(self) -> None:
-        """Nothing can be stopped."""
+        """Do nothing: compilation in this process cannot be interrupted."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class _Check:
-    """A grammar that is being checked, or will be, and the futures of those who wait for it."""
+    """A grammar that is queued or being checked, and the futures of its callers."""
 
     def __init__(self, grammar: Grammar, tenant: str) -> None:
         self.grammar = grammar
-        self.tenant = tenant  # who asked first
+        self.tenant = tenant  # of the first caller
         self.callers: list[Future[str]] = []
         self.examiner: Examiner | None = None
 
     @property
     def left(self) -> bool:
-        """Nobody waits for it any more."""
+        """Return whether all callers have cancelled."""
         return all(caller.cancelled() for caller in self.callers)
 
     def let_go(self) -> list[Future[str]]:
-        """Those who are still to be told, each of whom is told once."""
+        """Remove and return the callers, so that each is notified once."""
         callers, self.callers = self.callers, []
         return callers
 
 
 class Checker:
-    """Asks examiners about grammars, each about one after the other. Thread-safe.
+    """Queue of grammar checks, run by examiners that check one grammar at a time each. Thread-safe.
 
-    Of several callers those that keep fewer examiners busy come first; no caller keeps all of several examiners busy.
+    Tenants that occupy fewer examiners go first. If there are several examiners, no tenant occupies all of them.
     """
 
     def __init__(self, *examiners: Examiner) -> None:
@@ -136,12 +136,12 @@ class Checker:
         self._closed = False
 
     def begin(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
-        """What is allowed instead of the grammar, "" if it is itself; done at once where that is known.
+        """Return a future with what is allowed instead of the grammar, or "" if it is accepted; done at once if known.
 
-        The future is the caller's own: cancelled, it is no other's loss, and a check for nobody is stopped. Where
-        nobody can tell, it raises EngineError.
+        Each caller has its own future: cancelling it does not affect others. A check whose callers have all cancelled
+        is stopped. The future raises EngineError if the grammar cannot be checked.
 
-        most    raises EngineError where the grammar is unknown and so many others of the tenant are being checked
+        most    raise EngineError if the grammar is unknown and the tenant has this many other checks open
         tenant  an opaque name of the caller; "" if unknown
         """
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
@@ -152,7 +152,7 @@ class Checker:
             if self._closed:
                 raise _closed()
             check = self._open.get(key)
-            if check is None or (check.left and check.examiner is not None):  # the latter is being stopped
+            if check is None or (check.left and check.examiner is not None):  # a check without callers is being stopped
                 self._check_room(most, tenant)
                 self._open.pop(key, None)
                 check = self._open[key] = _Check(grammar, tenant)
@@ -164,7 +164,7 @@ class Checker:
         return caller
 
     def close(self) -> None:
-        """Checks under way fail, but one that cannot be stopped: nobody waits for its end."""
+        """Fail all open checks, and wait for the threads unless an examiner cannot be stopped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -184,7 +184,7 @@ class Checker:
             raise EngineError(f"{most} other grammars are being checked already; allowed: to try again later")
 
     def _leave(self, key: bytes, check: _Check) -> None:
-        """A caller does not wait any more."""
+        """Drop or stop the check if all of its callers have cancelled."""
         with self._changed:
             if not check.left:
                 return
@@ -200,7 +200,7 @@ class Checker:
             self._threads[-1].start()
 
     def _run(self) -> None:
-        """Examines one grammar after the other and tells those who wait for it."""
+        """Check one grammar after the other and notify its callers."""
         while True:
             with self._changed:
                 while not self._closed and (found := self._next()) is None:
@@ -223,7 +223,7 @@ class Checker:
             _tell(callers, result)
 
     def _next(self) -> tuple[bytes, _Check] | None:
-        """The first check, of the callers with the fewest under way; None where none may begin."""
+        """Return the first queued check of the tenants that occupy the fewest examiners; None if no check may start."""
         busy = Counter(check.tenant for check in self._open.values() if check.examiner is not None)
         most = max(1, len(self._examiners) - 1)
         waiting = [(key, one) for key, one in self._open.items() if one.examiner is None and busy[one.tenant] < most]
@@ -236,7 +236,7 @@ class Checker:
 
 
 def _examined(examiner: Examiner, grammar: Grammar) -> str | TokError:
-    """The verdict, or why there is none."""
+    """Return the verdict, or the error that prevented it."""
     try:
         return examiner.examine(grammar)
     except TokError as error:
@@ -248,7 +248,7 @@ def _examined(examiner: Examiner, grammar: Grammar) -> str | TokError:
 
 
 def _tell(callers: list[Future[str]], found: str | TokError) -> None:
-    """Each that has not been cancelled."""
+    """Set the result of each future that has not been cancelled."""
     for caller in callers:
         if not caller.set_running_or_notify_cancel():
             continue
@@ -263,7 +263,7 @@ def _closed() -> EngineError:
 
 
 def verdict(compiler: Compiler, grammar: Grammar, task: GrammarTask) -> tuple[str, Compiled | None]:
-    """Return what is allowed instead of the grammar, or "" and the grammar compiled."""
+    """Return what is allowed instead of the grammar and None, or "" and the compiled grammar."""
     try:
         compiled = compiler.compile(grammar)
     except InvalidField as error:
@@ -272,13 +272,13 @@ def verdict(compiler: Compiler, grammar: Grammar, task: GrammarTask) -> tuple[st
         return task.too_much, None
     try:
         wide = too_wide(compiled)
-    except RuntimeError:  # without memory
+    except RuntimeError:  # out of memory
         wide = True
     return (task.too_slow, None) if wide else ("", compiled)
 
 
 def refuse(grammar: Grammar, found: str) -> None:
-    """Raises InvalidField("grammar") unless the verdict is that the grammar is allowed."""
+    """Raise InvalidField("grammar") unless the verdict accepts the grammar."""
     if found:
         raise InvalidField("grammar", grammar.value, found)
 

@@ -1,6 +1,7 @@
-"""Compiler: grammars for one model's vocabulary, by xgrammar.
+"""Compile grammars for one model's vocabulary with xgrammar.
 
-Importing this takes seconds, and is done only where a grammar is asked for; see `tok_core.grammar.xgrammar_imports`.
+Importing this module takes seconds, so it is imported only when a request has a grammar; see
+`tok_core.grammar.xgrammar_imports`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from tok_core.sampling_params import Grammar
 from tok_core.text import Tokenizer
 
 Masks = NDArray[np.int32]
-"""Packed sets of tokens, [n, ⌈V/32⌉]: token t is in it where bit t mod 32 of word t div 32 is set."""
+"""Packed sets of tokens, [n, ⌈V/32⌉]: token t is in a set if bit t mod 32 of word t div 32 is set."""
 
 MAX_COMPILE_THREADS = 8
-MAX_LEAD_TOKENS = 16_384
+MAX_LEAD_TOKENS = 16_384  # texts for which `Compiler.lead` is cached
 _BEFORE = re.compile(r"^\[[^\]]*\] [^ ]*:\d+: |Check failed: \([^)]*\) is false: ")
 
 
 class Compiler:
-    """Compiles for a vocabulary of `vocab_size` ids.
+    """Grammar compiler for a vocabulary of `vocab_size` ids.
 
-    pieces    bytes of each id, b"" for those that are no text; missing ones are none
-    end_ids   what may follow a text that is complete; at least one
-    encode    the ids that the tokenizer makes of a text, without any of its own
-    threads   that compile; None: one a CPU, MAX_COMPILE_THREADS at most
+    pieces    bytes of each id, b"" for ids without text; ids beyond the list have no text
+    end_ids   ids that may follow a complete text; at least one
+    encode    returns the tokenizer's ids of a text, without special tokens
+    threads   number of compiler threads; None: one per CPU, MAX_COMPILE_THREADS at most
     """
 
     def __init__(
@@ -66,22 +67,22 @@ class Compiler:
         tokenizer: Tokenizer | None = None,
         threads: int | None = None,
     ) -> Self:
-        """For the tokenizer of a model directory, loaded unless it is given. Errors: ModelError."""
+        """Return a compiler for a model directory. Load its tokenizer unless given. Raise ModelError if that fails."""
         tokenizer = tokenizer or Tokenizer.load(model)
         pieces = [b"" if token in tokenizer.special_ids else piece for token, piece in enumerate(tokenizer.pieces)]
         return cls(pieces, vocab_size, end_ids, lambda text: tokenizer.encode(text, add_special_tokens=False), threads)
 
     def _lead(self, text: str) -> tuple[int, ...]:
-        """The ids by which the text begins, whatever follows it: all but the last of its own, which might be another.
+        """Return the ids that begin the encoding of `text` whatever follows it: all but the last, which may change.
 
-        Kept for the texts asked for last, as `lead`. No ids where these do not spell the text.
+        Return no ids if they do not spell the text. `lead` caches the results of the latest calls.
         """
         ids = self._encode(text)
         spelt = b"".join(self._pieces[token] for token in ids)
         return tuple(ids[:-1]) if spelt == text.encode() else ()
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Takes its time, without the interpreter's lock. Errors: InvalidField("grammar"), MemoryError."""
+        """Compile a grammar; slow, without holding the GIL. Raise InvalidField("grammar") or MemoryError."""
         try:
             rules = ebnf(grammar)
         except Unsupported as error:
@@ -99,11 +100,11 @@ class Compiler:
 
 
 class Compiled:
-    """A grammar ready to follow texts by.
+    """Compiled grammar, from which matchers are made.
 
-    first  the tokens that may begin one, one packed set [⌈V/32⌉]
-    lead   see `Compiler.lead`
-    begin  the byte that the text of each token begins with, int16 [V]; −1 for those that are no text
+    first  mask of the tokens that may begin a text, int32 [⌈V/32⌉]
+    lead   see `Compiler._lead`
+    begin  first byte of each token's text, int16 [V]; −1 for tokens without text
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class Compiled:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Return the memory that the grammar takes, in bytes."""
         return int(self._grammar.memory_size_bytes)
 
     def matcher(self) -> xgrammar.GrammarMatcher:
-        """At the beginning of a text."""
+        """Return a new matcher at the beginning of a text."""
         return xgrammar.GrammarMatcher(self._grammar)

@@ -1,4 +1,4 @@
-"""Local workers: grammars compiled in a thread of this process, and followed where they are asked about."""
+"""Grammar workers without processes: grammars compile in a thread, and the caller's thread follows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def loader(
     model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None
 ) -> Callable[[], Compiler]:
-    """Return a function that makes the compiler for a model directory, in this process; see `Compiler.load`."""
+    """Return a function that loads the compiler for a model directory in this process; see `Compiler.load`."""
 
     def load() -> Compiler:
         preload()
@@ -32,7 +32,7 @@ def loader(
 
 
 class LocalWorker:
-    """A worker without a process: for the engine of those who ask about grammars of their own."""
+    """Worker without a process: for in-process engines, whose grammars come from the same program."""
 
     def __init__(self, future: Future[Compiled]) -> None:
         self._future = future
@@ -40,14 +40,14 @@ class LocalWorker:
         self._answers: list[Verdict | MatcherReply] = []
 
     def send(self, work: MatcherCall) -> None:
-        """Does the work at once."""
+        """Process the call at once; `receive` returns the reply."""
         assert self._matchers is not None
         self._matchers.end(work.ended)
         if work.follow:
             self._answers.append(self._matchers.answer([self._matchers.follow(one) for one in work.follow]))
 
     def receive(self) -> list[Verdict | MatcherReply]:
-        """Return its messages since the last call."""
+        """Return the messages since the last call."""
         if self._matchers is None and self._future.done():
             self._answers.append(self._verdict())
         answers, self._answers = self._answers, []
@@ -55,11 +55,11 @@ class LocalWorker:
 
     @property
     def at(self) -> int:
-        """Nothing can be lost here."""
+        """Return IDLE: a local worker cannot be lost over a sequence."""
         return IDLE
 
     def close(self) -> None:
-        """Compiles no more, unless it has begun to."""
+        """Cancel the compilation unless it has started."""
         self._future.cancel()
 
     def _verdict(self) -> Verdict:
@@ -74,9 +74,9 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """Makes local workers.
+    """Factory of local workers.
 
-    load  makes the compiler; called at the first grammar, in a thread
+    load  loads the compiler; called in a thread for the first grammar
     """
 
     wakes = False
@@ -87,15 +87,15 @@ class LocalWorkers:
         self._thread = ThreadPoolExecutor(1, "grammars")
 
     def begin(self, grammar: Grammar) -> LocalWorker:
-        """A worker for the grammar."""
+        """Start to compile the grammar in a thread and return its worker."""
         return LocalWorker(self._thread.submit(self._compile, grammar))
 
     def lost_all(self) -> bool:
-        """None is ever lost."""
+        """Return False: local workers are never lost."""
         return False
 
     def close(self) -> None:
-        """Compiles no more; what is being compiled is not waited for."""
+        """Cancel queued compilations; do not wait for the current one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> Compiled:

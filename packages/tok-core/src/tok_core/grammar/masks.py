@@ -1,6 +1,6 @@
-"""Masks: which tokens a sequence may draw next, each set kept once, however many sequences have it and how often.
+"""Cache the masks of tokens that sequences may sample next; each distinct mask is stored once.
 
-Legend: V vocabulary, W words of a packed set: token t is in it where bit t mod 32 of word t div 32 is set.
+Legend: V vocabulary, W words of a packed set: token t is in the set if bit t mod 32 of word t div 32 is set.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 
-MAX_CACHED_MASKS = 1024  # that are known at once: 20 MB, for a vocabulary of 150 000
+MAX_CACHED_MASKS = 1024  # masks, after which the cache is cleared: 20 MB for a vocabulary of 150 000
 
 
 class Mask(NamedTuple):
     """A set of tokens.
 
-    key    its words as bytes
+    key    the words as bytes
     words  packed, int32 [W]
-    only   the one token in it; −1 for several or none
-    none   whether no token is in it
-    alike  whether all of its tokens' texts begin with one and the same byte: then more of the text may be settled
+    only   the single token of the set; −1 if it has none or several
+    none   whether the set is empty
+    alike  whether all of its tokens' texts begin with the same byte: only then can the grammar force more text
     """
 
     key: bytes
@@ -34,26 +34,26 @@ class Mask(NamedTuple):
 
 
 class MaskCache:
-    """Of tokens whose texts begin with these bytes: int16 [V], −1 for those that are no text."""
+    """Masks over one vocabulary. `begin`: first byte of each token's text, int16 [V]; −1 for tokens without text."""
 
     def __init__(self, begin: NDArray[np.int16]) -> None:
         self.words = -(-len(begin) // 32)
         self._begin = begin
-        # Of the last word, xgrammar (0.2.8) also sets bits that stand for no token.
+        # In the last word, xgrammar (0.2.8) also sets bits that stand for no token.
         self._last = np.uint32((1 << (len(begin) - 32 * (self.words - 1))) - 1).view(np.int32)
         self._known: dict[bytes, Mask] = {}
 
     def of(self, words: Int32) -> Mask:
-        """The mask of packed words, int32 [W]. Raises ValueError for another number of words."""
+        """Return the mask of packed words, int32 [W]. Raise ValueError for another number of words."""
         if words.shape != (self.words,):
             raise ValueError(f"a set of tokens has {words.size} words; allowed: {self.words}")
         (mask,) = self.of_many(words.reshape(1, -1).copy(), [None])
         return mask
 
     def of_many(self, words_nW: Int32, likely: Iterable[Mask | None]) -> list[Mask]:
-        """The masks of packed words, int32 [n, W], in which bits that stand for no token are cleared.
+        """Return the masks of packed words, int32 [n, W]. Clear bits that stand for no token, in place.
 
-        `likely`: one for each, which it may well be; to compare takes a quarter of the time of looking it up.
+        `likely` is a guess for each row, or None. Comparing with the guess takes a quarter of the time of a lookup.
         """
         words_nW[:, -1] &= self._last
         keys = map(np.ndarray.tobytes, words_nW)
@@ -63,7 +63,7 @@ class MaskCache:
         ]
 
     def single(self, token: int) -> Mask:
-        """The mask of one token."""
+        """Return the mask of one token."""
         words = np.zeros(self.words, np.uint32)
         words[token // 32] = 1 << token % 32
         return self.of(words.view(np.int32))

@@ -1,6 +1,7 @@
-"""Matchers: how far each sequence under one compiled grammar has come, and which tokens may come next.
+"""Advance sequences in a compiled grammar and compute the mask of tokens that each may sample next.
 
-A worker process follows the sequences of one grammar (`grammar.worker`); an engine within one process follows its own.
+A worker process runs one `Matchers` for its grammar (`tok_core.grammar.worker_processes.worker`). An engine within one
+process runs its own (`tok_core.grammar.local`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ if TYPE_CHECKING:
 
     from tok_core.grammar.compiler import Compiled
 
-MIN_RUN = 3  # tokens in a row, without a choice, that are computed at once: fewer are sampled one by one in decode rows
-MAX_RUN = 512  # tokens after which no more are looked for in one go
-MAX_KNOWN_MASKS = 256  # that a worker and its manager know by number: 5 MB, for a vocabulary of 150 000
-REPLAY = -1  # as `Follow.room`: nothing is asked, the matcher only catches up
+MIN_RUN = 3  # forced tokens in a row that are computed at once; fewer are sampled one by one in decode rows
+MAX_RUN = 512  # tokens of a run after which no further forced tokens are looked up in one call
+MAX_KNOWN_MASKS = 256  # masks that a worker and its manager know by number: 5 MB for a vocabulary of 150 000
+REPLAY = -1  # as `Follow.room`: only advance the matcher, return neither run nor mask
 
 
 class Follow(msgspec.Struct, array_like=True):
-    """A sequence has got `tokens`, and may have `room` more. A sequence that is not known begins with them."""
+    """Request to advance one sequence by `tokens`. An unknown `sequence` starts a new matcher.
+
+    room  how many more tokens the sequence may get, or REPLAY
+    """
 
     sequence: int
     tokens: list[int]
@@ -32,14 +36,14 @@ class Follow(msgspec.Struct, array_like=True):
 
 
 class Followed(msgspec.Struct, array_like=True):
-    """The continuation that a grammar allows in a sequence.
+    """Result of one `Follow`: the continuation that the grammar allows.
 
-    run      tokens about which there is no choice, and that nobody need sample
-    given    tokens without a choice that are sampled one by one all the same, the last first; after `run`
-    mask     number of the mask of the tokens that may come then
-    stuck    nothing may come: the grammar cannot be followed on with this vocabulary
-    refused  what is allowed instead of a grammar that has taken too much, and is not followed on; "" if it has not
-    failed   why it cannot be followed on otherwise; "" if it can
+    run      forced tokens (the grammar allows no others), which need no sampling
+    given    forced tokens that are too few to skip sampling: sampled one by one after `run`; in reverse order
+    mask     number of the mask of the tokens allowed after `run` and `given`; −1 without one
+    stuck    no token is allowed: the grammar cannot continue with this vocabulary
+    refused  what is allowed instead, if the sequence exceeded its limits and is no longer followed; else ""
+    failed   other error because of which the sequence is no longer followed; else ""
     """
 
     sequence: int
@@ -52,14 +56,14 @@ class Followed(msgspec.Struct, array_like=True):
 
 
 class MatcherCall(msgspec.Struct, array_like=True):
-    """For a worker: sequences to follow, and others that have ended."""
+    """Message to a worker: sequences to advance, and sequences that have ended."""
 
     follow: list[Follow]
     ended: list[int]
 
 
 class MatcherReply(msgspec.Struct, array_like=True):
-    """A worker's answer about followed sequences; `masks` are packed words, the first of them has number `first`."""
+    """Message from a worker: results of sequences, and new masks as packed words, numbered from `first` on."""
 
     followed: list[Followed]
     first: int
@@ -67,12 +71,12 @@ class MatcherReply(msgspec.Struct, array_like=True):
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """The first that a worker says.
+    """First message of a worker: whether the grammar can be used.
 
-    allowed  what is allowed instead of the grammar; "" if it is itself
-    failed   why it cannot be told; "" if it can
-    begin    first byte of each token, int16 [V]; see `Masks`
-    first    packed words of the tokens that may begin a text
+    allowed  what is allowed instead, if the grammar is refused; else ""
+    failed   error that prevented the check; else ""
+    begin    first byte of each token, int16 [V]; see `MaskCache`
+    first    packed mask of the tokens that may begin a text
     """
 
     allowed: str = ""
@@ -82,18 +86,18 @@ class Verdict(msgspec.Struct, array_like=True):
 
 
 class MatcherMeter(Protocol):
-    """Bounds what one sequence may take of a worker."""
+    """Limits on the resources that one sequence may use in a worker."""
 
     def start(self, sequence: int) -> None:
-        """The worker turns to a sequence."""
+        """Start measuring: the worker begins to advance `sequence`."""
         ...
 
     def stop(self, sequence: int, tokens: int) -> str:
-        """It has followed so many tokens; returns what is allowed instead, "" if the sequence is within its bounds."""
+        """Stop measuring after `tokens` tokens. Return what is allowed instead if a limit is exceeded, "" otherwise."""
         ...
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Discard the records of a sequence that has ended."""
         ...
 
 
@@ -103,7 +107,7 @@ class _Settled(NamedTuple):
 
 
 class Matchers:
-    """Follows the sequences of one grammar, each as far as its next choice."""
+    """Matchers of one grammar's sequences, each advanced to the next position at which the grammar leaves a choice."""
 
     def __init__(self, compiled: Compiled, meter: MatcherMeter | None = None) -> None:
         self._compiled = compiled
@@ -117,7 +121,7 @@ class Matchers:
         self._words = np.zeros((1, self._masks.words), np.int32)
 
     def end(self, sequences: list[int]) -> None:
-        """Lets go of sequences; of those that are not known, nothing."""
+        """Drop the matchers of ended sequences; ignore unknown sequences."""
         for sequence in sequences:
             self._matchers.pop(sequence, None)
             self._last.pop(sequence, None)
@@ -125,12 +129,12 @@ class Matchers:
                 self._meter.forget(sequence)
 
     def answer(self, followed: list[Followed]) -> MatcherReply:
-        """Return the message about the sequences followed since the last call."""
+        """Return the reply with these results and the masks numbered since the last call."""
         new, self._new = self._new, []
         return MatcherReply(followed, self._count - len(new), new)
 
     def follow(self, one: Follow) -> Followed:
-        """Follows one sequence. Raises MemoryError: the process is not to go on then."""
+        """Advance one sequence. Raise MemoryError if xgrammar runs out of memory: the process must end then."""
         try:
             return self._metered(one)
         except Exception as error:
@@ -193,8 +197,10 @@ class Matchers:
         return number
 
     def _settled(self, matcher: xgrammar.GrammarMatcher, mask: Mask) -> _Settled:
-        """Tokens that have to come now, which it follows: the only one, or those of the text that is the only one, as
-        the tokenizer would write it. `mask` is the one before them."""
+        """Accept and return the forced tokens that come next; `mask` is the mask before them.
+
+        These are the mask's only token, or the tokens of the only possible text as the tokenizer would write it.
+        """
         tokens = [mask.only] if mask.only >= 0 else self._spelt(matcher) if mask.alike else []
         for at, token in enumerate(tokens):
             if not matcher.accept_token(token):
@@ -204,6 +210,6 @@ class Matchers:
     def _spelt(self, matcher: xgrammar.GrammarMatcher) -> list[int]:
         try:
             text = matcher.find_jump_forward_string()
-        except UnicodeDecodeError as error:  # xgrammar (0.2.8) stops, and may begin, within a character
+        except UnicodeDecodeError as error:  # xgrammar (0.2.8) may start and end within a character
             text = error.object[: error.start].decode()
         return list(self._compiled.lead(text)) if len(text) > 1 else []

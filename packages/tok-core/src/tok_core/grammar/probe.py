@@ -1,4 +1,4 @@
-"""Probe: whether the texts of a compiled grammar soon take a matcher much time or memory."""
+"""Probe whether following texts of a compiled grammar takes too much time or memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
     from tok_core.grammar.compiler import Compiled
 
-PROBE_BYTES: Final = 400
-PROBE_SECONDS: Final = 0.25  # of a CPU; JSON of any kind takes 0.003, for a vocabulary of 128,256
-PROBE_MEMORY: Final = 16 << 20
+PROBE_BYTES: Final = 400  # length of the probe's text
+PROBE_SECONDS: Final = 0.25  # CPU seconds; any JSON grammar takes 0.003 for a vocabulary of 128,256
+PROBE_MEMORY: Final = 16 << 20  # bytes
 FILLERS: Final = (b"a", b" ", b"0", b'"', b"[", b"{", b"}", b"]", b",", b":", b"-", b".")
 
 
 def too_wide(compiled: Compiled) -> bool:
-    """Whether a text that repeats itself wherever it may takes more than the bounds above.
+    """Return whether following a short, repetitive text exceeds PROBE_SECONDS or PROBE_MEMORY.
 
-    Ambiguous grammars, and those of hundreds of overlapping alternatives, take time and memory that grow with the
-    square of the text or faster; others take the same for each byte.
+    The text repeats its last byte wherever the grammar allows it. Ambiguous grammars, and grammars with hundreds of
+    overlapping alternatives, take time and memory that grow with the square of the text's length or faster. Other
+    grammars take the same for each byte.
     """
     for fillers in (FILLERS, FILLERS[1:] + FILLERS[:1]):
         matcher = compiled.matcher()
@@ -36,7 +37,7 @@ def too_wide(compiled: Compiled) -> bool:
 
 
 def _advance(matcher: xgrammar.GrammarMatcher, fillers: tuple[bytes, ...]) -> bytes:
-    """The byte that the matcher has accepted: one that has to come, or the first of the fillers that may."""
+    """Advance the matcher by one byte and return it: the forced byte, or the first filler that the grammar allows."""
     try:
         settled = matcher.find_jump_forward_string().encode()
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""Rules: builds the text of a grammar out of literals, regular expressions, sequences, choices and repetitions.
+"""Build the EBNF text of a grammar from literals, regular expressions, sequences, choices and repetitions.
 
-An expression is text that may stand in a sequence as it is: a rule's name, a literal, or several of these.
+An expression is text that can stand in a sequence as it is: a rule's name, a literal, or several of these.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Final
 from tok_core.grammar.regex import Unsupported, check_text
 
 MAX_RULES = 20_000
-MAX_RULE_WORK = 2_000_000  # some seconds
+MAX_RULE_WORK = 2_000_000  # steps: some seconds
 NOTHING: Final = '""'
 
 
 class Rules:
-    """The rules made so far; equal ones are one. Errors: Unsupported where they are too many."""
+    """Rules of one grammar; equal rules are stored once. Methods raise Unsupported if there are too many."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -24,7 +24,7 @@ class Rules:
         self._work = 0
 
     def work(self, steps: int) -> None:
-        """Counts steps, below a microsecond each, that making the rules takes. Errors: Unsupported for too many."""
+        """Count steps of building the rules, each below a microsecond. Raise Unsupported beyond MAX_RULE_WORK."""
         self._work += steps
         if self._work > MAX_RULE_WORK:
             raise Unsupported(
@@ -32,16 +32,16 @@ class Rules:
             )
 
     def rule(self, body: str) -> str:
-        """The name of a rule of that body."""
+        """Return the name of a rule with this body."""
         if body in self._bodies:
-            return body  # a name already
+            return body  # already the name of a rule
         if body not in self._names:
             self._names[body] = name = self.reserve()
             self._bodies[name] = body
         return self._names[body]
 
     def reserve(self) -> str:
-        """A name whose body is given later, by `define`: for what contains itself."""
+        """Return a name whose body is set later, by `define`: for recursive rules."""
         if len(self._bodies) >= MAX_RULES:
             raise Unsupported(f"what comes to at most {MAX_RULES} rules")
         name = f"r{len(self._bodies)}"
@@ -49,27 +49,27 @@ class Rules:
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Gives a reserved name its body."""
+        """Set the body of a reserved name."""
         self._bodies[name] = body
 
     def regular(self, expression: str) -> str:
-        """What a regular expression (`tok_core.grammar.regex.regular`) matches."""
+        """Return an expression for a regular expression (see `tok_core.grammar.regex.regular`)."""
         if not expression:
             return NOTHING
         quoted = expression.replace("\\", "\\\\").replace('"', '\\"')
         return self.rule(f'Regex("{quoted}")')
 
     def either(self, options: Iterable[str]) -> str:
-        """One of the expressions, of which there is at least one."""
+        """Return an expression for a choice between the options, of which there is at least one."""
         distinct = list(dict.fromkeys(options))
         return distinct[0] if len(distinct) == 1 else self.rule(" | ".join(distinct))
 
     def maybe(self, one: str) -> str:
-        """The expression, or nothing."""
+        """Return an expression for `one` or nothing."""
         return one if one == NOTHING else self.rule(f"{NOTHING} | {one}")
 
     def repeat(self, one: str, least: int, most: int | None) -> str:
-        """The expression, so many times; `most` None: without end."""
+        """Return an expression for `one` repeated `least` to `most` times; `most` None: unbounded."""
         if most == 0 or one == NOTHING or (least, most) == (1, 1):
             return NOTHING if most == 0 else one
         name = self.rule(one)
@@ -78,18 +78,18 @@ class Rules:
         return f"{name}{{{least},{most}}}"
 
     def text(self, root: str) -> str:
-        """The whole grammar."""
+        """Return the whole grammar; `root` is the body of its root rule."""
         return "".join(f"{name} ::= {body}\n" for name, body in (("root", root), *self._bodies.items()))
 
 
 def literal(text: str) -> str:
-    """Exactly this text. Errors: Unsupported for one with the character 0."""
+    """Return an expression for exactly this text. Raise Unsupported if it contains the character U+0000."""
     check_text(text)
     return f'"{"".join(map(_written, map(ord, text)))}"'
 
 
 def sequence(parts: Sequence[str]) -> str:
-    """One after the other."""
+    """Return an expression for the parts in order."""
     return " ".join(part for part in parts if part != NOTHING) or NOTHING
 
 

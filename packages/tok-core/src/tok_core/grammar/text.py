@@ -1,4 +1,4 @@
-"""The rules of any grammar that a request may ask for, as text in xgrammar's dialect."""
+"""Convert any grammar that a request may specify to EBNF text in xgrammar's dialect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = "root"
 
 
 def ebnf(grammar: Grammar) -> str:
-    """The rules, `root` being the whole text. Errors: Unsupported, whose message says what would be allowed."""
+    """Return the grammar's rules; `root` is the whole text. Raise Unsupported, whose message says what is allowed."""
     try:
         return _ebnf(grammar)
     except RecursionError:
@@ -33,7 +33,7 @@ def _ebnf(grammar: Grammar) -> str:
 
 
 def expression(grammar: Grammar, rules: Rules) -> str:
-    """What the value says, as an expression of `rules`; not for rules (EBNF). Errors: Unsupported."""
+    """Return the grammar's value as an expression of `rules`; not for kind "ebnf". Raise Unsupported."""
     match grammar.kind:
         case "json_object":
             return SchemaRules({"type": "object"}, rules).root()

@@ -1,7 +1,7 @@
-"""Import xgrammar without torch and transformers, which it imports but needs not here: seconds and 500 MB.
+"""Import xgrammar without torch and transformers, which it imports but does not need here: seconds and 500 MB.
 
-It wants torch for masks that are tensors, and transformers to read tokenizers; here masks are NumPy's, and the pieces
-of a vocabulary are given. A process that has torch has paid for it already, and gets xgrammar as it is.
+xgrammar uses torch for mask tensors and transformers to read tokenizers. Here masks are NumPy arrays, and the compiler
+passes the vocabulary's pieces itself. A process that has imported torch already imports xgrammar unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNUSED = ("torch", "transformers")
 
 
 class _Names(ModuleType):
-    """A module that has every name, as a class of its own that does nothing."""
+    """Stub module in which every name is a class that does nothing."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -26,20 +26,21 @@ class _Names(ModuleType):
 
 
 def preload() -> None:
-    """Imports xgrammar, for a process of the engine's own: meanwhile no other thread may import what it goes without.
+    """Import xgrammar with stubs for torch and transformers, in a process of the engine's own.
 
-    Where torch is there already, it leaves that to whoever needs xgrammar.
+    No other thread may import these modules meanwhile. If torch is already loaded, do nothing: a later import loads
+    xgrammar unchanged.
     """
     if "torch" in sys.modules or "xgrammar" in sys.modules:
         return
     missing = [name for name in UNUSED if name not in sys.modules]
     try:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # the library beneath xgrammar goes without
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi, which xgrammar imports, works without torch
         with suppress(ImportError):
             import_module("tvm_ffi")
         sys.modules |= {name: _Names(name) for name in missing}
         import_module("xgrammar")
-    except Exception:  # a version that does use them: whoever needs it imports it whole
+    except Exception:  # an xgrammar version that does use them: a later import loads it unchanged
         for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
             del sys.modules[name]
     finally:

@@ -1,4 +1,4 @@
-"""The manager: decides on a CPU what every step computes, and what its tokens mean."""
+"""Schedule steps on the CPU, and turn the tokens they return into progress, stops and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accounts: how many samples of each caller run, in each class of requests."""
+"""Count the running samples of each caller in each priority class."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Account:
-    """Requests of one caller in one class.
+    """Requests of one caller in one priority class.
 
-    id       stands for the account in the sequence table
+    id       number of the account in the column `account` of the sequence table
     open     rids of its requests that have not ended
-    running  samples that hold a slot, or will fork from one that prefills
-    holders  requests of which any sample does
-    looks    how many looks of `FairShares` in a row have found samples of it waiting
+    running  samples that hold a slot or will fork from a prefilling leader
+    holders  requests with at least one such sample
+    looks    number of consecutive calls of `FairShares.look` that have found samples of it waiting
     """
 
     __slots__ = ("holders", "id", "looks", "open", "running")
@@ -30,14 +30,14 @@ class Account:
 
 
 class Accounts:
-    """The accounts that have open requests."""
+    """Accounts with open requests."""
 
     def __init__(self) -> None:
         self._classes: dict[int, dict[str, Account]] = {}  # by priority and tenant
         self._numbers = count(1)
 
     def open(self, request: Request) -> None:
-        """Enter a new request into its caller's account."""
+        """Add a new request to its caller's account."""
         accounts = self._classes.setdefault(request.params.priority, {})
         account = accounts.get(request.tenant)
         if account is None:
@@ -46,7 +46,7 @@ class Accounts:
         request.account = account
 
     def close(self, request: Request) -> None:
-        """Remove a request that has ended. Its samples that still hold slots count until they give them back."""
+        """Remove a request that has ended. Samples of it that still hold slots count until the slots are freed."""
         account = request.account
         account.open.discard(request.rid)
         accounts = self._classes.get(request.params.priority, {})
@@ -60,6 +60,6 @@ class Accounts:
         return self._classes.get(priority, {}).values()
 
     def lowest_running(self) -> int | None:
-        """Return the greatest priority number of which a sample runs."""
+        """Return the greatest priority number, which is the lowest class, with a running sample."""
         running = (one for one, accounts in self._classes.items() if any(each.running for each in accounts.values()))
         return max(running, default=None)

@@ -1,4 +1,4 @@
-"""Faults: requests that went wrong on their way through the manager, each of which is to fail alone."""
+"""Collect requests that raised an exception within the manager, so that each of them fails alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ log = logging.getLogger("tok_core")
 
 
 class FaultyRequest(Exception):
-    """An `error` on the way of the request `rid`, raised where several are looked at and nothing has changed yet."""
+    """Error of the request `rid`, raised by code that looks at several requests and has not changed anything yet."""
 
     def __init__(self, rid: int, error: Exception) -> None:
         super().__init__(f"request {rid}: {error}")
@@ -17,9 +17,9 @@ class FaultyRequest(Exception):
 
 
 class Faults:
-    """Collects exceptions by request, where it is known whose they are. What is not caught ends the replica.
+    """Exceptions by request. An exception that belongs to no known request is not caught and ends the replica.
 
-    The manager ends the requests after the step that it is making: until then all that they hold stays in place.
+    The manager ends faulty requests after the step that it is building. Until then, all that they hold stays in place.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Faults:
         return bool(self._found)
 
     def add(self, rid: int, error: Exception) -> None:
-        """Note why the request cannot go on; the first reason counts."""
+        """Record why the request cannot go on; the first reason counts."""
         log.error("request %d cannot be computed", rid, exc_info=error)
         self._found.setdefault(rid, error)
 
     def take(self) -> list[tuple[int, str]]:
-        """Remove and return the requests, each with the reason to tell."""
+        """Remove and return the requests, each with the reason to report."""
         found, self._found = self._found, {}
         return [
             (rid, f"the request cannot be computed: {type(error).__name__}: {error}") for rid, error in found.items()

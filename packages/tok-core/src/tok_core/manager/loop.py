@@ -1,4 +1,4 @@
-"""Manager: the one loop that takes requests and tokens in and sends steps and reports out."""
+"""Run the manager's loop: take in requests and step outputs, send steps to the worker and reports to the engine."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 
 
 class Ports(Protocol):
-    """What the manager talks through: sockets between processes, queues within one."""
+    """The manager's connections to engine and worker: sockets between processes, queues within one process."""
 
     def requests(self) -> list[ToManager]:
-        """Requests and cancellations that have arrived; does not wait."""
+        """Return the requests and cancellations that have arrived, without waiting."""
         ...
 
     def outputs(self) -> list[StepOutput]:
-        """Steps that have come back; does not wait."""
+        """Return the outputs of steps that have come back, without waiting."""
         ...
 
     def send(self, step: StepInput) -> None:
-        """Queues a step at the worker."""
+        """Queue a step at the worker."""
         ...
 
     def report(self, progress: Progress) -> None:
-        """Tells the engine."""
+        """Send a report to the engine."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Returns when something has arrived, at the latest after `seconds`."""
+        """Return when something has arrived, after `seconds` at the latest."""
         ...
 
 
 class Manager:
-    """Schedules ahead of the worker: as many steps as `RunAhead` says are queued there whose tokens are not back."""
+    """Scheduling loop that runs ahead of the worker: up to `RunAhead.steps` steps are in flight at a time."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class Manager:
         self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp, clock=clock)
         self.output_processor = OutputProcessor(self.table, self.scheduler, self.stops, self.lengths)
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
-        self._cancelled: set[int] = set()  # requests that may still wait in the queue
+        self._cancelled: set[int] = set()  # cancelled requests whose samples may still be in the queue
         self._broken_before = False
         self._arrivals = 0
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._stats = Stats()  # as reported last
-        self._told = -math.inf  # when that was
+        self._told = -math.inf  # time of the last report
 
     def run(self) -> None:
-        """Works until the process ends or a port raises."""
+        """Run until the process ends or a port raises."""
         while True:
             HEARTBEAT.turned()
             if not self.turn():
@@ -110,11 +110,11 @@ class Manager:
                 self.ports.wait(min(self.grammars.patience, PATIENCE if soon else TURN))
 
     def close(self) -> None:
-        """Ends what it has beside its loop, when that is over."""
+        """Stop the grammar workers, after the loop has ended."""
         self.grammars.close()
 
     def turn(self) -> bool:
-        """Takes in what has arrived and sends at most one step; returns whether it did anything."""
+        """Take in what has arrived and send at most one step; return whether anything arrived or was sent."""
         messages, outputs = self.ports.requests(), self.ports.outputs()
         for message in messages:
             self._take(message)
@@ -152,7 +152,7 @@ class Manager:
         self._seconds["output_seconds"] += time.thread_time() - began
 
     def _sane(self, seconds: float) -> float:
-        """What a step has taken; nothing where a clock has jumped: it would have been stuck, or back before it went."""
+        """Return the seconds that a step took, or 0 if a clock has jumped: they are negative or above the timeout."""
         return seconds if 0 <= seconds <= self.config.step_timeout else 0.0
 
     def _send_step(self) -> StepInput | None:
@@ -168,7 +168,7 @@ class Manager:
         return step
 
     def _hurried(self) -> bool:
-        """Whether the worker is about to run dry, so that what can wait does."""
+        """Return whether the worker is about to run dry, so that optional work is deferred."""
         wanted = min(self.run_ahead.steps, self.run_ahead.depth * self.scheduler.microbatches.used)
         return runs_low(len(self.output_processor.in_flight), wanted)
 
@@ -185,7 +185,7 @@ class Manager:
                 assert_never(message)
 
     def _rotation(self, prompt_len: int) -> bytes:
-        """Return what keeps prompts of this length from the cached keys of others: see `EngineInfo.short_prompt`."""
+        """Return a salt that keeps prompts from cached keys of another rotation; see `EngineInfo.short_prompt`."""
         short = self.info.short_prompt
         if short is None or prompt_len <= short:
             return b""
@@ -210,14 +210,14 @@ class Manager:
             self.scheduler.submit(request)
 
     def _cancel(self, rid: int) -> None:
-        """Frees whatever the request holds, in whichever state its samples are."""
+        """Free everything that the request holds, whatever state its samples are in."""
         request = self.requests.pop(rid, None)
         if request is None:
             return
         self.scheduler.cancel(request)
         self.grammars.leave(request)
         self._cancelled.add(rid)
-        if request.left and request.stop_set is not None:  # else it was released with the last of its samples
+        if request.left and request.stop_set is not None:  # otherwise its last sample has released it
             self.stops.release(request.stop_set)
             self.lengths.prompt_stats.release(request.family)
 
@@ -245,16 +245,19 @@ class Manager:
             self._cancel(rid)
         self._drop_cancelled()
         self._told = self._clock()
-        # A request may have failed by several of its samples; the first reason counts.
+        # Several samples of a request may have failed; the first reason counts.
         failed = list(dict(reversed(failed)).items())
         self.ports.report(Progress(*reported, cached, self._stats, failed, rounds, refused))
 
     def _reports_soon(self) -> bool:
-        """Whether figures can wait for the tokens that steps under way bring: to send a report costs more than it."""
+        """Return whether statistics can wait for the next report of tokens, which saves a report of their own.
+
+        True for `PATIENCE` seconds after the last report, while steps are in flight.
+        """
         return bool(self.output_processor.in_flight) and 0 <= self._clock() - self._told < PATIENCE
 
     def _fail_broken(self) -> None:
-        """Fails the requests whose logits were not finite. The log says so once."""
+        """Fail the requests whose logits were not finite; log this the first time only."""
         reason = (
             "the model's logits are not finite: its weights hold NaN or infinity, or its numbers leave the range of "
             f"{self.info.dtype}"
@@ -272,14 +275,14 @@ class Manager:
         self._tell(NOTHING, [])
 
     def _cancel_faulty(self) -> None:
-        """Free what requests hold that went wrong on their way; the next report fails them, and no other."""
+        """Cancel the requests collected in `scheduler.faults`; the next report fails these and no others."""
         failed = self.scheduler.faults.take()
         for rid, _ in failed:
             self._cancel(rid)
         self.grammars.failed += failed
 
     def _report_if_changed(self) -> None:
-        """Once what was counted has changed; time that has passed is no news."""
+        """Report the statistics if a counter or gauge has changed; changed times alone do not count."""
         stats = self.stats()
         if stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._stats = stats
@@ -287,7 +290,7 @@ class Manager:
             self._tell(NOTHING, [])
 
     def stats(self) -> Stats:
-        """Counters since the start, and gauges."""
+        """Return the counters since the start, and the gauges."""
         requests_running = self.table.requests_running
         deferred = self.scheduler.deferred.counts
         return Stats(
@@ -319,6 +322,6 @@ class Manager:
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 0.02  # seconds for which figures wait for tokens to go with
+PATIENCE = 0.02  # seconds for which statistics wait for a report of tokens to go with
 
 SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")

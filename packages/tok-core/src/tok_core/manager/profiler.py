@@ -1,6 +1,7 @@
-"""Profile a manager: time its methods from outside while somebody looks.
+"""Profile a manager by timing its methods from outside.
 
-Methods are replaced by ones that read a clock, by name, and put back afterwards: nothing is paid when nobody looks.
+While a manager is profiled, methods are replaced by name with wrappers that read a clock, and put back afterwards. A
+manager that is not profiled has no overhead.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ TIMED: Final[dict[str, Part]] = {
     "table.claim": "schedule",
     "table.claim_one": "schedule",
 }
-"""Methods as seen from the manager, and the part that they are; `*`: all public methods of an object.
+"""Paths of methods, from the manager, and the part to which their time counts; `*`: all public methods of an object.
 
-A BatchBuilder lives for one step: its class's method is replaced.
+A BatchBuilder lives for one step, so the method is replaced on its class.
 """
 
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 class ManagerProfiler:
-    """Seconds by part. What a timed method spends in another part's counts there; a part within itself counts once."""
+    """Seconds by part. Nested calls into another part count to that part; nested calls within a part count once."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -58,7 +59,7 @@ class ManagerProfiler:
 
     @contextmanager
     def timing(self, manager: Manager) -> Iterator[None]:
-        """Meanwhile `manager`'s methods are timed. Errors: AttributeError where one of TIMED is not there."""
+        """Time the methods of `manager` within this context. Raises AttributeError if one of TIMED does not exist."""
         found = [(owner, name, part) for path, part in TIMED.items() for owner, name in _methods(manager, path)]
         own = [vars(owner).get(name) for owner, name, _ in found]
         for owner, name, part in found:
@@ -67,13 +68,13 @@ class ManagerProfiler:
             yield
         finally:
             for (owner, name, _), method in zip(found, own, strict=True):
-                if method is None:  # it is the class's
+                if method is None:  # the owner's class defines the method
                     delattr(owner, name)
                 else:
                     setattr(owner, name, method)
 
     def timed(self, method: Callable[P, T], part: Part) -> Callable[P, T]:
-        """`method`, whose time counts as `part`'s."""
+        """Return `method`, wrapped so that its time counts to `part`."""
 
         @wraps(method)
         def timed(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,7 +97,7 @@ class ManagerProfiler:
 
 
 def _methods(manager: Manager, path: str) -> list[tuple[object, str]]:
-    """The objects and names of the methods that `path` stands for."""
+    """Return the objects and names of the methods that `path` stands for."""
     *way, name = path.split(".")
     owner: object = BatchBuilder if way == [BatchBuilder.__name__] else reduce(getattr, way, manager)
     if name != "*":

@@ -1,4 +1,4 @@
-"""Scheduler: which tokens the next step computes. It never waits for the values of the steps before."""
+"""Choose the tokens that the next step computes, without waiting for the values that earlier steps return."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
 
 
 class Scheduler:
-    """Decode rows first, then chunks of prompts in order of arrival, then as many new samples as memory will bear.
+    """Step scheduler: decode rows first, then prefill chunks in order of arrival, then new samples as memory allows.
 
-    Requests of a lower `priority` value come first: where slots, pages or tokens of the step run short, lower classes
-    are preempted or wait. Within a class, `FairShares` chooses whose samples start next. When pages run out, cached
-    pages are evicted first, then retained prompts; then sequences are preempted (`choose_victim`). A preempted sequence
-    keeps its tokens, waits at its old place in the queue, and prefills again what is no longer cached.
+    Requests of a lower `priority` value come first. If slots, pages or tokens of the step run short, lower classes
+    (those of higher values) are preempted or wait. Within a class, `FairShares` chooses whose samples start next. When
+    pages run out, cached pages are evicted first, then retained prompts; then sequences are preempted
+    (`choose_victim`). A preempted sequence keeps its tokens, waits at its old place in the queue, and prefills again
+    what is no longer cached.
     """
 
     def __init__(
@@ -59,27 +60,30 @@ class Scheduler:
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
         self.groupings = (
             [Grouping(paging.tree) for _ in range(self.microbatches.count)] if groups else []
-        )  # a microbatch each
+        )  # one per microbatch
         self.deferred = DeferredWork()
         self.faults = Faults()
-        self._ended: list[Int64] = []  # slots whose sequences have ended, and that hold pages
+        self._ended: list[Int64] = []  # slots whose sequences have ended but that still hold pages
         self.preemptions = 0
-        self._shortages = 0  # of them, those for lack of pages
+        self._shortages = 0  # preemptions for lack of pages
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
 
     def submit(self, request: Request) -> None:
-        """A new request joins the queue; one with a grammar may have waited for that, and takes its place by age."""
+        """Add a new request to the queue.
+
+        A request with a grammar is inserted by age, since it may have waited for the grammar to be compiled.
+        """
         self.fair_shares.open(request)
         join = self.waiting.append if request.guide is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
 
     def next_step(self, *, hurried: bool = False, depth: int = 1) -> StepInput | None:
-        """The next step, or None where nothing can be computed now. Lengths and states move on at once.
+        """Return the next step, or None if nothing can be computed now. Lengths and states advance at once.
 
-        hurried  the worker runs dry soon, so that what can wait does
-        depth    steps under way that may wait for each other's draws, one for the one before it
+        hurried  the worker is about to run dry, so that optional work is deferred
+        depth    longest chain of steps in flight in which each step feeds tokens that the one before it samples
         """
         for turn in range(self.microbatches.count):
             if self.microbatches.waits(depth):
@@ -88,14 +92,14 @@ class Scheduler:
             self.microbatches.next_turn()
             if step is not None:
                 return step
-        # Where nobody runs who could end, what is kept for others is in the way of those that wait.
+        # No sequence runs that could finish and free pages, so retained prompts block the waiting samples: evict one.
         idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
         return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
 
     def _next_turn(self, *, hurried: bool, first: bool) -> StepInput | None:
-        """The step of the microbatch whose turn it is, or None where nothing can be computed in it.
+        """Return the step of the microbatch whose turn it is, or None if nothing can be computed in it.
 
-        `first`: no other turn has just found nothing that could start.
+        `first`: this is the first turn that this call of `next_step` tries. Samples are admitted in it alone.
         """
         self.microbatches.balance()
         builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults)
@@ -115,7 +119,7 @@ class Scheduler:
             and len(prefilling)
             and above <= self.table.priority[prefilling[0]]
         ):
-            budget = self.admitter.admit_due(builder, decode, budget)  # else long prompts would take all of each step
+            budget = self.admitter.admit_due(builder, decode, budget)  # otherwise long prompts would fill every step
         for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
             if above is not None and above < self.table.priority[slot]:
                 above, budget = None, self.admitter.admit_above(builder, decode, budget, self.table.priority[slot])
@@ -125,7 +129,7 @@ class Scheduler:
                     budget -= self.prefill(builder, slot, room, preempting=True) if room > 0 else 0
                 except Exception as error:
                     self.faults.add(int(self.table.rid[slot]), error)
-                    budget = min(budget, 0)  # nobody knows how much of it the step has
+                    budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
         if above is not None and (lowest := self.fair_shares.accounts.lowest_running()) is not None and above < lowest:
             budget = self.admitter.admit_above(builder, decode, budget, lowest)
         if admitting and (shortages == self._shortages or self.fair_shares.due):
@@ -150,7 +154,7 @@ class Scheduler:
         return step
 
     def preempt(self, slot: int) -> None:
-        """Take a sequence's pages, for lack of others. It waits again at once, or when its last token is back."""
+        """Preempt a sequence for lack of pages. It is requeued at once, or when its last scheduled token is back."""
         self._shortages += 1
         request = self.table.requests[slot]
         assert request is not None
@@ -158,7 +162,7 @@ class Scheduler:
         self._vacate(slot)
 
     def give_way(self, slots: Iterable[int]) -> None:
-        """Preempt sequences whose slots are for others."""
+        """Preempt sequences whose slots other samples are to get."""
         for slot in slots:
             request = self.table.requests[slot]
             assert request is not None
@@ -168,7 +172,7 @@ class Scheduler:
     def _vacate(self, slot: int) -> None:
         self.preemptions += 1
         table = self.table
-        known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may add tokens
+        known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may append tokens
         complete = table.state[slot] == State.PREFILL or known
         self.paging.surrender(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
@@ -176,7 +180,7 @@ class Scheduler:
             self.requeue(slot)
 
     def requeue(self, slot: int) -> None:
-        """Let a preempted sequence, all of whose tokens are known, wait for a slot again."""
+        """Put a preempted sequence, all of whose tokens are known, back into the queue."""
         rid = int(self.table.rid[slot])
         try:
             self.starter.requeue(slot)
@@ -184,7 +188,10 @@ class Scheduler:
             self.faults.add(rid, error)
 
     def release(self, slots: Int64) -> None:
-        """The sequences have ended, or are not wanted any more. They hold slots and pages until `settle`."""
+        """Mark sequences as ended, whether finished or cancelled. They hold slots and pages until `settle`.
+
+        Preempted sequences hold no pages; their slots are freed at once.
+        """
         for slot in slots.tolist() if self.followers else ():
             request, followers = self.table.requests[slot], self.followers.pop(slot, None)
             if followers is not None and request is not None:
@@ -201,7 +208,7 @@ class Scheduler:
         self.deferred.concern(len(slots), "admission", "forecast", "cache", "statistics")
 
     def settle(self) -> None:
-        """Sequences that have ended give up their slots and pages; full pages stay cached."""
+        """Free the slots and pages of ended sequences; full pages stay cached."""
         self.deferred.done("cache")
         if self._ended:
             slots, self._ended = np.concatenate(self._ended), []
@@ -209,7 +216,7 @@ class Scheduler:
             self.table.free(slots)
 
     def go_on(self, slots: Int64) -> None:
-        """Sequences that were held draw again, after a prefill where more than their last token is not in the cache."""
+        """Let held sequences sample again; they prefill first if more than their last token is not in the cache."""
         table = self.table
         table.held[slots] = False
         behind = slots[(table.state[slots] == State.DECODE) & (table.known[slots] > table.length[slots] + 1)]
@@ -217,29 +224,32 @@ class Scheduler:
         table.state[behind] = State.PREFILL
 
     def close(self, request: Request) -> None:
-        """Note that all samples of the request have ended."""
+        """Remove the request, whose samples have all ended, from its caller's account."""
         self.fair_shares.accounts.close(request)
 
     def cancel(self, request: Request) -> None:
-        """Gives up all that the request holds; samples of it that wait stay in the queue."""
+        """Release the slots, pages and retained prompt of the request. Its waiting samples stay in the queue."""
         self.close(request)
         self.release(np.array(list(request.slots.values()), np.int64))
         self.retained_prompts.drop(request.rid)
 
     def _catch_up(self, prefilling: int, *, hurried: bool, running: int) -> bool:
-        """Settles unless that can wait; returns whether samples are to be started, and then has settled."""
+        """Settle unless that can be deferred; return whether to start samples, in which case it has settled."""
         if self.waiting and not (running and self.deferred.puts_off("admission", hurried=hurried, running=running)):
             self.settle()
             if self.table.free_slots and not self.deferred.puts_off("forecast", hurried=hurried, running=running):
                 self.admission.refresh()
             return True
-        # Who prefills or forks takes pages and looks for cached ones.
+        # Prefills and forks allocate pages and look up cached ones, so they need the pages of ended sequences.
         if self.table.ended and (prefilling or not self.deferred.puts_off("cache", hurried=hurried, running=running)):
             self.settle()
         return False
 
     def room_for(self, count: int) -> bool:
-        """Whether `count` pages are free. Nothing cached is given up for them as long as ended sequences hold some."""
+        """Make `count` pages free if possible, and return whether they are.
+
+        Pages of ended sequences are taken before cached pages are evicted.
+        """
         if count > self.paging.allocator.free:
             self.settle()
         return self.paging.room_for(count)
@@ -249,15 +259,15 @@ class Scheduler:
         return np.concatenate((self.table.in_state(State.PREFILL), self.table.in_state(State.DECODE)))
 
     def _prefilling(self) -> Int64:
-        """Slots that prefill, higher classes first and within a class in order of arrival, but granted ones first."""
+        """Return the prefilling slots: higher classes first; within a class, granted slots first, then by arrival."""
         table, slots = self.table, self.table.in_state(State.PREFILL)
         in_order: Int64 = slots[np.lexsort((table.order[slots], ~table.granted[slots], table.priority[slots]))]
         return in_order
 
     def _grow_decoders(self) -> Int64:
-        """Gives a page to each decoder of this turn that has filled its last one; makes room by preempting others.
+        """Allocate a page for each decoding slot of this turn whose last page is full, preempting others if needed.
 
-        Returns the decoding slots of this turn whose next token has a place in the cache.
+        Return the decoding slots of this turn that have space in the cache for their next token.
         """
         table = self.table
         while True:
@@ -272,12 +282,12 @@ class Scheduler:
             if self.retained_prompts.drop_youngest():
                 continue
             running = self.running()
-            if len(running) == 1:  # sequences about to end still hold pages: their tokens are on the way
+            if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
                 return np.compress(~full, slots)
             self.preempt(choose_victim(self.paging, running))
 
     def _make_room(self, builder: BatchBuilder, count: int, slot: int) -> bool:
-        """Room for `count` pages of `slot`, preempting sequences that come after it where that is needed."""
+        """Make `count` pages free for `slot`, preempting sequences of lower rank if needed; return whether they are."""
         while not self.room_for(count):
             if self.retained_prompts.drop_youngest():
                 continue
@@ -294,9 +304,12 @@ class Scheduler:
         return True
 
     def prefill(self, builder: BatchBuilder, slot: int, budget: int, *, preempting: bool) -> int:
-        """Schedules the next chunk of `slot`; returns its number of tokens, 0 where there is no room for it."""
+        """Schedule the next prefill chunk of `slot`; return its number of tokens, 0 if there are no pages for it.
+
+        `preempting`: whether sequences of lower rank may be preempted for these pages.
+        """
         table = self.table
-        if preempting:  # who has just started has done so
+        if preempting:  # otherwise `SequenceStarter.lead` has just done so
             self.starter.adopt(slot)
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
@@ -310,7 +323,7 @@ class Scheduler:
         if start + count == table.target[slot]:
             forks = self.starter.finish_prefill(slot, self.steps + 1)
             builder.draw(slot, forks)
-            # The forks are as long as their leader, and end where it does.
+            # Forks have the same length and limit as their leader.
             state = State.DRAIN if table.length[slot] + 1 >= table.limit[slot] else State.DECODE
             table.state[slot] = state
             if len(forks):
@@ -319,7 +332,7 @@ class Scheduler:
         return count
 
     def _rows_behind(self, slot: int, decode: Int64, budget: int) -> int:
-        """Return how many rows of `decode` may wait for a step so that `slot` can prefill."""
+        """Return how many rows of `decode` may skip this step so that `slot` can prefill."""
         table = self.table
         if budget >= table.target[slot] - table.length[slot]:
             return 0
@@ -329,18 +342,21 @@ class Scheduler:
         return int(np.count_nonzero(behind & (table.state[decode] == State.DECODE)))
 
     def _without(self, decode: Int64, count: int) -> Int64:
-        """Return the rows of `decode` without `count` of those that come last."""
+        """Return `decode` without the `count` rows of lowest rank: by class, then granted slots first, then by age."""
         table = self.table
         ranked = np.lexsort((table.order[decode], ~table.granted[decode], table.priority[decode]))
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
     def _find_groups(self, decode: Int64, *, hurried: bool) -> Groups:
-        """Those that save most reading, or what is left of the last ones; none among fewer than two rows."""
+        """Return the groups that save the most page reads; fewer than two rows have none.
+
+        If regrouping is deferred, the last groups are used, without rows that have left.
+        """
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
         table, deferred = self.table, self.deferred
-        # With several microbatches, the same one might go without each time.
+        # With several microbatches, the deferral might hit the same one each time.
         hurried = hurried and self.microbatches.count == 1
         puts_off = partial(deferred.puts_off, "regrouping", hurried=hurried, running=len(decode))
         grouping = self.groupings[self.microbatches.turn]
@@ -351,10 +367,10 @@ class Scheduler:
         return groups
 
     def _advance(self, decode: Int64) -> None:
-        """Each decoder's last token will be in the cache, and the next one drawn."""
+        """Advance each decode row by one position: its last token enters the cache, and the next one is sampled."""
         self.table.length[decode] += 1
         self._drain(decode)
 
     def _drain(self, slots: Int64) -> None:
-        """Those that have just drawn the last token they may have wait for it."""
+        """Set slots to DRAIN that have just sampled the last token that their limit allows."""
         self.table.state[slots[self.table.length[slots] + 1 >= self.table.limit[slots]]] = State.DRAIN

@@ -1,4 +1,4 @@
-"""SequenceTable: every running sequence as one row of NumPy columns, so that a step costs array operations only."""
+"""Keep every running sequence as one row of NumPy columns, so that a step costs array operations only."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 SINGLE_SAMPLE: Final = 0
-"""The prompt row of requests of one sample in `PromptLengthStats`: it has no siblings to learn from."""
+"""Row of `PromptLengthStats` for all requests of one sample, which have no siblings to learn from."""
 
 
 def sparse_zeros(shape: Sequence[int]) -> Int32:
-    """Int32 zeros, in small pages of memory.
+    """Return an array of int32 zeros that is backed by small memory pages.
 
-    NumPy asks the operating system for pages of 2 MiB: each is filled as a whole when one place of it is written, so
-    that a short sequence in each of thousands of long rows would take gigabytes, and seconds. A row keeps what was once
-    written of it. Errors: MemoryError that names the shape.
+    NumPy asks the operating system for huge pages of 2 MiB, each of which is filled as a whole when one entry of it is
+    written. A short sequence in each of thousands of long rows would then take gigabytes, and seconds. Memory of a row
+    that was written once stays allocated. Raises MemoryError that names the shape.
     """
     size = math.prod(shape) * np.dtype(np.int32).itemsize
     try:
@@ -37,34 +37,39 @@ def sparse_zeros(shape: Sequence[int]) -> Int32:
     except OSError as error:
         raise MemoryError(f"the system refuses {size / 2**30:.1f} GiB for an array of shape {tuple(shape)}") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages does not know the advice
+        with suppress(OSError):  # a kernel without huge pages does not know the advice
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.int32, math.prod(shape)).reshape(shape)
 
 
 class State:
-    """What a slot is doing. FREE → PREFILL → DECODE → DRAIN → ENDED → FREE; PREEMPTED leaves from PREFILL or DECODE.
+    """State of a slot: FREE → PREFILL → DECODE → DRAIN → ENDED → FREE, or PREFILL or DECODE → PREEMPTED → FREE.
 
-    Plain integers: NumPy takes ten times as long to compare a column with a member of an enumeration.
+    States are plain integers: NumPy takes ten times as long to compare a column with a member of an enumeration.
     """
 
     FREE: Final = 0
-    PREFILL: Final = 1  # part of its tokens is not in the cache yet
-    DECODE: Final = 2  # one token a step
-    DRAIN: Final = 3  # every token it may have is scheduled; the last ones are not back yet
+    PREFILL: Final = 1  # some of its tokens are not in the cache yet
+    DECODE: Final = 2  # one token per step
+    DRAIN: Final = 3  # all tokens up to its limit are scheduled; the last ones are not back yet
     PREEMPTED: Final = 4  # without pages; tokens scheduled before are not back yet
-    ENDED: Final = 5  # its pages are not given up yet
+    ENDED: Final = 5  # its pages are not released yet
 
 
 class Request:
-    """One open request: its prompt, what it asks for, and the slots of its running samples.
+    """One open request: its prompt, its parameters, and the slots of its running samples.
 
-    `limit`: tokens, prompt and output, at which its samples end by length; `least`: that each of them has at its end.
-    `leader`: the slot that prefills the prompt now, for itself and the samples that fork from it. `asks`: whether the
-    leader's chunks are to tell something of the prompt itself (`prompt_asks`), which they have not yet. `guide`: of its
-    grammar; `resting`: how far samples that wait for a slot again have followed it. `tenant`, `salt`: as of
-    `Submit`. `account`: its caller's; `arrived`: when it joined the queue, in seconds; `running`: samples that hold a
-    slot, or will fork from one that prefills; `displaced`: samples that wait because others took their slots.
+    limit         tokens, prompt and output, at which its samples end by length
+    least         tokens, prompt and output, that each of its samples has at least when it ends
+    leader        slot that prefills the prompt now, for itself and the samples that fork from it
+    asks          whether the leader's chunks still have to return prompt outputs (`prompt_asks`)
+    guide         state of its grammar
+    resting       matcher states of samples that wait for a slot again, by sample
+    tenant, salt  as in `Submit`
+    account       its caller's account
+    arrived       when it joined the queue, in seconds
+    running       samples that hold a slot or will fork from the leader
+    displaced     samples that wait because others took their slots
     """
 
     __slots__ = (
@@ -94,8 +99,8 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.family = SINGLE_SAMPLE  # of `PromptLengthStats`; set when the first of its samples starts
-        self.stop_set: int | None = None  # what ends its samples; set when the first of them starts
+        self.family = SINGLE_SAMPLE  # row of `PromptLengthStats`; set when the first of its samples starts
+        self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
         self.least = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
@@ -103,18 +108,18 @@ class Request:
         self.left = params.n  # samples that have not ended
         self.undrawn = params.n  # samples whose first token is not scheduled
         self.guide: GrammarState | None = None
-        self.resting: dict[int, MatcherState] = {}  # by sample
+        self.resting: dict[int, MatcherState] = {}
         self.leader: int | None = None
-        self.preempted: set[int] = set()  # samples that were for lack of pages, at some time
+        self.preempted: set[int] = set()  # samples that have been preempted for lack of pages
         self.displaced: set[int] = set()
         self.slots: dict[int, int] = {}
         self.reported = False  # whether the engine knows how much of the prompt was cached
         self.pooling = pooling
-        self.pooled: Float32 | None = None  # the parts of its embedding that are back, added up
+        self.pooled: Float32 | None = None  # sum of the parts of its embedding that are back
         self.asks = pooling is not None or params.prompt_logprobs is not None
 
     def hold(self, samples: int) -> None:
-        """Count so many samples more, or fewer, that hold a slot or will fork from one."""
+        """Add `samples`, which may be negative, to the number that hold a slot or will fork from the leader."""
         before = self.running
         self.running += samples
         self.account.running += samples
@@ -123,15 +128,15 @@ class Request:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the leader has to compute all of the prompt, cached or not."""
+        """Return whether the leader has to compute all of the prompt, cached or not."""
         return self.asks and self.pooling != "last"
 
 
 class Pending:
     """Samples of one request that wait for a slot.
 
-    `tokens` are the prompt, or for a preempted sample the prompt and what it had generated. `fresh`: nothing has been
-    drawn yet.
+    tokens  the prompt, or for a preempted sample the prompt and what it had generated
+    fresh   whether no token has been sampled yet
     """
 
     __slots__ = ("fresh", "request", "samples", "tokens")
@@ -144,36 +149,40 @@ class Pending:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """By class; within it first come, first served: by request, then by sample."""
+        """Return the sort key: class, then arrival of the request, then number of the sample."""
         return (self.request.params.priority, self.request.arrival, self.samples[0])
 
 
 class SequenceTable:
-    """Columns indexed by slot. Legend: S slots, P pages a slot may hold, M the longest sequence in tokens.
+    """Running sequences as columns indexed by slot.
 
-    length      positions in the cache, or scheduled to be; while decoding, the next token to feed stands there
-    target      tokens to prefill before the first draw
+    Legend: S slots, P pages a slot may hold, M the longest sequence in tokens.
+
+    tokens      int32 [S, M], prompt and output tokens
+    length      positions in the cache, or scheduled to be; while decoding, `tokens[slot, length]` is the next to feed
+    target      tokens to prefill before the first token is sampled
     known       tokens whose values the manager has (prompt and returned ones)
     limit       tokens at which the sequence ends by length
-    least       tokens that it has when it ends, unless it is cancelled
-    min_total   tokens before which nothing but `limit` ends it
-    ends_from   drawn positions from which a model's end id ends it: a token at position p is the (p + 1)-th
-    family      samples of one prompt have one, of `PromptLengthStats`
-    followed    output tokens that the length model has been told of
-    pages       page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to the slot
+    least       tokens that it has at least when it ends, unless it is cancelled
+    min_total   number of tokens up to which only `limit` ends it
+    ends_from   first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
+    family      row of `PromptLengthStats`, the same for all samples of a prompt
+    followed    output tokens that the length model has counted
+    pages       int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to
+                the slot
     announced   whether the worker knows the slot's present owner
-    epoch       grows whenever the slot's owner has ended: tells its late tokens from those of the next one
-    microbatch  a pipeline's: in whose turns it decodes
-    drawn       the last step, of a pipeline, in which its present owner drew
-    guided      whether a grammar says which tokens it may draw
-    held        whether it waits for the value of its last token, or for what its grammar allows after it
-    followers   by slot, of guided sequences that have drawn: how far they have followed their grammar
+    epoch       incremented whenever the slot's owner has ended: late tokens of an earlier owner have a smaller one
+    microbatch  pipeline only: microbatch in which it decodes
+    drawn       pipeline only: last step in which its present owner sampled
+    guided      whether a grammar restricts its tokens
+    held        whether it waits for the value of its last token, or for the mask of its grammar after it
+    followers   matcher states by slot, of guided sequences that have sampled
     order       age: smaller came first
-    account     its caller's, in its class, by number
+    account     number of its caller's account in its class
     granted     whether it was started because it had waited too long
     priority    class: the smallest is served first and preempted last
-    preempted   whether it was, before
-    salt        its request's, by slot; it stands until the slot has another owner
+    preempted   whether the sample was preempted for lack of pages before
+    salt        salt of its request, by slot; kept until the slot has another owner
     """
 
     def __init__(self, slots: int, max_len: int, page_size: int) -> None:
@@ -218,27 +227,27 @@ class SequenceTable:
         self.pages = sparse_zeros((slots, per_slot))
         self.requests: list[Request | None] = [None] * slots
         self.salt = [b""] * slots
-        self.requests_running = 0  # that have a slot
-        self.ended = 0  # slots in that state
+        self.requests_running = 0  # requests with a slot
+        self.ended = 0  # slots in state ENDED
         self._free = list(range(slots - 1, -1, -1))
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody uses."""
+        """Return the number of unused slots."""
         return len(self._free)
 
     @property
     def sequences_running(self) -> int:
-        """Slots whose sequence has not ended."""
+        """Return the number of slots whose sequence has not ended."""
         return self.slots - len(self._free) - self.ended
 
     def in_state(self, state: int) -> Int64:
-        """Slots in `state`, ascending."""
+        """Return the slots in `state`, ascending."""
         slots: Int64 = (self.state == state).nonzero()[0]
         return slots
 
     def claim(self, request: Request, samples: Sequence[int], tokens: Int32) -> Int64:
-        """Gives a free slot to each of `samples` that is to have `tokens` in the cache; returns the slots in order."""
+        """Assign a free slot to each of `samples`, with `tokens` to prefill; return the slots in order."""
         if len(samples) == 1:
             return np.array([self.claim_one(request, samples[0], tokens)])
         slots = self._free[: -len(samples) - 1 : -1]
@@ -255,7 +264,7 @@ class SequenceTable:
         return found
 
     def claim_one(self, request: Request, sample: int, tokens: Int32) -> int:
-        """The same for one sample: NumPy sets one place by its number in a third of the time."""
+        """Assign a free slot to one sample: NumPy sets an entry by a plain integer in a third of the time."""
         slot = self._free.pop()
         self.requests_running += not request.slots
         request.slots[sample] = slot
@@ -299,7 +308,7 @@ class SequenceTable:
         self.tokens[slots, : len(tokens)] = tokens
 
     def end(self, slots: Int64) -> None:
-        """The sequences are over. Their slots are not free yet, and hold what they did."""
+        """Mark sequences as ended. Their slots are not free yet and keep their pages."""
         for slot, sample in zip(slots.tolist(), self.sample[slots].tolist(), strict=True):
             request = self.requests[slot]
             assert request is not None
@@ -313,7 +322,7 @@ class SequenceTable:
         self.ended += len(slots)
 
     def free(self, slots: Int64) -> None:
-        """Takes the slots back. Their pages and node locks must have been given up before."""
+        """Free the slots. Their pages and node locks must have been released before."""
         assert not self.num_pages[slots].any()
         self.end(slots[self.state[slots] != State.ENDED])
         self.state[slots] = State.FREE
@@ -325,5 +334,5 @@ NEVER: Final = 2**31 - 1
 
 
 def _bias_until(params: SamplingParams, prompt_len: int) -> int:
-    """Position below which the sample's draws need the bias table: always for logit_bias, else for min_tokens."""
+    """Return the position below which sampling needs the bias table: NEVER with logit_bias, else for min_tokens."""
     return NEVER if params.logit_bias else prompt_len + min(params.min_tokens, NEVER - prompt_len)

@@ -1,6 +1,7 @@
 """Detect a stuck worker by how long the manager has been waiting, independent of the wall clock.
 
-When the clock has jumped, or the machine was suspended, one look finds an hour gone. The worker lost that hour, too.
+After a jump of the clock or a suspension of the machine, an hour may have passed between two looks, but not for the
+worker. Each look therefore counts at most `LOOK` seconds.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Callable
 from tok_core.errors import EngineDead
 
 LOOK = 2.0  # seconds that one look counts, at most
-MIN_IDLE_LOOKS = 4  # that find nothing before a worker is stuck
+MIN_IDLE_LOOKS = 4  # looks without a returned step, at least, before a worker counts as stuck
 
 
 class Watchdog:
-    """Adds up the seconds for which steps have been at the worker and none has come back.
+    """Sum of the seconds for which steps have been at the worker and none has come back.
 
-    timeout  seconds after which that means that it is stuck
-    clock    seconds; may jump forwards and backwards, or stand still
+    timeout  seconds after which the worker counts as stuck
+    clock    returns seconds; may jump forwards and backwards, or stand still
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
@@ -28,8 +29,10 @@ class Watchdog:
         self._silent = 0.0
 
     def look(self, *, owing: bool) -> None:
-        """To be called every second at least. `owing`: steps are at the worker, and none has come back since the last
-        look. Raises EngineDead when the worker is stuck: as good as dead."""
+        """Add the time since the last look; call this at least once a second. Raises EngineDead if the worker is stuck.
+
+        `owing`: steps are at the worker, and none has come back since the last look.
+        """
         now = self._clock()
         self._silent = self._silent + min(max(now - self._looked, 0.0), self._most) if owing else 0.0
         self._looked = now

@@ -1,4 +1,4 @@
-"""Read a model directory: config.json, generation_config.json, and where the directory comes from."""
+"""Read a model's shape and settings from the JSON files in its directory."""
 
 from __future__ import annotations
 

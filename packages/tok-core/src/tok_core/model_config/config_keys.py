@@ -1,7 +1,7 @@
-"""Tell which keys of config.json are read, which change nothing, and which values of the others are computed here.
+"""Check config.json: list the keys that are read, those without effect, and the supported values of all others.
 
-A key that stands in no table is refused by name: it may change the numbers. transformers ignores such keys, so
-`EngineConfig.ignore_config_keys` lets whoever knows better pass them over.
+A key in none of these tables is an error that names it, because it may change the results. transformers ignores such
+keys; `EngineConfig.ignore_config_keys` lets users skip them as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HONOURED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
         "qwen3": frozenset({"attention_bias"}),
     }
 )
-# Whatever they hold, they change no logit of a decoder that only infers.
+# Keys that change no logit in inference, whatever their value.
 HARMLESS = (
     # every transformers config, version 4 or 5
     _names("""
@@ -47,7 +47,7 @@ HARMLESS = (
     attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     experts_implementation _experts_implementation_internal use_cache
     """)
-    # how to sample, which generation_config.json and requests say
+    # sampling defaults, which generation_config.json and requests set instead
     | _names("""
     max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
@@ -57,21 +57,21 @@ HARMLESS = (
     assistant_lookbehind target_lookbehind assistant_confidence_threshold num_assistant_tokens
     num_assistant_tokens_schedule
     """)
-    # how it was trained
+    # training
     | _names("""
     initializer_range attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop
     embd_pdrop resid_pdrop resid_dropout residual_dropout embedding_dropout mlp_dropout classifier_dropout dropout
     pretraining_tp gradient_checkpointing use_reentrant_checkpointing neftune_noise_alpha seed
     use_flash_attention use_flash_attention_2 use_flash_attn use_flashattn flash_attention _flash_attn_2_enabled
     """)
-    # what its makers note about it
+    # notes of the model's authors
     | _names("""
     is_llama_config transformers.js_config unsloth_fixed unsloth_version model_name base_model
     base_model_name_or_path license trust_remote_code bos_token eos_token pad_token unk_token
     model_max_length tokenizer_model_max_length max_sequence_length max_seq_length max_seq_len seq_length
     """)
 )
-# Values that mean what is computed anyway; () stands for none: the key must be absent or null.
+# Values that match what this engine computes; (): the key must be absent or null.
 ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "is_causal": (True,),
@@ -132,10 +132,10 @@ ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "compression_config": (),
     }
 )
-# The same for one family, in place of what ALLOWED says.
+# The same for one family; overrides ALLOWED.
 ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
-        # transformers never asks for them: the biases are always there, and missing tensors are refused.
+        # transformers never reads these keys: Qwen2 always has the biases, and loading fails if they are missing.
         "qwen2": {"attention_bias": (True, False), "qkv_bias": (True,)},
         "qwen3": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
     }
@@ -143,9 +143,9 @@ ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
 
 
 def check_keys(config: Fields, model_type: str, ignored: Collection[str] = ()) -> None:
-    """Raise ModelError for the first key whose value is not computed here, and for all keys that nothing here knows.
+    """Raise ModelError for the first key with an unsupported value, or for all unknown keys.
 
-    `ignored` are unknown keys to pass over; naming another one there is an error too.
+    `ignored` are unknown keys to skip; a known key among them is an error, too.
     """
     honoured = HONOURED | HONOURED_BY[model_type]
     allowed = {**ALLOWED, **ALLOWED_BY.get(model_type, {})}
@@ -155,7 +155,7 @@ def check_keys(config: Fields, model_type: str, ignored: Collection[str] = ()) -
     for key, values in allowed.items():
         if key in honoured:
             continue
-        if key == "is_causal" and key in config.nulls:  # which transformers takes for false
+        if key == "is_causal" and key in config.nulls:  # transformers takes null for false
             raise config.wrong(key, None, "true")
         if key in config and not any(_same(config.values[key], value) for value in values):
             raise config.wrong(key, config.values[key], " or ".join(map(json.dumps, values)) or "null")
@@ -168,5 +168,5 @@ def check_keys(config: Fields, model_type: str, ignored: Collection[str] = ()) -
 
 
 def _same(found: object, value: object) -> bool:
-    """Equality that tells true from 1."""
+    """Return whether two values are equal, with true different from 1."""
     return found == value and isinstance(found, bool) == isinstance(value, bool)

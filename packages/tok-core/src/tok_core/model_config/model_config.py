@@ -1,4 +1,4 @@
-"""Read what a model is, its shape and settings, from config.json and generation_config.json, as transformers 5 does."""
+"""Read a model's shape and settings from config.json and generation_config.json, as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tok_core.model_config.windows import read_windows
 from tok_core.model_files import Fields
 from tok_kernels import RopeScaling
 
-# By model_type: the class that computes it, and other names that its checkpoints bear.
+# model_type -> the class that computes it, then other names that its checkpoints use.
 ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     "mistral": ("MistralForCausalLM", "MistralModel"),
@@ -24,7 +24,7 @@ ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
 }
 SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# transformers' defaults where config.json has no such key at all.
+# Defaults of transformers for keys that config.json does not contain; a key set to null has no default here.
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 WITH_SPECIAL_TOKENS = ("llama", "mistral")
@@ -34,9 +34,11 @@ WITH_SPECIAL_TOKENS = ("llama", "mistral")
 class ModelConfig:
     """Shape and settings of a decoder.
 
-    `dtype` is the one the checkpoint names; `rope_scaling` None means plain rotary embedding; `max_positions`
-    is the longest context the model was made for, with its scaling; `windows` has for each layer how many positions a
-    token sees, itself included, None for all; `tied` says that the LM head is the embedding matrix.
+    dtype          the dtype that config.json names
+    rope_scaling   None: plain rotary embedding
+    max_positions  longest context that the model supports, with its scaling
+    windows        for each layer the number of positions that a token attends to, itself included; None: all
+    tied           the LM head is the embedding matrix
     """
 
     architecture: str
@@ -63,9 +65,9 @@ class ModelConfig:
 
 
 def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
-    """The configuration of the model in directory `path`; `ignored` names keys of config.json to pass over.
+    """Return the configuration of the model in directory `path`; `ignored` names keys of config.json to skip.
 
-    Raises ModelError that names the file and the key that is missing, is not known, or holds what is not supported.
+    Raises ModelError, which names the file and the key, for a missing or unknown key or an unsupported value.
     """
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json")
@@ -107,7 +109,7 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
 
 
 def _family(config: Fields) -> str:
-    """The model_type, one of ARCHITECTURES_OF; where there is none, that of the architecture."""
+    """Return the model_type, a key of ARCHITECTURES_OF; if config.json has none, derive it from the architecture."""
     names = config.texts("architectures")
     families = {name: family for family, known in ARCHITECTURES_OF.items() for name in known}
     if len(names) > 1 or any(name not in families for name in names):
@@ -126,7 +128,7 @@ def _family(config: Fields) -> str:
 
 
 def _heads(config: Fields, family: str) -> tuple[int, int, int]:
-    """Query heads, key/value heads and head size; Qwen3 must name its head size, others may leave it out."""
+    """Return query heads, key/value heads and head size; only Qwen3 requires a head size in config.json."""
     num_heads = config.integer("num_attention_heads")
     absent = "num_key_value_heads" not in config.nulls and family in KV_HEADS
     num_kv_heads = config.integer("num_key_value_heads", KV_HEADS[family] if absent else num_heads)
@@ -142,7 +144,7 @@ def _heads(config: Fields, family: str) -> tuple[int, int, int]:
 
 
 def _special_tokens(path: Path, config: Fields, family: str, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Ids that end a text and the one that begins it; generation_config.json, if there, has the last word."""
+    """Return end ids and begin id; generation_config.json, if present, takes precedence over config.json."""
     generation = path / "generation_config.json"
     sources = [Fields.of_file(generation)] if generation.is_file() else []
     sources.append(config)

@@ -1,4 +1,4 @@
-"""Read how a model's rotary embedding is set, as transformers 5 reads it, from its own layout and from older ones."""
+"""Read a model's rotary embedding from config.json, in the layout of transformers 5 or in older ones."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 READS_ORIGINAL: Mapping[str, tuple[str, ...]] = dict.fromkeys(("llama3", "yarn", "longrope"), (ORIGINAL,))
-# `finetuned` is what the authors of YaRN wrote of how a checkpoint was trained.
+# `finetuned` is a note by the authors of YaRN on how a checkpoint was trained.
 COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base and scaling of a rotary embedding, and the longest context that they are made for."""
+    """Base and scaling of a rotary embedding, and the longest context that they support."""
 
     base: float
     scaling: RopeScaling
@@ -49,11 +49,11 @@ class Rope:
 
 
 def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
-    """The rotary embedding of a model whose `max_position_embeddings` is `max_positions`.
+    """Return the rotary embedding of a model whose `max_position_embeddings` is `max_positions`.
 
-    As in transformers, a non-empty `rope_scaling` replaces `rope_parameters` altogether, and a `rope_theta` within
-    replaces the one beside. The context grows by the factor of linear, dynamic and yarn scaling, as in vLLM.
-    Raises ModelError that names the key for what transformers would not compute or would not read.
+    As in transformers, a non-empty `rope_scaling` replaces `rope_parameters` altogether, and a `rope_theta` inside it
+    replaces the one at the top level. As in vLLM, linear, dynamic and yarn scaling multiply the context by their
+    factor. Raises ModelError, which names the key, for settings that transformers would not compute or not read.
     """
     settings = _settings(config)
     kind = settings.text("rope_type", settings.text("type", "default"))
@@ -68,7 +68,7 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
     for fields in (config, settings):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.wrong("partial_rotary_factor", fields.values["partial_rotary_factor"], "1.0")
-        for key in fields.nulls & {"rope_theta", *READS_ORIGINAL.get(kind, ())}:  # transformers computes with a null
+        for key in fields.nulls & {"rope_theta", *READS_ORIGINAL.get(kind, ())}:  # transformers would compute with null
             raise fields.wrong(key, None, "a positive number")
     base = settings.number("rope_theta", config.number("rope_theta", DEFAULT_BASE))
     try:
@@ -88,9 +88,10 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
 
 
 def short_prompt(scaling: RopeScaling, max_len: int) -> int | None:
-    """Tokens up to which prompts are rotated alike whatever their length, None if all of up to `max_len` are.
+    """Return the prompt length up to which rotation does not depend on the length; None if no limit below `max_len`.
 
-    A longer prompt shares no keys with a short one, and with DynamicScaling none with one of another length.
+    A longer prompt cannot share cached keys with a short one. With DynamicScaling it cannot share them with a prompt
+    of any other length either.
     """
     if isinstance(scaling, DynamicScaling):
         limit = scaling.max_positions
@@ -102,7 +103,7 @@ def short_prompt(scaling: RopeScaling, max_len: int) -> int | None:
 
 
 def _settings(config: Fields) -> Fields:
-    """The object that says how to rotate; an empty one is as good as none."""
+    """Return the object with the rotary settings; an empty object counts as absent."""
     for key in ("rope_scaling", "rope_parameters"):
         if config.values.get(key):
             settings = config.section(key)
@@ -112,7 +113,7 @@ def _settings(config: Fields) -> Fields:
 
 
 def _scaling(config: Fields, settings: Fields, kind: str, max_positions: int) -> tuple[RopeScaling, int]:
-    """The scaling of one of KEYS, and the longest context with it."""
+    """Return the scaling of rope_type `kind`, one of KEYS, and the longest context with it."""
     if kind == "default":
         return None, max_positions
     if kind in ("linear", "dynamic"):
@@ -138,7 +139,7 @@ def _scaling(config: Fields, settings: Fields, kind: str, max_positions: int) ->
 
 
 def _yarn(settings: Fields, original: int, max_positions: int) -> tuple[YarnScaling, int]:
-    # A factor of null, not an absent one, is the ratio of the two lengths.
+    # A factor of null means the ratio of the two lengths; an absent factor is an error.
     factor = settings.number("factor", max_positions / original if "factor" in settings.nulls else None)
     attention_factor = _mscale(factor, 1.0)
     if settings.values.get("mscale") and settings.values.get("mscale_all_dim"):
@@ -157,7 +158,7 @@ def _yarn(settings: Fields, original: int, max_positions: int) -> tuple[YarnScal
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """How much YaRN's authors scale attention: `0.1 · mscale · ln(factor) + 1`."""
+    """Return YaRN's attention scale `0.1 · mscale · ln(factor) + 1`, or 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

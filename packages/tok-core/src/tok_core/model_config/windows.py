@@ -1,21 +1,21 @@
-"""Read which layers attend to how many positions (sliding-window attention), as transformers 5 reads it.
+"""Read each layer's sliding attention window from config.json, as transformers 5 does.
 
-A window of W lets the token at position p see the W positions from p - W + 1 to p.
+With a window of W the token at position p attends to the W positions from p - W + 1 to p.
 """
 
 from __future__ import annotations
 
 from tok_core.model_files import Fields
 
-DEFAULT_WINDOW = 4096  # transformers' for Mistral and Qwen, where config.json has no such key
-DEFAULT_FULL_LAYERS = 28  # its max_window_layers
+DEFAULT_WINDOW = 4096  # positions; default of transformers for Mistral and Qwen without the key in config.json
+DEFAULT_FULL_LAYERS = 28  # default of transformers for max_window_layers
 
 
 def read_windows(config: Fields, family: str, num_layers: int, max_positions: int) -> tuple[int | None, ...]:
-    """The window of each layer, None where it sees all positions or the window holds the whole context.
+    """Return the window of each layer; None for full attention, or for a window that covers the whole context.
 
-    Mistral slides in every layer, Qwen in those from `max_window_layers` on or those of `layer_types`, where
-    `use_sliding_window` is set, and Llama in none. Raises ModelError for keys that contradict each other.
+    Mistral uses the window in every layer and Llama in none. Qwen uses it only with `use_sliding_window`, in the
+    layers from `max_window_layers` on or in those of `layer_types`. Raises ModelError for contradictory keys.
     """
     window = _window(config, family, max_positions)
     sliding = _sliding_layers(config, family, num_layers, window)
@@ -25,7 +25,7 @@ def read_windows(config: Fields, family: str, num_layers: int, max_positions: in
 
 
 def _window(config: Fields, family: str, max_positions: int) -> int | None:
-    """How many positions sliding layers see; None: no layer slides."""
+    """Return the window of sliding-window layers in positions; None if no layer has one."""
     key = "sliding_window"
     use = config.flag("use_sliding_window", family == "mistral")
     if family in ("qwen2", "qwen3") and not use:
@@ -43,7 +43,7 @@ def _window(config: Fields, family: str, max_positions: int) -> int | None:
 
 
 def _sliding_layers(config: Fields, family: str, num_layers: int, window: int | None) -> list[bool]:
-    """Which layers slide."""
+    """Return for each layer whether it uses the sliding window."""
     types = config.texts("layer_types")
     if not types:
         if window is None or family == "mistral":
@@ -52,7 +52,7 @@ def _sliding_layers(config: Fields, family: str, num_layers: int, window: int | 
         return [layer >= full for layer in range(num_layers)]
     allowed = "full_attention" if family == "llama" or window is None else "full_attention, sliding_attention"
     if family == "mistral" and window is not None:
-        allowed = "sliding_attention"  # which transformers' Mistral does in every layer
+        allowed = "sliding_attention"  # transformers' Mistral uses the window in every layer
     for kind in types:
         if kind not in allowed.split(", "):
             without = " (there is no sliding_window in use)" if window is None else ""

@@ -1,4 +1,4 @@
-"""Reads typed values out of a model's JSON files; a missing or wrong one is an error naming file and key."""
+"""Read typed values from a model's JSON files; errors for missing or wrong values name file and key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tok_core.errors import ModelError
 
 
 class Fields:
-    """The values of one JSON object. A key set to null counts as absent: transformers writes so.
+    """Values of one JSON object. A key set to null counts as absent, because transformers writes null for unset keys.
 
-    `origin` says in errors where the object stands ("…/config.json", "…/config.json: rope_parameters"); `nulls` are the
-    keys set to null, for the few that mean something else than an absent one.
+    origin  location of the object, for error messages: "…/config.json", "…/config.json: rope_parameters"
+    nulls   keys set to null, for the few keys where null differs from absence
     """
 
     def __init__(self, origin: str, values: Mapping[str, object]) -> None:
@@ -23,7 +23,7 @@ class Fields:
 
     @classmethod
     def of_file(cls, path: Path) -> Fields:
-        """The object in the JSON file at `path`. Raises ModelError if there is none."""
+        """Read the object in the JSON file at `path`. Raise ModelError if there is none."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -36,28 +36,28 @@ class Fields:
         return key in self.values
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`. Without a default the key must be there."""
+        """Return an integer of at least `least`. Without a default the key is required."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(key, value, f"an integer of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Without a default the key must be there."""
+        """Return a positive number. Without a default the key is required."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers, which must be there."""
+        """Return a list of positive numbers. The key is required."""
         value = self._value(key, None)
         if not isinstance(value, list) or not value:
             raise self.wrong(key, value, "a list of positive numbers")
@@ -65,21 +65,21 @@ class Fields:
         return tuple(one_by_one.number(str(index)) for index in range(len(value)))
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string. Without a default the key must be there."""
+        """Return a string. Without a default the key is required."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, value, "a string")
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings, empty when absent."""
+        """Return a list of strings, empty if the key is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.wrong(key, value, "a list of strings")
         return value
 
     def section(self, key: str) -> Fields | None:
-        """The object under `key`, None when absent."""
+        """Return the object under `key`; None if the key is absent."""
         if key not in self.values:
             return None
         value = self.values[key]
@@ -88,7 +88,7 @@ class Fields:
         return Fields(f"{self.origin}: {key}", value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them, empty when absent; each inside the vocabulary."""
+        """Return the token ids under `key`, one or a list; empty if absent. Each must be in the vocabulary."""
         value = self.values.get(key, [])
         ids = value if isinstance(value, list) else [value]
         for item in ids:
@@ -97,7 +97,7 @@ class Fields:
         return tuple(dict.fromkeys(ids))
 
     def wrong(self, key: str, value: object, allowed: str) -> ModelError:
-        """The error for a value that is not allowed."""
+        """Return the error for a value that is not allowed."""
         return ModelError(f"{self.origin}: {key} is {value!r}; allowed: {allowed}")
 
     def _value(self, key: str, default: object) -> object:

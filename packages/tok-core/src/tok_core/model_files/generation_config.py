@@ -1,4 +1,4 @@
-"""How a model's makers would have it sampled: what generation_config.json says of temperature, filters and penalty."""
+"""Read a model's default sampling parameters (temperature, filters, penalty) from generation_config.json."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(path: Path) -> dict[str, int | float]:
-    """Fields of SamplingParams that generation_config.json in directory `path` sets.
+    """Return the fields of SamplingParams that generation_config.json in directory `path` sets.
 
-    Raises ModelError that names the file and the value that is not allowed. `do_sample` counts for nothing, as in
-    other servers: a temperature is only of use to those who sample.
+    Raises ModelError, which names the file and the value, for a value that is not allowed. `do_sample` is ignored, as
+    in other servers: a temperature has an effect only when sampling.
     """
     file = path / "generation_config.json"
     if not file.is_file():

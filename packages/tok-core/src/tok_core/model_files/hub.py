@@ -1,4 +1,4 @@
-"""Turns what a user calls a model into a local directory: a path, or a hub repository downloaded once."""
+"""Resolve a model name to a local directory: an existing path, or a hub repository that is downloaded once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from huggingface_hub.errors import (
 
 from tok_core.errors import ModelError
 
-WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # no pickles, no code
-UNWANTED_FILES = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # excludes pickles and code
+UNWANTED_FILES = ["*/*", "consolidated*"]  # copies of the same weights in other formats
 
 
 def resolve(model: str, data_dir: str | None = None) -> Path:
-    """The directory of `model`: a path as it is, anything else as hub id ("owner/name"), fetched once.
+    """Return the directory of `model`: an existing directory as it is, any other name as a hub id ("owner/name").
 
-    What is fetched is kept below `data_dir`, or in the hub library's own cache if that is None. Code that comes
-    with a repository is neither fetched nor run. Raises ModelError saying what was tried.
+    A hub repository is downloaded once and stored below `data_dir`, or in the hub library's own cache if that is
+    None. Code in a repository is neither downloaded nor run. Raises ModelError, which says how `model` was resolved.
     """
     local = Path(model).expanduser()
     if model and local.is_dir():

@@ -1,4 +1,4 @@
-"""Models: what one is, which class computes it, and where its weights come from."""
+"""Implement the supported decoder models and load their weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The pre-norm decoder that all models here share: embedding, layers on a residual stream, norm, LM head.
+"""Implement the pre-norm decoder that all models share: embedding, layers on a residual stream, norm, LM head.
 
-Axes: T tokens of the step, R rows whose logits are wanted, N hidden size, V vocabulary, L positions,
-D head size.
+Axes: T tokens of the step, R rows that get logits, N hidden size, V vocabulary, L positions, D head size.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
 
 
 class DecoderLayer(nn.Module, ABC):
-    """Attention and MLP, each added to the residual stream it reads, normed. A model says how both are made.
+    """Pre-norm attention and MLP on the residual stream; subclasses construct both.
 
-    `number` is the layer's in the model: it says how many positions the attention sees.
+    `number` is the layer's index in the model; it selects the attention window.
     """
 
     def __init__(self, config: ModelConfig, place: Placement, number: int) -> None:
@@ -34,20 +33,20 @@ class DecoderLayer(nn.Module, ABC):
 
     @abstractmethod
     def attention(self, config: ModelConfig, place: Placement) -> Attention:
-        """The model's attention."""
+        """Construct the attention."""
 
     def feed_forward(self, config: ModelConfig, place: Placement) -> MLP:
-        """The model's MLP; without biases unless it says otherwise."""
+        """Construct the MLP, by default without biases."""
         return MLP(config, place, bias=False)
 
     def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
-        """The residual stream behind this layer, which may change `x` in place."""
+        """Return the residual stream after this layer; may change `x` in place."""
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
 
     def products(self, x: Tensor, shared: TPLayout | None) -> Tensor:
-        """All of the layer but what attention computes between its two products, of the stream as `shared` cuts it."""
+        """Run the layer without its attention kernel, in layout `shared`, to time and warm up its GEMMs."""
         attention, norm = self.self_attn, self.input_layernorm
         if shared is None:
             qkv_TF = attention.qkv_proj(x, norm=norm)
@@ -63,9 +62,9 @@ class DecoderLayer(nn.Module, ABC):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: what of them is one stage's own.
+    """One pipeline stage's part of embedding, layers and final norm.
 
-    The first stage embeds; where the embedding is also the LM head the last one has it too, beside the norm.
+    The first stage has the embedding, the last one the norm. With tied weights the last stage has the embedding, too.
     """
 
     def __init__(self, config: ModelConfig, place: Placement, layer: type[DecoderLayer]) -> None:
@@ -77,22 +76,22 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
 
     def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext) -> Tensor:
-        """The residual stream behind this stage's layers; `norm` is left to what makes logits of it."""
+        """Return the residual stream after this stage's layers; the final norm is applied together with the LM head."""
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             x_TN = layer(x_TN, cache, step)
         return x_TN
 
 
 class CausalLM(nn.Module):
-    """A decoder with its LM head, over a paged cache; or one worker's share of it.
+    """Decoder with its LM head, over a paged cache; or one worker's shard of it.
 
-    Parameters are uninitialised until `weights.load` or `weights.dummy` fills them. Module names are those
-    of checkpoints, so that a tensor's name says where it goes.
+    Parameters are uninitialised until `weights.load` or `weights.dummy` fills them. Module names equal those of
+    checkpoints, so that a tensor's name identifies its parameter.
 
     config   of the whole model
-    share    which part of it is here
+    share    this worker's part of the model
     local    the config of that part, as attention and KV cache see it: `share.local(config)`
-    shards   how to draw from `logits` that are one rank's part of the vocabulary; None: they are all of it
+    shards   the rank's part of the vocabulary, for sampling from partial logits; None: logits cover all of it
     """
 
     layer: type[DecoderLayer]
@@ -113,7 +112,7 @@ class CausalLM(nn.Module):
         self.register_buffer("cos_sin_LD", table_LD.to(place.device), persistent=False)
 
     def stream_rows(self, tokens: int) -> int:
-        """Rows of the residual stream that this rank hands to the next stage in a step of `tokens`, or gets."""
+        """Return the rows of the residual stream that this rank sends to the next stage, or receives, in a step."""
         return tokens if self.tensor is None else self.tensor.rows(tokens)
 
     def forward(
@@ -126,13 +125,18 @@ class CausalLM(nn.Module):
         logit_row_R: Tensor | None,
         pass_length_T: Tensor | None = None,
     ) -> Tensor:
-        """The last stage: hidden states `[R, N]` after the tokens at the rows named (None: at all T), for `logits`.
+        """Run this stage's layers: return hidden states for `logits` at the last stage, else the residual stream.
 
-        Another one: the residual stream to hand on, `[stream_rows(T), N]`. `x` is token ids `[T]` at the first stage,
-        and elsewhere the stream that the stage before has handed on, which may be changed in place. `x` of the first
-        stage, `position_T`, `kv_index_T` (flat cache rows to write) and `logit_row_R` are int64; `caches` holds one
-        entry for each layer of the stage and receives this step's keys and values. `pass_length_T`, int64, says of
-        how many tokens the pass is that each token is rotated for; None: it ends with the token.
+        The last stage returns `[R, N]`, the rows `logit_row_R` (None: all T); others return `[stream_rows(T), N]`.
+
+        x              first stage: token ids, int64 `[T]`; others: the residual stream that the stage before sent,
+                       which may change in place
+        position_T     int64
+        kv_index_T     flat cache rows to write, int64
+        caches         one entry for each layer of the stage; they receive this step's keys and values
+        logit_row_R    int64
+        pass_length_T  length of the forward pass that determines each token's rotation (`rope_rows`), int64; None:
+                       the pass ends with the token
         """
         shared = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
         if self.share.place.first:
@@ -151,7 +155,7 @@ class CausalLM(nn.Module):
         return x if logit_row_R is None else x[logit_row_R]
 
     def logits(self, x_RN: Tensor) -> Tensor:
-        """`[R, N] -> [R, V]`, in the model's dtype: the final norm and the LM head. V is this rank's own part."""
+        """Return logits `[R, N] -> [R, V]` in the model's dtype, by final norm and LM head. V is this rank's part."""
         norm = self.model.norm
         assert norm is not None, "only the last stage makes logits"
         if self.lm_head is not None:
@@ -161,7 +165,7 @@ class CausalLM(nn.Module):
         return self.model.embed_tokens.logits(x_RN, norm)
 
     def normed(self, x_RN: Tensor) -> Tensor:
-        """`[R, N] -> [R, N]`: the final norm alone, for hidden states that are wanted themselves."""
+        """Apply the final norm alone, `[R, N] -> [R, N]`, for callers that need hidden states."""
         assert self.model.norm is not None, "only the last stage has a final norm"
         out_RN: Tensor = self.model.norm(x_RN)
         return out_RN

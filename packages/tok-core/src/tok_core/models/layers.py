@@ -1,7 +1,7 @@
-"""The building blocks of a decoder, each a few tensors and one formula, or one rank's part of it.
+"""Implement the building blocks of a decoder, whole or as one tensor-parallel rank's shard.
 
 Axes: T tokens of the step, N hidden size, F intermediate size, H query heads, K key/value heads, D head size,
-V vocabulary, L positions. F, H, K and V are a rank's own part of the model's where several share it.
+V vocabulary, L positions. With tensor parallelism F, H, K and V count only the rank's own part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives, who computes it, and which share of it; `tensor` joins the ranks of a stage, if several."""
+    """Backend, device, dtype and shard plan of a model; `tensor` connects the ranks of a stage, if it has several."""
 
     backend: Backend
     device: torch.device
@@ -33,15 +33,20 @@ class Placement:
     tensor: TensorParallel | None = None
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An uninitialised parameter, of the model's dtype unless told; no gradient is ever taken."""
+        """Return an uninitialised parameter without gradient, of `dtype` or else of the model's dtype."""
         empty = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
         return nn.Parameter(empty, requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Inputs that layers of one pass share: rows of `cos_sin_LD` and of the cache, int64 `[T]`; what to attend to;
-    how the ranks compute it together, None for one that is alone."""
+    """Inputs that all layers of one forward pass share.
+
+    rope_row_T   rows of `cos_sin_LD` for each token, int64
+    kv_index_T   flat cache rows to write, int64
+    batch        attention inputs of the step
+    form         tensor-parallel layout; None without tensor parallelism
+    """
 
     rope_row_T: Tensor
     kv_index_T: Tensor
@@ -51,7 +56,7 @@ class ForwardContext:
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) · weight` over the last axis; computed by what reads the result, where that can."""
+    """RMS norm `x / rms(x) · weight` over the last axis; where possible the linear layer that follows computes it."""
 
     def __init__(self, size: int, eps: float, place: Placement) -> None:
         super().__init__()
@@ -64,12 +69,13 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """`x Wᵀ + b`; where `parts` names several matrices they are stacked by rows: one multiplication for all.
+    """Linear layer `x Wᵀ + b`; several matrices are stacked by rows, so that one GEMM computes all of them.
 
-    `parts` maps the name of each matrix in a checkpoint to the rows of it that are here; `inputs` says which of its
-    columns are. A `gated` one makes `silu(gate) · up` of its two matrices' results. A `finer` one is float16 in place
-    of bfloat16, and so is what it multiplies and makes: eight times as fine, for what is rounded to bfloat16 later on.
-    Whether float16 has the range is seen when weights are loaded: `tok_core.models.weights.float16`.
+    parts   name of each matrix in a checkpoint, and the range of its rows that this rank holds
+    inputs  range of columns that this rank holds
+    gated   return `silu(gate) · up` of the two matrices' results
+    finer   use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results
+            that are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
     """
 
     def __init__(
@@ -91,19 +97,19 @@ class Linear(nn.Module):
         self.bias = place.parameter(rows, dtype=dtype) if bias else None
 
     def forward(self, x_TN: Tensor, *, norm: RMSNorm | None = None, residual_TN: Tensor | None = None) -> Tensor:
-        """Of `norm(x)` where one is given; added, in place, to the residual stream where that is given."""
+        """Apply the layer to `x`, or to `norm(x)` with a `norm`; add the result to `residual_TN` in place, if given."""
         if self.gated:
             return self.backend.gated_linear(x_TN, self.weight, self.bias, norm=_weight(norm))
         return self.backend.linear(x_TN, self.weight, self.bias, norm=_weight(norm), residual_TN=residual_TN)
 
     def finish(self, out_TF: Tensor) -> Tensor:
-        """What `forward` makes of its product, which is changed in place, once that was computed elsewhere."""
+        """Apply bias and gate to `out_TF`, the result of a GEMM computed elsewhere; may change it in place."""
         if self.bias is not None:
             out_TF += self.bias
         return self.backend.silu_and_mul(out_TF) if self.gated else out_TF
 
     def recast(self, dtype: torch.dtype) -> None:
-        """Gives it parameters of `dtype`, yet to be filled."""
+        """Replace the parameters by uninitialised ones of `dtype`."""
         for name, parameter in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
 
@@ -113,7 +119,7 @@ def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
 
 
 class TokenEmbedding(nn.Module):
-    """One row of `weight` a token: `[T] -> [T, N]`; `logits` compares normed hidden states with every row."""
+    """Token embedding `[T] -> [T, N]`; with tied weights also the LM head."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -122,7 +128,7 @@ class TokenEmbedding(nn.Module):
         self.weight = place.parameter(self.part.count, config.hidden_size)
 
     def forward(self, token_T: Tensor, form: TPLayout | None = None) -> Tensor:
-        """The residual stream; each rank looks up the tokens it has, for zeros else."""
+        """Return the residual stream; each rank looks up tokens of its vocabulary shard and takes zeros for others."""
         if form is None:
             return functional.embedding(token_T, self.weight)
         local_T = form.pad(token_T) - self.part.start
@@ -131,14 +137,14 @@ class TokenEmbedding(nn.Module):
         return form.begin(x_TN.masked_fill_(other_T.unsqueeze(1), 0))
 
     def logits(self, x_TN: Tensor, norm: RMSNorm) -> Tensor:
-        """`[T, N] -> [T, V]`: the embedding as LM head (Press & Wolf 2017)."""
+        """Return logits `[T, N] -> [T, V]`, with the embedding as LM head (Press & Wolf 2017)."""
         return self.backend.linear(x_TN, self.weight, norm=_weight(norm))
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions, over a paged cache.
 
-    `window` is the number of positions that a token sees, itself included; None: all up to its own.
+    `window` is the number of positions that a token attends to, itself included; None: all up to its own.
     """
 
     def __init__(self, config: ModelConfig, place: Placement, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
@@ -149,7 +155,7 @@ class Attention(nn.Module):
         q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
         hidden = Slice.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        # Scores magnify what queries and keys are rounded by.
+        # Attention scores amplify the rounding errors of queries and keys.
         self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, finer=True)
         self.o_proj = Linear(q, {"o_proj": hidden}, place, bias=o_bias)
         self.sizes = [q.count, kv.count, kv.count]
@@ -157,7 +163,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
-        """The residual stream `x`, which may change in place, with the attention of `norm(x)` added."""
+        """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""
         form = step.form
         if form is None:
             qkv_TF = self.qkv_proj(x_TN, norm=norm)
@@ -175,14 +181,14 @@ class Attention(nn.Module):
         return out_TN
 
     def qk_norm(self) -> QKNorm | None:
-        """How queries and keys are normed ahead of their rotation, if the model does so."""
+        """Return the norm of queries and keys that precedes their rotation; None if the model has none."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) · up(x))` (Shazeer 2020, "GLU variants")."""
+    """SwiGLU MLP `down(silu(gate(x)) · up(x))` (Shazeer 2020, "GLU variants")."""
 
     def __init__(self, config: ModelConfig, place: Placement, *, bias: bool) -> None:
         super().__init__()
@@ -191,7 +197,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(own, {"down_proj": hidden}, place, bias=bias)
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
-        """The residual stream `x`, which may change in place, with the MLP of `norm(x)` added."""
+        """Return the residual stream `x` plus the MLP of `norm(x)`; may change `x` in place."""
         if form is not None:
             return form.leave(form.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
         out_TN: Tensor = self.down_proj(self.gate_up_proj(x_TN, norm=norm), residual_TN=x_TN)

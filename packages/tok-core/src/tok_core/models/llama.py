@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023; Grattafiori et al. 2024): the plain decoder, biases only if its config asks."""
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024): the plain decoder, with biases only if its config sets them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tok_core.models.layers import MLP, Attention, Placement
 
 
 class LlamaLayer(DecoderLayer):
-    """Grouped-query attention, SwiGLU."""
+    """Decoder layer with grouped-query attention and SwiGLU."""
 
     def attention(self, config: ModelConfig, place: Placement) -> Attention:
         return Attention(config, place, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=False)
@@ -18,6 +18,6 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama 2, 3, 3.1, 3.2, 3.3 and models of their shape."""
+    """Llama 2, 3, 3.1, 3.2, 3.3 and models of the same structure."""
 
     layer = LlamaLayer

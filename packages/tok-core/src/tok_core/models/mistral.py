@@ -7,6 +7,6 @@ from tok_core.models.llama import LlamaLayer
 
 
 class MistralForCausalLM(CausalLM):
-    """Mistral 7B, Nemo and models of their shape."""
+    """Mistral 7B, Nemo and models of the same structure."""
 
     layer = LlamaLayer

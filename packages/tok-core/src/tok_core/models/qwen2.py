@@ -8,7 +8,7 @@ from tok_core.models.layers import Attention, Placement
 
 
 class Qwen2Layer(DecoderLayer):
-    """Grouped-query attention with biased projections, SwiGLU."""
+    """Decoder layer with grouped-query attention, biased QKV projections and SwiGLU."""
 
     def attention(self, config: ModelConfig, place: Placement) -> Attention:
         return Attention(config, place, qkv_bias=True, o_bias=False, qk_norm=False)

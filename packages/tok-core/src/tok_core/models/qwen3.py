@@ -8,7 +8,7 @@ from tok_core.models.layers import Attention, Placement
 
 
 class Qwen3Layer(DecoderLayer):
-    """Grouped-query attention with normed queries and keys, SwiGLU."""
+    """Decoder layer with grouped-query attention, normed queries and keys, and SwiGLU."""
 
     def attention(self, config: ModelConfig, place: Placement) -> Attention:
         return Attention(config, place, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=True)

@@ -1,4 +1,4 @@
-"""Which class computes which architecture."""
+"""Map architecture names to model classes and build models."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def build(
     place: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
 ) -> CausalLM:
-    """The model of `config`, or the share of the worker at `place`, parameters uninitialised, of `dtype` on `device`.
+    """Build the model of `config`, or the shard of the worker at `place`, with uninitialised parameters.
 
-    `tensor` joins the ranks of a stage: needed where there are several. Unknown architecture: ModelError; one that
-    cannot be cut so: InvalidField.
+    `tensor` connects the ranks of a stage and is required if there are several. Raises ModelError for an unknown
+    architecture, and InvalidField for a model that cannot be sharded in this way.
     """
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)

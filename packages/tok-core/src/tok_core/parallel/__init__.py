@@ -1,4 +1,4 @@
-"""How the workers of one replica share a model: tensor-parallel ranks within pipeline stages."""
+"""Split a model among the workers of one replica: tensor-parallel ranks within pipeline stages."""
 
 from __future__ import annotations
 

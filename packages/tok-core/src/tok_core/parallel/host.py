@@ -1,4 +1,4 @@
-"""A number for the host that a process is on, by which workers tell whether they share one. Knows no torch."""
+"""Identify the host of a process by a number, so that workers can detect a common host. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> int:
-    """32 bits, the same for all processes that may reach each other's memory, and hardly ever for others.
+    """Return a 32-bit hash: equal for processes that may reach each other's memory, and almost never for others.
 
-    Its name alone does not tell, as hosts may be called alike, nor its kernel, which several containers may share.
+    It combines boot id and host name. Several hosts may have one name, and several containers share one kernel.
     """
     started = BOOT.read_bytes() if BOOT.exists() else b""
     return zlib.crc32(started + socket.gethostname().encode())

@@ -1,12 +1,18 @@
-"""Pipeline: what one stage takes from the stage before it and hands on to the stage after it.
+"""Transfer the residual stream and sampled tokens between the pipeline stages of a replica.
 
-A step is one micro-batch. Each worker launches every step, in the same order, and does with it, in this order: takes
-over the draws of the steps up to its `draws_upto`; receives the stream; sends the stream; draws, or expects the draws.
-What (step n, stage s) waits for — the stream of (n, s − 1), the draws of an earlier step's last stage, a buffer that
-(n − BUFFERS, s + 1) reads — comes before it in the order of steps and then stages, so that no wait is circular.
+A step is one microbatch. All workers launch all steps in the same order. For each step a worker
 
-A transfer is launched where its operands are known and waited for where its result is used: on a CUDA device that is an
-order among streams, and the host runs on; on a CPU the host itself waits.
+1. records the sampled tokens of the steps up to its `draws_upto`,
+2. receives the residual stream from the stage before,
+3. sends the residual stream to the stage after,
+4. samples (last stage), or posts the receive of the sampled tokens (other stages).
+
+(step n, stage s) waits for the residual stream of (n, s − 1), for sampled tokens of an earlier step's last stage, and
+for a buffer that (n − BUFFERS, s + 1) reads. All of these precede (n, s) in the order of steps, then stages, so that
+no wait is circular.
+
+A transfer is launched as soon as its operands are known; the consumer of its result waits for it. On a CUDA device
+that wait orders CUDA streams and the host runs on; on a CPU the host itself waits.
 """
 
 from __future__ import annotations
@@ -23,14 +29,14 @@ from tok_core.messages import StepInput
 from tok_core.parallel.pipeline_tokens import PendingTokens, TokenReceiver, TokenSender
 from tok_core.parallel.process_groups import ProcessGroups
 
-BUFFERS = 2  # of a stream on its way: one is filled, or emptied, while the stage computes what was in the other
+BUFFERS = 2  # per direction: one is filled or emptied while the stage computes on the contents of the other
 
 
 class PipelineReceiver:
-    """The stream from the stage before, through buffers used in turn: `rows` of `size` at most.
+    """Receiver of the residual stream, at most `[rows, size]`, from the stage before; alternates between buffers.
 
-    On a CUDA device a receive is launched on a stream of its own, behind nothing but the last use of its buffer: as the
-    host launches steps ahead of the device, the stream comes in while the step before it is computed.
+    On a CUDA device a receive runs on a CUDA stream of its own and waits only for the last use of its buffer. The host
+    launches steps ahead of the device, so that data arrives while the step before is computed.
     """
 
     def __init__(
@@ -45,7 +51,7 @@ class PipelineReceiver:
             self._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
 
     def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
-        """The next step's stream `[rows, N]`, the caller's to change; in the tensor given, if one is."""
+        """Return the next step's residual stream `[rows, N]`, in tensor `into` if given; the caller may change it."""
         self._turn = (self._turn + 1) % BUFFERS
         buffer = self._buffers[self._turn][:rows]
         self._launch(buffer).wait()
@@ -64,7 +70,7 @@ class PipelineReceiver:
 
 
 class PipelineSender:
-    """The stream to the stage after, through buffers used in turn: `rows` of `size` at most."""
+    """Sender of the residual stream, at most `[rows, size]`, to the stage after; alternates between buffers."""
 
     def __init__(
         self, group: dist.ProcessGroup, rows: int, size: int, dtype: torch.dtype, device: torch.device
@@ -75,7 +81,7 @@ class PipelineSender:
         self._turn = 0
 
     def send(self, stream: Tensor) -> None:
-        """Hands the stream `[rows, N]` on; the tensor may be changed at once."""
+        """Send the residual stream `[rows, N]`; the caller may change the tensor at once."""
         self._turn = turn = (self._turn + 1) % BUFFERS
         earlier, buffer = self._sent[turn], self._buffers[turn][: len(stream)]
         if earlier is not None:
@@ -85,10 +91,10 @@ class PipelineSender:
 
 
 class Pipeline:
-    """One worker's ends of its pipeline; without stages beside its own there is nothing to hand on.
+    """One worker's connections to the other pipeline stages; with a single stage there are none.
 
-    rows, size  of the stream, `[rows, N]` at most
-    slots       rows of a step that draw, at most
+    rows, size  maximum shape of the residual stream
+    slots       maximum number of rows of a step that sample
     """
 
     def __init__(self, peers: ProcessGroups, rows: int, size: int, dtype: torch.dtype, slots: int) -> None:
@@ -105,34 +111,34 @@ class Pipeline:
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
-        """Of a worker that has the whole model."""
+        """Return the pipeline of a worker that holds all layers."""
         return cls(ProcessGroups(RankCoordinates(), device), 0, 0, torch.float32, 0)
 
     def late(self, step: StepInput) -> list[PendingTokens]:
-        """The draws of earlier steps that are to be taken over before the step; none at the last stage."""
+        """Return the tokens sampled by earlier steps that must be recorded before `step`; empty at the last stage."""
         return [] if self._draws_in is None else self._draws_in.late(step)
 
     def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
-        """The stream of the stage before; not at the first stage."""
+        """Return the residual stream of the stage before, as `PipelineReceiver` does; not at the first stage."""
         assert self._inlet is not None
         return self._inlet.receive(rows, into)
 
     def send(self, stream: Tensor) -> None:
-        """Hands the stream on to the stage after; not at the last stage."""
+        """Send the residual stream to the stage after; not at the last stage."""
         assert self._outlet is not None
         self._outlet.send(stream)
 
     def share(self, token_R: Tensor) -> None:
-        """Tells the stages before what a step drew, int32 `[R]`; at the last stage."""
+        """Broadcast a step's sampled tokens, int32 `[R]`, from the last stage to the others."""
         if self._draws_out is not None:
             self._draws_out.share(token_R)
 
     def expect(self, step: StepInput) -> None:
-        """Will take over what the step draws, when a later step says so; not at the last stage."""
+        """Post the receive of the step's sampled tokens, which a later step's `late` returns; not at the last stage."""
         assert self._draws_in is not None
         self._draws_in.expect(step)
 
     def forget(self) -> None:
-        """Drops draws that have not been taken over, once they are there."""
+        """Wait for sampled tokens that are still pending, and drop them."""
         if self._draws_in is not None:
             self._draws_in.forget()

@@ -14,7 +14,7 @@ from tok_core.messages import Int32, StepInput
 
 
 class PendingTokens(NamedTuple):
-    """Draws of an earlier step: once `work` has been waited for, `token`, int32 `[R]`, is the last of each `slot`."""
+    """Tokens that an earlier step sampled: `token`, int32 `[R]`, one for each `slot`; valid after `work.wait()`."""
 
     slot: Int32
     token: Tensor
@@ -22,9 +22,10 @@ class PendingTokens(NamedTuple):
 
 
 class TokenSender:
-    """Sends each step's draws to all stages, through buffers used in turn: `rows` of a step at most.
+    """Broadcaster of each step's sampled tokens to all stages; uses its buffers in turn.
 
-    own  this worker's rank in the group
+    own   this worker's rank in the group
+    rows  maximum number of tokens of a step
     """
 
     def __init__(self, group: dist.ProcessGroup, own: int, buffers: int, rows: int, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class TokenSender:
         self._turn = 0
 
     def share(self, token_R: Tensor) -> None:
-        """Tells what the rows of a step drew, int32; the tensor may be changed at once."""
+        """Broadcast a step's sampled tokens, int32; the caller may change the tensor at once."""
         if not len(token_R):
             return
         self._turn = turn = (self._turn + 1) % len(self._buffers)
@@ -47,10 +48,10 @@ class TokenSender:
 
 
 class TokenReceiver:
-    """Receives each step's draws, to be taken over when a later step says so (`StepInput.draws_upto`).
+    """Receiver of each step's sampled tokens, until a later step records them (`StepInput.draws_upto`).
 
-    A slot may be given away before the draws of its former owner are taken over: those then go to the slot that never
-    holds a sequence, `rows`. At most `buffers` steps may wait.
+    A slot may get a new sequence before the tokens of its former one are recorded. Such tokens are redirected to slot
+    `rows`, which never holds a sequence. Tokens of at most `buffers` steps may be pending.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, buffers: int, rows: int, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class TokenReceiver:
         self._pending: deque[tuple[int, Int32, Tensor, dist.Work]] = deque()
 
     def late(self, step: StepInput) -> list[PendingTokens]:
-        """Draws of the steps up to the step's `draws_upto`, in order; they hold until `expect` is called."""
+        """Return the tokens of the steps up to `step.draws_upto`, in order; they are valid until `expect` is called."""
         found = []
         while self._pending and self._pending[0][0] <= step.draws_upto:
             number, slots, token, work = self._pending.popleft()
@@ -71,8 +72,11 @@ class TokenReceiver:
         return found
 
     def expect(self, step: StepInput) -> None:
-        """To be called for every step, after `late`, and once all else of the step is launched: no draws come before
-        that, and a device does not look for them earlier."""
+        """Post the receive of the step's sampled tokens. Call this for every step, after `late`.
+
+        Everything else of the step must have been launched before: its tokens cannot arrive earlier, and the device
+        should not wait for them earlier.
+        """
         if step.new is not None:
             self._renewed[step.new.slot] = step.step
         rows = len(step.sample_slot)
@@ -86,7 +90,7 @@ class TokenReceiver:
         self._pending.append((step.step, step.sample_slot, buffer, work))
 
     def forget(self) -> None:
-        """Drops what has not been taken over, once it is there."""
+        """Wait for pending tokens and drop them."""
         while self._pending:
             self._pending.popleft()[3].wait()
         self._renewed.fill(0)

@@ -15,17 +15,17 @@ from torch.distributed.distributed_c10d import Store
 from tok_core.errors import InvalidField
 from tok_core.mesh import RankCoordinates, Rendezvous
 
-_TIMEOUT = timedelta(minutes=30)  # the manager's own watch over steps ends a stuck replica long before
+_TIMEOUT = timedelta(minutes=30)  # the manager's watchdog ends a stuck replica much earlier
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Groups of torch.distributed; None where a worker would be alone in one.
+    """Process groups of torch.distributed; None for a group that would have only this worker.
 
-    tensor   the ranks of this worker's stage, in order
-    before   this worker and its like of the stage before, which is rank 0 of the two
-    after    this worker and its like of the stage after, which is rank 1 of the two
-    draws    the workers of this rank in all stages, in order
+    tensor   tensor-parallel group: the ranks of this worker's stage, in order
+    before   the worker of the same rank in the stage before (rank 0) and this worker (rank 1)
+    after    this worker (rank 0) and the worker of the same rank in the stage after (rank 1)
+    draws    the workers of the same rank in all stages, in order, for sampled tokens
     """
 
     place: RankCoordinates
@@ -36,7 +36,7 @@ class ProcessGroups:
     draws: dist.ProcessGroup | None = None
 
     def least(self, value: int) -> int:
-        """The smallest of all workers' values; called by all of them at the same point. Waits for the others."""
+        """Return the minimum of all workers' values. All workers call this at the same point; it waits for them."""
         if self.place.workers == 1:
             return value
         least = torch.tensor(value, dtype=torch.int64, device=self.device)
@@ -44,7 +44,7 @@ class ProcessGroups:
         return int(least)
 
     def of_first(self, value: int) -> int:
-        """Worker 0's value, for all; called by all of them at the same point. Waits for the others."""
+        """Return worker 0's value. All workers call this at the same point; it waits for the others."""
         if self.place.workers == 1:
             return value
         shared = torch.tensor(value, dtype=torch.int64, device=self.device)
@@ -53,9 +53,10 @@ class ProcessGroups:
 
 
 def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: torch.device) -> ProcessGroups:
-    """Meets the other workers at `rendezvous`, a file or a host, by NCCL on CUDA devices and gloo on CPUs.
+    """Create the process groups of a worker, by NCCL on CUDA devices and gloo on CPUs.
 
-    A worker alone needs none. Raises InvalidField where one of several has none.
+    Workers meet at `rendezvous`, a file or a host; a single worker needs none. Raises InvalidField if there are
+    several workers and no rendezvous.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,10 +65,10 @@ def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: t
     if rendezvous is None:
         field = "tp" if place.ranks > 1 else "pp"
         raise InvalidField(field, place.ranks if place.ranks > 1 else place.stages, "1 within one process")
-    # Each link between two stages has a group of its own, which carries one direction.
+    # torch warns that a group serialises its P2P transfers; here a group links two stages in one direction only.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if device.type != "cuda" and isinstance(rendezvous, Path):  # all are on this host
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # its own choice of an interface may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the interface that gloo chooses may not be reachable
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=_store(place, rendezvous),
@@ -88,7 +89,7 @@ def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: t
 
 
 def _store(place: RankCoordinates, rendezvous: Path | Rendezvous) -> Store:
-    """What the workers know of each other before they are joined."""
+    """Return the key-value store through which workers find each other."""
     store: Store
     if isinstance(rendezvous, Path):
         store = FileStore(str(rendezvous), place.workers)
@@ -107,7 +108,7 @@ def _store(place: RankCoordinates, rendezvous: Path | Rendezvous) -> Store:
 
 
 def _waiting(device: torch.device, blocks: int) -> object:
-    """Options of a group whose kernels mostly wait, and should occupy little of a GPU meanwhile."""
+    """Return NCCL options for a group whose kernels mostly wait: high priority, and at most `blocks` thread blocks."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -117,7 +118,7 @@ def _waiting(device: torch.device, blocks: int) -> object:
 
 
 def _own(groups: list[list[int]], options: object = None) -> dist.ProcessGroup | None:
-    """Makes every group, as each worker must, and returns the one that this worker is in."""
+    """Create all groups, as every worker must, and return the group that contains this worker."""
     own = None
     for ranks in groups:
         if len(ranks) > 1:

@@ -1,4 +1,4 @@
-"""Shard plan: which heads, columns, vocabulary entries and layers belong to one worker."""
+"""Compute the heads, columns, vocabulary entries and layers that each worker holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The stretch `[start, stop)` of an axis of `size` entries."""
+    """Range `[start, stop)` of an axis of `size` entries."""
 
     start: int
     stop: int
@@ -24,17 +24,17 @@ class Slice:
 
     @classmethod
     def whole(cls, size: int) -> Slice:
-        """All of an axis."""
+        """Return the whole axis."""
         return cls(0, size, size)
 
     @classmethod
     def of(cls, size: int, rank: int, ranks: int) -> Slice:
-        """What `rank` has of an axis cut as evenly as can be; ranks' parts follow each other."""
+        """Return `rank`'s part of an axis that is cut as evenly as possible, in the order of ranks."""
         return cls(size * rank // ranks, size * (rank + 1) // ranks, size)
 
     @property
     def count(self) -> int:
-        """Entries in it."""
+        """Return the number of entries in the range."""
         return self.stop - self.start
 
     @property
@@ -42,19 +42,19 @@ class Slice:
         return self.count == self.size
 
     def times(self, width: int) -> Slice:
-        """The same of an axis whose entries are `width` wide."""
+        """Return the same range of an axis on which each entry takes `width` elements."""
         return Slice(self.start * width, self.stop * width, self.size * width)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One worker's own of a model.
+    """One worker's shard of a model.
 
-    heads, kv_heads   query heads, and the key/value heads that they attend to: with more ranks than key/value heads
-                      several ranks have the same one
-    intermediate      columns between the two products of the MLP
+    heads, kv_heads   query heads, and the key/value heads that they attend to; with more ranks than key/value heads
+                      several ranks hold the same key/value head
+    intermediate      columns between the MLP's two GEMMs
     vocabulary        rows of the embedding and of the LM head
-    layers            by their numbers in the model
+    layers            indices in the model
     """
 
     place: RankCoordinates
@@ -66,7 +66,7 @@ class ShardPlan:
 
     @classmethod
     def of(cls, config: ModelConfig, place: RankCoordinates) -> ShardPlan:
-        """Raises InvalidField, naming `tp` or `pp`, where the model cannot be cut so."""
+        """Return the shard of the worker at `place`. Raise InvalidField if `tp` or `pp` does not fit the model."""
         _check_ranks(config, place.ranks)
         kv_heads = Slice.of(config.num_kv_heads, place.rank, place.ranks)
         if config.num_kv_heads < place.ranks:
@@ -82,7 +82,7 @@ class ShardPlan:
         )
 
     def local(self, whole: ModelConfig) -> ModelConfig:
-        """The model as this worker's attention and KV cache see it: its own layers, heads and columns only."""
+        """Return the config that this worker's attention and KV cache see: its own layers, heads and columns only."""
         return replace(
             whole,
             num_layers=len(self.layers),
@@ -94,11 +94,11 @@ class ShardPlan:
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """The layers of each pipeline stage, such that the costliest stage costs as little as can be.
+    """Return the layers of each pipeline stage, with the lowest possible cost of the costliest stage.
 
-    A cost is a number of multiplications a token: of a layer's weights, and of the LM head's in the last stage; the
-    first stage also copies a row of the embedding. Among equally good cuts the most even one is taken. Raises
-    InvalidField, naming `pp`, for more stages than layers.
+    The cost is the number of multiplications per token, by the weights of layers and, in the last stage, of the LM
+    head; the first stage also copies a row of the embedding. Ties go to the most even partition. Raises InvalidField,
+    which names `pp`, for more stages than layers.
     """
     layers = config.num_layers
     if stages > layers:
@@ -110,16 +110,16 @@ def stage_layers(config: ModelConfig, stages: int) -> list[range]:
 
 
 def layer_cost(config: ModelConfig) -> int:
-    """Multiplications a token in the matrix products of one layer."""
+    """Return the multiplications per token in the GEMMs of one layer."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def cut(layers: int, cost: int, first: int, last: int, stages: int) -> list[int]:
-    """How many of `layers` layers, at `cost` each, go to each stage; `first` and `last` are what the outer stages
-    cost besides.
+    """Return how many of `layers` layers, at `cost` each, each stage gets.
 
-    Only the number at the outer stages matters: those between cost the same a layer and are cut evenly.
+    `first` and `last` are additional costs of the first and last stage. The search varies only the numbers of layers
+    in these two stages; stages in between cost the same per layer and are cut evenly.
 
     >>> cut(32, 1, 0, 3, 4)
     [8, 9, 9, 6]

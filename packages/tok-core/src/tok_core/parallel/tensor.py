@@ -1,4 +1,4 @@
-"""TensorParallel: what the ranks of one stage ask of each other, by whichever collective is fastest for the size."""
+"""Run the collectives of a tensor-parallel stage, each by the method that is fastest for its size."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tok_core.parallel.host import this_host
 from tok_core.parallel.shard_plan import Slice
 from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
-DEFAULT_ALL_REDUCE_TOKENS = 64  # where nothing was measured
-_EXCHANGED_BYTES = 512 << 10  # likewise
+DEFAULT_ALL_REDUCE_TOKENS = 64  # tokens; used until `calibrate` measures
+_EXCHANGED_BYTES = 512 << 10  # bytes; likewise
 
 
 class TensorParallel:
-    """The ranks of a stage, which hold a part each of every weight matrix.
+    """Tensor-parallel group of a stage: each rank holds a part of every weight matrix.
 
-    few_tokens    a step of at most so many tokens keeps the whole residual stream on every rank
-    async_tokens  a step of so many tokens or more overlaps its products with their collectives, whatever few_tokens
-                  is; None: none does. CUDA only
-    most_bytes    of a tensor whose sum is exchanged from within a kernel, rather than by a collective
-    exchange      what kernels do that by; None: devices cannot reach each other's memory
+    few_tokens    largest step, in tokens, that keeps the whole residual stream on every rank
+    async_tokens  smallest step, in tokens, that overlaps its GEMMs with their collectives, whatever few_tokens is;
+                  None: no step does. CUDA only
+    most_bytes    largest tensor, in bytes, whose all-reduce runs through `exchange` instead of torch.distributed
+    exchange      shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
 
-    The first three decide which collectives a step consists of: they must be the same on all workers of a replica.
+    The first three decide which collectives a step consists of: they must be equal on all workers of a replica.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
-        """To be called by all ranks at the same point; waits for them.
+        """Connect the ranks. All ranks call this at the same point; it waits for them.
 
-        `patience`: seconds that a rank's kernels wait for another's before the device is given up.
+        `patience`: seconds that a rank's kernels wait for another rank's before they trap.
         """
         self.group = group
         self.device = device
@@ -44,28 +44,28 @@ class TensorParallel:
 
     @property
     def name(self) -> str:
-        """The group's, by which torch's own operations find it."""
+        """Return the group's name, by which torch's own operations find it."""
         return str(self.group.group_name)
 
     @property
     def symmetric(self) -> bool:
-        """Whether the ranks can read each other's memory."""
+        """Return whether the ranks can read each other's memory."""
         return self.exchange is not None
 
     def rows(self, tokens: int) -> int:
-        """Of the residual stream that a rank holds in a step of `tokens`: a function of that number alone."""
+        """Return how many rows of the residual stream a rank holds in a step of `tokens`; depends on nothing else."""
         return tokens if self.replicates(tokens) else -(-tokens // self.ranks)
 
     def overlaps(self, tokens: int) -> bool:
-        """Whether a step of `tokens` overlaps its products with their collectives."""
+        """Return whether a step of `tokens` overlaps its GEMMs with their collectives."""
         return self.async_tokens is not None and tokens >= self.async_tokens
 
     def replicates(self, tokens: int) -> bool:
-        """Whether in a step of `tokens` every rank has the whole residual stream."""
+        """Return whether every rank holds the whole residual stream in a step of `tokens`."""
         return tokens <= self.few_tokens and not self.overlaps(tokens)
 
     def exchanges(self, x: Tensor) -> bool:
-        """Whether tensors like `x` are summed by the exchange: a function of size and dtype alone."""
+        """Return whether `sum` uses the exchange for tensors like `x`; depends on size and dtype alone."""
         if self.exchange is None or x.nbytes > self.most_bytes:
             return False
         from tok_kernels.collectives.triton_exchange import can_sum
@@ -73,9 +73,9 @@ class TensorParallel:
         return can_sum(x.nbytes, x.dtype)
 
     def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' `x`, contiguous and of one shape; may be `x` itself, changed.
+        """All-reduce the ranks' `x`, contiguous and of one shape; may return `x` itself, changed.
 
-        What `exchanges` says so of may come with a `residual`, which all ranks have alike: it gains the sum in place.
+        If `exchanges(x)` is true, a `residual` may be given, equal on all ranks: the sum is added to it in place.
         """
         if self.exchange is not None and self.exchanges(x):
             from tok_kernels.collectives.triton_exchange import exchange_sum
@@ -87,26 +87,26 @@ class TensorParallel:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, in order: `[ranks, *x.shape]`."""
+        """All-gather every rank's `x`, in order: `[ranks, *x.shape]`."""
         return self.gather_rows(x.contiguous()).view(self.ranks, *x.shape)
 
     def gather_rows(self, x_SN: Tensor) -> Tensor:
-        """Every rank's rows, one rank's after the other's: `[S, N] -> [ranks × S, N]`."""
+        """All-gather every rank's rows, in order of ranks: `[S, N] -> [ranks × S, N]`."""
         out = x_SN.new_empty((self.ranks * len(x_SN), *x_SN.shape[1:]))
         if out.numel():
             dist.all_gather_into_tensor(out, x_SN, group=self.group)
         return out
 
     def scatter_sum(self, x_PN: Tensor) -> Tensor:
-        """This rank's rows of the sum of all ranks' `x`: `[ranks × S, N] -> [S, N]`."""
+        """Reduce-scatter: return this rank's rows of the sum of all ranks' `x`, `[ranks × S, N] -> [S, N]`."""
         out = x_PN.new_empty((len(x_PN) // self.ranks, *x_PN.shape[1:]))
         dist.reduce_scatter_tensor(out, x_PN, group=self.group)
         return out
 
     def reserve(self, tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """Makes room for overlapped products of up to `tokens`, which otherwise their first use would make.
+        """Allocate the workspace for overlapped GEMMs of up to `tokens`, which otherwise their first use allocates.
 
-        To be called by all ranks at the same point.
+        All ranks call this at the same point.
         """
         if self.symmetric:
             from torch.distributed._symmetric_memory import get_symm_mem_workspace
@@ -116,7 +116,7 @@ class TensorParallel:
 
 
 class VocabularyShards:
-    """Each rank's part of the vocabulary, as `tok_kernels.Shards`: what a draw from logits cut by it needs."""
+    """Ranks' parts of the vocabulary, for sampling from logits cut along it; implements `tok_kernels.Shards`."""
 
     def __init__(self, tensor: TensorParallel, part: Slice) -> None:
         self.rank, self.ranks = tensor.rank, tensor.ranks
@@ -125,11 +125,11 @@ class VocabularyShards:
         self._tensor = tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `TensorParallel.gather`."""
+        """All-gather `x`, as `TensorParallel.gather` does."""
         return self._tensor.gather(x)
 
     def whole(self, logits_RV: Tensor) -> Tensor:
-        """All of the vocabulary's logits, on every rank: `[R, own part] -> [R, V]`."""
+        """All-gather the logits of the whole vocabulary on every rank: `[R, own part] -> [R, V]`."""
         parts = [Slice.of(self.size, rank, self.ranks).count for rank in range(self.ranks)]
         width = max(parts)
         padded = torch.nn.functional.pad(logits_RV, (0, width - logits_RV.shape[1]))
@@ -138,7 +138,7 @@ class VocabularyShards:
 
 
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks are on one host, each on a device of its own that can read the others' memory."""
+    """Return whether all ranks are on one host, each on its own device, and can read each other's memory."""
     own = torch.tensor([this_host(), device.index], dtype=torch.int64, device=device)
     all_of_them = own.new_empty((dist.get_world_size(group), 2))
     dist.all_gather_into_tensor(all_of_them, own[None], group=group)
@@ -153,7 +153,7 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -> tuple[Tensor, Exchange]:
-    """Memory that all ranks can write to, to be kept, and what they exchange there; all are ready for it."""
+    """Return memory that all ranks can write to, and the `Exchange` in it, ready on all ranks. Keep both alive."""
     from torch.distributed import _symmetric_memory
 
     ranks, size = dist.get_world_size(group), Exchange.bytes(dist.get_world_size(group))

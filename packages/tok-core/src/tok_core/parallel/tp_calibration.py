@@ -1,4 +1,4 @@
-"""Measure for each size which all-reduce and which tensor-parallel layout is fastest."""
+"""Measure for each size which all-reduce and which tensor-parallel layout is fastest, and set the thresholds."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tok_core")
 
-RUNS = 5  # of which the fastest counts
-NEVER = 1 << 62  # tokens, in place of None where numbers are agreed on
-MARGIN = 0.98  # an overlap has to be faster by so much to be worth its host time
-CAPTURED = 256  # tokens up to which most steps run in graphs, and are measured so; none of these overlaps anything
-INNER = 4  # runs in a row, so that the host's launching may run ahead
+RUNS = 5  # timed runs; the fastest counts
+NEVER = 1 << 62  # tokens; stands for None where workers agree on an integer
+MARGIN = 0.98  # overlapped time / other time at most: overlapping costs host time, too
+CAPTURED = 256  # tokens: most steps up to this size run in CUDA graphs and are timed so; they never overlap
+INNER = 4  # iterations per run, so that the host can launch ahead of the device
 
 
 def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_from: int | None = None) -> None:
-    """Sets the thresholds of the model's TensorParallel, alike on all workers of the replica.
+    """Set the thresholds of the model's TensorParallel, equal on all workers of the replica.
 
-    `most_tokens` of a step; `async_from`: tokens from which products are overlapped, 0 for never, None to measure that.
-    To be called by all workers at the same point; a CPU's workers and a model that is not shared keep what is set. The
-    times are worker 0's: a collective ends everywhere at the same time. Raises InvalidField where products cannot be
-    overlapped although they should be.
+    most_tokens  maximum tokens of a step
+    async_from   smallest step, in tokens, that overlaps GEMMs with collectives; 0: none; None: measure it
+
+    All workers call this at the same point. On CPUs, and without tensor parallelism, nothing changes. Worker 0's times
+    decide: a collective ends at the same time everywhere. Raises InvalidField if `async_from` asks for overlap and the
+    devices do not support it.
     """
     tensor = model.tensor
     if tensor is None:
         return
-    symmetric = bool(peers.least(tensor.symmetric))  # of all stages; and here all wait until the last has its weights
+    symmetric = bool(peers.least(tensor.symmetric))  # over all stages; also waits until the last worker has its weights
     if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
     if tensor.device.type != "cuda":
@@ -56,7 +58,7 @@ def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_fro
 
 
 def _exchanged_bytes(tensor: TensorParallel) -> int:
-    """The size up to which sums are exchanged sooner than a collective computes them."""
+    """Return the size in bytes up to which the in-kernel exchange is faster than the all-reduce collective."""
     if tensor.exchange is None:
         return 0
     sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= SUM_BYTES]
@@ -66,14 +68,14 @@ def _exchanged_bytes(tensor: TensorParallel) -> int:
 
 
 def _sum_seconds(tensor: TensorParallel, size: int, most_bytes: int) -> float:
-    """Time of a sum of so many bytes, exchanged if they are at most `most_bytes`."""
+    """Return the time of an all-reduce of `size` bytes, by the exchange if that is at most `most_bytes`."""
     tensor.most_bytes = most_bytes
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=tensor.device)
     return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
 
 
 class LayoutTimings(NamedTuple):
-    """Seconds of a layer at each of rising numbers of tokens: streams whole, cut, and overlapped; inf: not measured."""
+    """Seconds per layer at ascending token counts: all-reduce, sequence-parallel, overlapped; inf: not measured."""
 
     sizes: list[int]
     whole: list[float]
@@ -82,8 +84,9 @@ class LayoutTimings(NamedTuple):
 
 
 def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutTimings:
-    """All sizes are measured before anything is decided: ranks see different times, and must launch the same
-    collectives.
+    """Time one layer at all sizes in all layouts.
+
+    No time decides what is measured next: ranks see different times and must launch the same collectives.
     """
     sizes = _sizes(most_tokens)
     sharded = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
@@ -96,7 +99,7 @@ def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutT
 
 
 def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
-    """What was measured, in one line: of each size, milliseconds with whole streams, with cut ones, and overlapped.
+    """Format timings as one line: for each size, milliseconds of all-reduce, sequence-parallel and overlapped layout.
 
     >>> told([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
     'ms a layer, whole/cut/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
@@ -111,9 +114,9 @@ def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
 def choose(
     sizes: Sequence[int], whole: Sequence[float], sharded: Sequence[float], overlapped: Sequence[float]
 ) -> tuple[int, int]:
-    """`few_tokens` and `async_tokens`, NEVER for none, by the seconds at each of the rising sizes.
+    """Return `few_tokens` and `async_tokens` (or NEVER) from the seconds of each layout at ascending sizes.
 
-    The first does not look at the third form, which comes before the others wherever it is chosen.
+    `few_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
 
     >>> choose([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
     (32, 64)
@@ -127,7 +130,7 @@ def choose(
 
 
 def last_ahead(sizes: Sequence[int], ones: Sequence[float], others: Sequence[float]) -> int:
-    """The size up to which ones take no longer than others; 0: not even the first does.
+    """Return the size up to which `ones` are no slower than `others`; 0 if they are slower at the first size.
 
     >>> last_ahead([16, 32, 64], [1, 2, 4], [2, 2, 3])
     32
@@ -141,7 +144,7 @@ def last_ahead(sizes: Sequence[int], ones: Sequence[float], others: Sequence[flo
 
 
 def _sizes(most_tokens: int) -> list[int]:
-    """Powers of two from 16 on, and the most.
+    """Return powers of two from 16 on, and `most_tokens`.
 
     >>> _sizes(100)
     [16, 32, 64, 100]
@@ -150,7 +153,7 @@ def _sizes(most_tokens: int) -> list[int]:
 
 
 def layer_seconds(model: CausalLM, kind: type[TPLayout], tokens: int) -> float:
-    """Time of the products and collectives of one layer in one form, its attention left out."""
+    """Return the time of one layer's GEMMs and collectives in layout `kind`, without attention."""
     tensor = model.tensor
     assert tensor is not None
     form = kind(tensor, tokens)
@@ -162,7 +165,7 @@ def layer_seconds(model: CausalLM, kind: type[TPLayout], tokens: int) -> float:
 
 @torch.inference_mode()
 def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool) -> float:
-    """The fastest of RUNS, each of INNER in a row; launched one by one, or by a graph that holds them all."""
+    """Return the time per iteration of the fastest of RUNS runs; `captured`: replay a run's iterations as one graph."""
 
     def launch() -> None:
         for _ in range(INNER):
@@ -182,7 +185,7 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
 
 
 def _graph(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What is launched, captured; collectives' own threads may meanwhile do what a capture would forbid."""
+    """Capture `launch` as a CUDA graph; thread-local mode tolerates what the collectives' own threads do meanwhile."""
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

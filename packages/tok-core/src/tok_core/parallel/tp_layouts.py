@@ -1,10 +1,10 @@
 """Tensor-parallel layouts: all-reduce, sequence-parallel and overlapped (async TP), chosen by token count.
 
-A half begins with a norm and a product whose outputs are cut between the ranks, and ends with one whose inputs are:
-its results have to be summed over the ranks and added to the residual stream.
+Each half of a layer (attention, MLP) begins with a norm and a column-parallel GEMM (`enter`) and ends with a
+row-parallel GEMM (`leave`), whose results are summed over the ranks and added to the residual stream.
 
-Axes: T tokens of the step, S rows of a rank, P = ranks × S ≥ T, N hidden size, F a rank's own part of what lies
-between a half's two products, R rows whose logits are wanted.
+Axes: T tokens of the step, S rows of a rank, P = ranks × S ≥ T, N hidden size, F the rank's columns between a half's
+two GEMMs, R rows that get logits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tok_core.parallel.tensor import TensorParallel
 if TYPE_CHECKING:
     from tok_core.models import Linear, RMSNorm
 
-_MULTICAST_TOKENS = 2048  # up to which torch gathers by multicast where it can, unless it is to return what it gathers
+_MULTICAST_TOKENS = 2048  # tokens; torch gathers up to this many by multicast if it can, but not with `return_A`
 
 
 class TPLayout(ABC):
-    """How the ranks share one step of `tokens`."""
+    """Layout of one step of `tokens` among the ranks."""
 
     def __init__(self, tensor: TensorParallel, tokens: int) -> None:
         self.tensor = tensor
@@ -33,27 +33,27 @@ class TPLayout(ABC):
 
     @abstractmethod
     def pad(self, token_T: Tensor) -> Tensor:
-        """The tokens that are looked up for `begin`."""
+        """Return the tokens to look up for `begin`, padded if the layout needs it."""
 
     @abstractmethod
     def begin(self, x_TN: Tensor) -> Tensor:
-        """The residual stream, of each rank's part of the embeddings of the padded tokens."""
+        """Return the residual stream from each rank's partial embeddings of the padded tokens."""
 
     @abstractmethod
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        """`linear(norm(x))` of all tokens, and perhaps of some rows more: `[≥ T, F]`."""
+        """Return `linear(norm(x))` of all tokens, possibly followed by padding rows: `[≥ T, F]`."""
 
     @abstractmethod
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        """The residual stream with `linear(y)`, summed over the ranks, added; `x` itself may be changed."""
+        """Return the residual stream `x` plus `linear(y)` summed over the ranks; may change `x` in place."""
 
     @abstractmethod
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
-        """The rows of the residual stream named, or all T, whole on every rank."""
+        """Return rows `row_R` of the residual stream (None: all T), whole on every rank."""
 
 
 class AllReduceLayout(TPLayout):
-    """The residual stream is whole on every rank: one sum a half, and least to wait for."""
+    """All-reduce layout: whole residual stream on every rank; one all-reduce, and so one wait, per half."""
 
     def pad(self, token_T: Tensor) -> Tensor:
         return token_T
@@ -66,7 +66,7 @@ class AllReduceLayout(TPLayout):
         return out
 
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        """The residual stream, and the bias, come into the sum once: there, or with the first rank's product."""
+        """Add the bias once, in rank 0's GEMM, and the residual stream in the exchange or else in rank 0's GEMM."""
         if self.tensor.exchanges(x):
             bias_N = linear.bias if self.tensor.rank == 0 else None
             return self.tensor.sum(linear.backend.linear(y_TF, linear.weight, bias_N), x)
@@ -79,9 +79,9 @@ class AllReduceLayout(TPLayout):
 
 
 class SequenceParallelLayout(TPLayout):
-    """Sequence-parallel (Korthikanti et al. 2022): each rank has S rows of the stream, which it alone norms.
+    """Sequence-parallel layout (Korthikanti et al. 2022): each rank holds and norms S rows of the residual stream.
 
-    Rows beyond T, which fill the last rank's part, hold whatever came out; no token sees them.
+    Rows beyond T pad the last part. They hold arbitrary values, which no token reads.
     """
 
     def pad(self, token_T: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class SequenceParallelLayout(TPLayout):
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         if row_R is None:
             return self.tensor.gather_rows(x)[: self.tokens]
-        if 2 * len(row_R) > self.tokens:  # a sum of rows moves twice what a gather does
+        if 2 * len(row_R) > self.tokens:  # an all-reduce moves twice the bytes of an all-gather
             return self.tensor.gather_rows(x)[row_R]
         local = row_R - self.tensor.rank * len(x)
         own = (local >= 0) & (local < len(x))
@@ -120,8 +120,10 @@ class SequenceParallelLayout(TPLayout):
 
 
 class OverlappedLayout(SequenceParallelLayout):
-    """Sharded, with every product cut by rows so that one part is computed while another is on its way (Wang et al.
-    2023, "Overlap communication with dependent computation via decomposition")."""
+    """Sequence-parallel layout with every GEMM cut by rows: one part is computed while another is transferred.
+
+    (Wang et al. 2023, "Overlap communication with dependent computation via decomposition".)
+    """
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         _, (out_PF,) = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -141,7 +143,7 @@ class OverlappedLayout(SequenceParallelLayout):
 
 
 def choose_layout(tensor: TensorParallel, tokens: int) -> TPLayout:
-    """The one for a step of `tokens`."""
+    """Return the layout of a step of `tokens`."""
     if tensor.overlaps(tokens):
         return OverlappedLayout(tensor, tokens)
     return AllReduceLayout(tensor, tokens) if tensor.replicates(tokens) else SequenceParallelLayout(tensor, tokens)

@@ -1,4 +1,4 @@
-"""Entry points of manager and worker processes, the sockets between them, and the check that they live."""
+"""Entry points of manager and worker processes, the sockets between them, and the detection of hung processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A child process of an engine: reads its Launch from standard input, then is a manager or a worker.
+"""Entry point of an engine's child process: read a `ProcessLaunch` from standard input, then run a manager or worker.
 
-Standard input is also the lifeline: it ends when the parent ends, however that came about, and so does the child.
+Standard input is also the lifeline: it closes when the parent ends for whatever reason, and the child exits.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from tok_core.runtime import HEARTBEAT, set_format
 log = logging.getLogger("tok_core")
 
 LENGTH = struct.Struct("<I")
-BEAT_EVERY = 1.0  # seconds, at most
-BEATS = 20  # within a step timeout, at least
-FAULTY = 71  # exit status of a process that met an error which nobody foresaw
-ORPHANED = 70  # exit status of a child whose parent is gone
+BEAT_EVERY = 1.0  # maximum seconds between heartbeats
+BEATS = 20  # minimum number of heartbeats within a step timeout
+FAULTY = 71  # exit status of a process that ended with an exception other than TokError
+ORPHANED = 70  # exit status of a child whose parent has ended
 
 Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[StepInput]], None]
-"""What a worker does with the steps it is sent; never returns."""
+"""Main loop of a worker, which receives steps; never returns."""
 
 
 def write_launch(stream: IO[bytes], launch: ProcessLaunch) -> None:
-    """The parent's side: tells a child what to be. The stream stays open for as long as the child shall live."""
+    """Send a child its launch parameters, from the parent. The child lives as long as the stream stays open."""
     data = encode(launch)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_launch(stream: IO[bytes]) -> ProcessLaunch:
-    """The child's side."""
+    """Receive the launch parameters, in the child."""
     (length,) = LENGTH.unpack(stream.read(LENGTH.size))
     launch: ProcessLaunch = decoder(ProcessLaunch).decode(stream.read(length))
     return launch
 
 
 def main(work: Work | None = None) -> int:
-    """Runs until the lifeline ends, or fails and says why. `work`: a worker's; None: what a model's does."""
-    # Signals of a terminal or a service manager reach the whole group: the parent drains, then ends its children.
+    """Run until the lifeline closes, or report the failure and exit.
+
+    work  main loop of a worker; None: `run_worker`
+    """
+    # A terminal or service manager signals the whole process group. The parent drains first and then ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = read_launch(sys.stdin.buffer)
@@ -63,11 +66,11 @@ def main(work: Work | None = None) -> int:
     except BaseException as error:
         report_failure(launch, error)
         os._exit(1 if isinstance(error, TokError) else FAULTY)
-    os._exit(1)  # not by way of destructors: other threads still use sockets and the device
+    os._exit(1)  # skips destructors, since other threads still use sockets and the device
 
 
 def start_beating(launch: ProcessLaunch) -> None:
-    """Tell the engine from now on, in a thread, how often this process's main loop has turned."""
+    """Start a thread that sends the engine this process's heartbeats."""
     threading.Thread(target=_send_beats, args=(launch,), name="heartbeat", daemon=True).start()
 
 
@@ -80,7 +83,10 @@ def _send_beats(launch: ProcessLaunch) -> None:
 
 
 def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: Work | None) -> None:
-    """Imports late: the manager process never loads torch, and the lifeline is watched during slow imports."""
+    """Import and run the worker or the manager.
+
+    Imports are local, so that the manager process never loads torch, and the lifeline is watched during slow imports.
+    """
     if launch.place is not None:
         steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)
         if work is not None:

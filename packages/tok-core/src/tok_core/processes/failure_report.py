@@ -1,4 +1,4 @@
-"""Tell the engine why a process ends."""
+"""Report to the engine why a process ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger("tok_core")
 
 
 def report_failure(launch: ProcessLaunch, error: BaseException) -> None:
-    """Tells the engine why this process ends; from any thread."""
-    if not isinstance(error, TokError):  # those explain themselves, and the parent will raise them
+    """Report the error that ends this process to the engine; from any thread."""
+    if not isinstance(error, TokError):  # TokErrors need no traceback, and the parent raises them
         log.error("%s failed", launch.role, exc_info=error)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reports = Sender(context, launch.reports)

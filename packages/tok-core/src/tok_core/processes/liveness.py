@@ -1,7 +1,7 @@
-"""Liveness: which process of a replica hangs, judged by the beats that each sends while its main loop turns.
+"""Detect hung processes of a replica by the heartbeats that each sends.
 
-Time is counted look by look, as `manager.watch.Watch` counts it: where a clock has jumped or the machine was suspended,
-one look finds an hour gone, but no process has been silent for that hour.
+Time is summed over calls of `look`, each of which counts a few seconds at most, as in `tok_core.manager.watchdog`. If
+the clock jumps by an hour or the machine is suspended, no process counts as silent for that hour.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tok_core.config import EngineConfig
 from tok_core.manager import LOOK, MIN_IDLE_LOOKS
 from tok_core.messages import Beat
 
-SILENT = 10.0  # seconds without a sign of life after which a replica gets nothing new
+SILENT = 10.0  # seconds without a heartbeat after which a replica gets no new requests
 
 
 class _Pulse:
-    """The liveness of one process: seconds since it sent a beat, and since its main loop turned."""
+    """Seconds since one process sent a heartbeat (`unheard`), and since its main loop turned (`unturned`)."""
 
     def __init__(self) -> None:
         self.turns = -1
@@ -26,9 +26,10 @@ class _Pulse:
 
 
 class Liveness:
-    """Judges the processes of one replica, by role. For one thread.
+    """Heartbeat monitor of the processes of one replica, by role. For use by one thread.
 
-    starting  until `serve`: no single process has to get on, since some wait for others, but the replica has to
+    starting  True until `serve`. During a start, processes wait for each other, so only the replica as a whole has to
+              make progress
     """
 
     def __init__(self, roles: Iterable[str], config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,24 +39,24 @@ class Liveness:
         self._most = min(LOOK, min(self._step_timeout, self._start_timeout) / MIN_IDLE_LOOKS)
         self._clock = clock
         self._looked = clock()
-        self._unmoved = 0.0  # seconds since any process got on
+        self._unmoved = 0.0  # seconds since any process made progress
         self.starting = True
 
     def hear(self, beat: Beat) -> None:
-        """A beat has arrived."""
+        """Note the arrival of a heartbeat."""
         pulse = self._pulses[beat.role]
         pulse.unheard = 0.0
         if beat.turns != pulse.turns:
             pulse.turns, pulse.unturned, self._unmoved = beat.turns, 0.0, 0.0
 
     def serve(self) -> None:
-        """The replica has started."""
+        """Note that the replica has started; from now on each process has to make progress."""
         self.starting = False
         for pulse in self._pulses.values():
             pulse.unheard = pulse.unturned = 0.0
 
     def look(self) -> None:
-        """Count the time since the last look. To be called more often than any limit has passed."""
+        """Add the time since the last call. Call this several times within any limit."""
         now = self._clock()
         passed = min(max(now - self._looked, 0.0), self._most)
         self._looked = now
@@ -66,9 +67,10 @@ class Liveness:
 
     @property
     def silent(self) -> str:
-        """Which processes show no sign of life, in words; empty if all do.
+        """Return which processes are silent, in words; "" if none is.
 
-        A worker that is busy with one long step still sends beats; a manager has no turn that long.
+        A worker that computes one long step still sends heartbeats. Turns of the manager's loop are short, so once
+        started it also counts as silent if its count stands still.
         """
         roles = [role for role, pulse in self._pulses.items() if self._is_silent(role, pulse)]
         if not roles:
@@ -77,10 +79,10 @@ class Liveness:
 
     @property
     def hung(self) -> str:
-        """Why the replica has to be ended, in words; empty if it does not.
+        """Return why the replica has to be ended, in words; "" if it does not.
 
-        A worker's loop may turn again after a step of up to `step_timeout` seconds: first-time compilation, long
-        prompts and slow devices are within it.
+        A worker's loop may stand still for a step of up to `step_timeout` seconds, which allows for first-time
+        compilation, long prompts and slow devices.
         """
         if self.starting:
             if self._unmoved <= self._start_timeout:

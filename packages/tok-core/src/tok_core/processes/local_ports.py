@@ -1,4 +1,4 @@
-"""LocalPorts: manager and worker in one process, each step carried out when it is sent."""
+"""LocalPorts: connect manager and worker within one process; each step is launched when it is sent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class LocalPorts:
-    """Ports of a manager that calls its worker. Outputs come back as late as from a worker process.
+    """`Ports` of a manager that calls its worker directly, with outputs delayed as from a worker process.
 
-    A step's tokens are handed over only when `run_ahead` steps are queued or nothing is left to schedule, so that
-    scheduling ahead of returned values is the same here as between processes. None is always two: what is scheduled
-    does not depend on how long steps take.
+    A step's tokens are returned only when `run_ahead` steps are queued or nothing is left to schedule. So the manager
+    schedules ahead of returned values, as it does between processes. A `run_ahead` of None means two steps: the
+    schedule does not depend on how long steps take.
     """
 
     def __init__(self, runner: Runner, run_ahead: int | None, report: Callable[[Progress], None]) -> None:
@@ -31,14 +31,14 @@ class LocalPorts:
         self._arrived: list[ToManager] = []
         self._launched: deque[Launched] = deque()
         self._idle = False
-        self.computing = False  # in the worker, rather than in the manager; stays so when that raises
+        self.computing = False  # whether the worker is running, not the manager; stays True if the worker raises
 
     def submit(self, message: ToManager) -> None:
-        """From any thread: a request or a cancellation."""
+        """Queue a request or a cancellation; from any thread."""
         self._inbox.put(message)
 
     def close(self) -> None:
-        """From any thread: makes the manager's loop end with Closed."""
+        """Make the manager's loop end with Closed; from any thread."""
         self._inbox.put(None)
 
     def requests(self) -> list[ToManager]:
@@ -77,4 +77,4 @@ class LocalPorts:
 
 
 class Closed(Exception):
-    """The ports were closed: the manager's loop is to end."""
+    """Raised in the manager's loop when its ports were closed, to end the loop."""

@@ -1,4 +1,4 @@
-"""The manager process: one single-threaded loop between the engine's sockets and the workers'."""
+"""Run the manager process: a single-threaded loop between the engine's sockets and the workers' sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tok_core.text import Tokenizer
 
 
 class SocketPorts:
-    """The manager's Ports over sockets. Every worker gets every step; one of them returns its tokens."""
+    """The manager's `Ports` over sockets. All workers receive every step; one of them returns its tokens."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class SocketPorts:
         self._poller.register(self._outputs.socket, zmq.POLLIN)
 
     def await_worker(self) -> EngineInfo:
-        """The first message of the worker that returns tokens: all are ready."""
+        """Wait for the first message of the worker that returns tokens: all workers are ready then."""
         info = self._outputs.wait(None)
         assert isinstance(info, EngineInfo)
         return info
 
     def announce(self, info: EngineInfo) -> None:
-        """Tells the engine that requests are welcome."""
+        """Report to the engine that the replica is ready for requests."""
         self._reports.send(info)
 
     def requests(self) -> list[ToManager]:
@@ -71,13 +71,12 @@ class SocketPorts:
         self._poller.poll(int(seconds * 1000))
 
     def watch(self, descriptor: int) -> None:
-        """Makes `wait` return, too, when the descriptor is readable."""
+        """Make `wait` return also when the descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
 
 def load_tokenizer(model: str) -> Tokenizer | None:
-    """Of whose pieces stop strings are found, and whose vocabulary grammars are for; None for a model without a usable
-    one."""
+    """Load the model's tokenizer, needed for stop strings and grammars; return None if the model has no usable one."""
     try:
         return Tokenizer.load(model)
     except ModelError:
@@ -90,7 +89,7 @@ def run_manager(
     requests: Receiver[list[ToManager]],
     outputs: Receiver[FromWorker],
 ) -> None:
-    """Never returns."""
+    """Run the manager; never returns."""
     ports = SocketPorts(context, launch, requests, outputs)
     tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()

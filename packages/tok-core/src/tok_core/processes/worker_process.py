@@ -1,4 +1,4 @@
-"""The worker process: launches steps as they come; a second thread sends their tokens back as they are ready."""
+"""Run a worker process: launch steps as they arrive; a second thread returns their tokens as they become ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_core.worker import Launched, set_up
 def run_worker(
     context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, place: RankCoordinates, steps: Receiver[StepInput]
 ) -> None:
-    """Never returns."""
+    """Run a worker; never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
@@ -40,12 +40,12 @@ def run_worker(
 
 
 def leave_one_core(cores: int, workers: int = 1) -> int:
-    """Threads for each of the workers on a CPU: with no core left to manager and server, they wait for each other."""
+    """Return the CPU threads of each worker. One core stays free, else manager, server and workers delay each other."""
     return max(1, (cores - 1) // workers)
 
 
 def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: ProcessLaunch) -> None:
-    """Errors of the device surface here, where its results are waited for: they end the process."""
+    """Send the outputs of launched steps. Device errors surface here, in waiting for results; they end the process."""
     try:
         while True:
             output = launched.get().output()

@@ -1,4 +1,4 @@
-"""Replicas of an engine: starting, supervising and restarting them, on this host or by Ray, and dispatching to them."""
+"""Replicas of an engine: start, supervise and restart them, on this host or by Ray, and route requests to them."""
 
 from __future__ import annotations
 

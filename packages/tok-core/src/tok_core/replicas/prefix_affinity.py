@@ -1,7 +1,7 @@
-"""Prefix affinity: estimate how much of a prompt's prefix each replica has cached, from what was sent to it.
+"""Estimate how much of a prompt's prefix each replica has cached, from the prompts sent to it.
 
-A prompt is looked up by its beginnings of 1, 2, 3, 4, 6, 8, 12, … pages: few, and never much shorter than what two
-prompts have in common.
+A prompt is looked up by its prefixes of 1, 2, 3, 4, 6, 8, 12, … pages. They are few, and the longest one that two
+prompts share is not much shorter than what they have in common.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 from tok_core.messages import Int32
 
-MAX_PREFIXES = 1 << 16  # beginnings that are remembered, those used last
-MAX_PREFIX_TOKENS = 1 << 30
+MAX_PREFIXES = 1 << 16  # prefixes remembered; the least recently sent ones are evicted
+MAX_PREFIX_TOKENS = 1 << 30  # tokens of the longest prefix looked up
 
 
 class PromptPrefix(NamedTuple):
-    """The first `length` tokens of a prompt."""
+    """The first `length` tokens of a prompt, by their hash `key`."""
 
     key: int
     length: int
 
 
 class PrefixAffinity:
-    """The replicas that were sent each beginning, as bits. For one thread at a time, but for `beginnings`."""
+    """Map from prefixes to the replicas they were sent to, as bits. Not thread-safe, except for `beginnings`."""
 
     def __init__(self, page_size: int, most: int = MAX_PREFIXES) -> None:
         self._lengths = list(_lengths(page_size))
@@ -35,18 +35,18 @@ class PrefixAffinity:
         return len(self._replicas)
 
     def beginnings(self, tokens: Int32, salt: bytes = b"") -> list[PromptPrefix]:
-        """Return the keys of a prompt, the shortest first. Prompts of different salts have none in common."""
+        """Return the prefixes of a prompt, shortest first. Prompts with different salts share none."""
         found, start, key = [], 0, hash(salt)
         for length in self._lengths:
             if length > len(tokens):
                 break
-            key = hash((key, tokens[start:length].tobytes()))  # of all tokens so far
+            key = hash((key, tokens[start:length].tobytes()))  # chained, so it depends on all tokens before `length`
             found.append(PromptPrefix(key, length))
             start = length
         return found
 
     def find(self, beginnings: Sequence[PromptPrefix], among: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Lengths, the greatest first, and which of the replicas `among` were sent as much."""
+        """Yield lengths of known prefixes, longest first, each with those of the replicas `among` that were sent it."""
         for key, length in reversed(beginnings):
             bits = self._replicas.get(key, 0)
             having = [replica for replica in among if bits >> replica & 1]
@@ -54,14 +54,14 @@ class PrefixAffinity:
                 yield length, having
 
     def add(self, beginnings: Sequence[PromptPrefix], replica: int) -> None:
-        """The replica is sent a prompt."""
+        """Note that a prompt is sent to the replica."""
         for key, _ in beginnings:
             self._replicas[key] = self._replicas.pop(key, 0) | 1 << replica
         while len(self._replicas) > self._most:
             self._replicas.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """The replica has nothing of what it was sent any more."""
+        """Remove the replica from all prefixes, since it has lost its cache."""
         kept = ((key, bits & ~(1 << replica)) for key, bits in self._replicas.items())
         self._replicas = OrderedDict((key, bits) for key, bits in kept if bits)
 

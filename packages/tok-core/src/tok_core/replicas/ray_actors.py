@@ -1,4 +1,4 @@
-"""RayActors: the actors of one replica, given room, started, watched and ended together."""
+"""RayActors: place, start, watch and end the Ray actors of one replica together."""
 
 from __future__ import annotations
 
@@ -23,29 +23,33 @@ from tok_core.runtime import is_json
 
 log = logging.getLogger("tok_core")
 
-GLANCE = 0.2  # seconds between looks at whether they are still wanted
-STARTING = 120.0  # seconds that Ray may take to start them; what they serve is loaded later
-ENDING = 3.0  # seconds that they may take to end: until then nobody is told; those of a host that is gone never do
+GLANCE = 0.2  # seconds between checks of `closing`
+STARTING = 120.0  # seconds that Ray may take to start the actors, before they load a model
+ENDING = 3.0  # seconds to wait for actors to end, which delays the report of a death; those of a lost host never end
 
 
 class RayActors:
-    """One bundle of a placement group a worker; the manager is with worker 0. For one thread at a time.
+    """Ray actors of one replica: a bundle of a placement group for each worker, the manager beside worker 0.
 
-    `closing` tells whether they are not wanted any more: then whatever waits returns early. `members` are actors by
-    role, the manager's last, `whereabouts` where they are, and `nodes` the ids of their workers' nodes.
+    For one thread at a time.
+
+    closing      returns whether the replica is being closed; methods that wait return early then
+    members      actors by role, the manager last
+    whereabouts  host, GPUs and addresses of each actor, by role
+    nodes        id of each worker's node, by role
     """
 
     def __init__(self, config: EngineConfig, closing: Callable[[], bool]) -> None:
         self._config = config
         self._closing = closing
         self._group: PlacementGroup | None = None
-        self._runs: dict[Any, str] = {}  # what each actor does, as a reference to its result, and its role
+        self._runs: dict[Any, str] = {}  # object reference of each actor's `run`, and the actor's role
         self.members: dict[str, Any] = {}
         self.whereabouts: dict[str, Whereabouts] = {}
         self.nodes: dict[str, str] = {}
 
     def start(self) -> None:
-        """Returns when all are there. Raises EngineError where they cannot be."""
+        """Place and start all actors; return when all have started. Raise EngineError if one cannot be."""
         kind = kind_of_bundle(self._config)
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
         each = list(all_coordinates(self._config.pp, self._config.tp))
@@ -63,7 +67,7 @@ class RayActors:
         self._locate()
 
     def run(self, replica: int, reports: str) -> None:
-        """Lets all of them serve, reporting to that address."""
+        """Make all actors serve, with reports sent to the address `reports`."""
         each = list(all_coordinates(self._config.pp, self._config.tp))
         for role, place in zip(self.members, [*each, None], strict=True):
             launch = self.launch(role, place, replica, reports)
@@ -71,11 +75,14 @@ class RayActors:
 
     @property
     def requests(self) -> str:
-        """The address at which requests are read."""
+        """Return the address at which the manager receives requests."""
         return self.whereabouts["manager"].inboxes[0]
 
     def ended(self) -> tuple[str, Failed | None] | None:
-        """One that has ended although it should serve, as what to say of it and its own words."""
+        """Return an actor that has ended while serving: a reason in words, and its `Failed`, if it sent one.
+
+        If several have ended, return the one that is most likely the cause.
+        """
         done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)
         return min(map(self._end_of, done), key=_is_effect, default=None)
 
@@ -85,12 +92,12 @@ class RayActors:
         reason = f"the {role} process {where.pid} on host {where.host}"
         try:
             return f"{reason} ended", Failed(*ray.get(run))
-        except RayError:  # Ray itself writes on standard error what it knows
+        except RayError:  # Ray itself writes the details to standard error
             return f"{reason} died", None
 
     def end(self) -> None:
-        """Ends all, waits for that, and gives their room back."""
-        if self._group is None or not ray.is_initialized():  # nothing lives longer than the connection to the cluster
+        """End all actors, wait for their end, and remove the placement group."""
+        if self._group is None or not ray.is_initialized():  # actors do not outlive the connection to the cluster
             return
         try:
             for member in self.members.values():
@@ -99,7 +106,7 @@ class RayActors:
                 ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ENDING)
         except Exception:
             log.exception("a replica's actors cannot be ended")
-        try:  # which ends those that are left, too
+        try:  # removing the group ends the remaining actors, too
             give_back_room(self._group)
         except Exception:
             log.exception("a replica's room cannot be given back")
@@ -123,7 +130,7 @@ class RayActors:
                 raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
 
     def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
-        """What to tell one of them once all have told where they are."""
+        """Return the launch parameters of one actor. Needs the `whereabouts` of all."""
         workers, manager = [self.whereabouts[worker] for worker in self.nodes], self.whereabouts["manager"]
         visible = self.visible(role)
         return ProcessLaunch(
@@ -143,13 +150,13 @@ class RayActors:
         )
 
     def _most_on(self, node: str) -> int:
-        """Workers that a node may have: those of this replica, and those of others for which it has the room."""
+        """Return how many workers a node may have: those of this replica, and as many of others as fit."""
         own, every = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
         others = min(every - len(self.nodes), room_of(node, kind_of_bundle(self._config)) - own)
         return own + max(0, others)
 
     def visible(self, role: str) -> list[str]:
-        """The GPUs of all of the replica's workers on the node of one: those can read each other's memory."""
+        """Return the GPUs of all of the replica's workers on this one's node, which can read each other's memory."""
         if not self.whereabouts[role].gpus:
             return []
         same = (other for other, node in self.nodes.items() if node == self.nodes[role])
@@ -157,8 +164,12 @@ class RayActors:
 
 
 def _is_effect(end: tuple[str, Failed | None]) -> int:
-    """The larger, the more likely a process has ended because another has: one that died says nothing, and those that
-    missed it fail of that, but never of what is wrong with a model or a setting."""
+    """Rank the end of a process by how likely it is the effect of another's end; the lowest rank is the cause.
+
+    0  a TokError about the model or a setting, which is never an effect
+    1  no message: the process died
+    2  "EngineError": any other exception, as raised by processes that lose contact with a dead one
+    """
     _, failed = end
     if failed is None:
         return 1

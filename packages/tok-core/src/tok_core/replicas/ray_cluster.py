@@ -1,4 +1,4 @@
-"""The Ray cluster that this process has joined: what it has, and which of its hosts a replica gets."""
+"""Join a Ray cluster, and place replicas on its hosts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 
-JOINING = 30.0  # seconds that the cluster has to answer
-PATIENCE = 60.0  # seconds that a replica waits for room
-PLACING = 10.0  # seconds that Ray has to end what it is placing when room is given back
-GLANCE = 1  # seconds; Ray drops fractions of them
+JOINING = 30.0  # seconds within which the cluster has to answer
+PATIENCE = 60.0  # seconds that a replica waits for free devices
+PLACING = 10.0  # seconds to wait for Ray to finish placing a group that is to be removed
+GLANCE = 1  # seconds of each wait for a placement group; Ray drops fractions of seconds
 
-_joined: list[str] = []  # the address that was given, once
+_joined: list[str] = []  # the address given to `join_cluster`; empty if it has not connected this process
 
 
 def join_cluster(config: EngineConfig) -> None:
-    """Joins the cluster at `config.ray`, for as long as this process lives, unless it is in one already.
+    """Join the cluster at `config.ray` for the life of this process, unless the process is in one already.
 
-    Raises InvalidField where the cluster has too little or is another one, EngineError where there is none.
+    Raises InvalidField if the cluster has too few devices or the process is in another cluster, and EngineError if
+    there is no cluster.
     """
     if not ray.is_initialized():
         _joined[:] = [str(config.ray)]
@@ -46,7 +47,10 @@ def join_cluster(config: EngineConfig) -> None:
 
 
 def kind_of_bundle(config: EngineConfig) -> str:
-    """What a worker needs one of, "GPU" or "CPU". Raises InvalidField for GPUs where the cluster has none."""
+    """Return the resource that each worker needs one of, "GPU" or "CPU".
+
+    Raises InvalidField if the device is set to cuda and the cluster has no GPU.
+    """
     found = ray.cluster_resources().get("GPU", 0) >= 1
     if config.device == "cuda" and not found:
         raise InvalidField("device", config.device, "cpu (the Ray cluster has no GPU)")
@@ -54,7 +58,7 @@ def kind_of_bundle(config: EngineConfig) -> str:
 
 
 def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
-    """Returns once the group is placed, or is not wanted any more. Raises EngineError where that takes too long."""
+    """Wait until the group is placed, or `closing` returns True. Raise EngineError after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not group.wait(GLANCE) and not closing():
         if time.monotonic() > deadline:
@@ -65,8 +69,10 @@ def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
 
 
 def give_back_room(group: PlacementGroup) -> None:
-    """Removes a group, with whatever runs in it. Never while Ray is placing it: what it has reserved until then would
-    stay so for as long as the node lives."""
+    """Remove a group with everything that runs in it, after Ray has placed it or PLACING seconds have passed.
+
+    If a group is removed while Ray is placing it, resources reserved so far stay reserved for the life of the node.
+    """
     deadline = time.monotonic() + PLACING
     try:
         while not group.wait(GLANCE) and _is_being_placed(group) and time.monotonic() < deadline:
@@ -80,20 +86,20 @@ def _is_being_placed(group: PlacementGroup) -> bool:
 
 
 def side_by_side(group: PlacementGroup) -> list[tuple[int, str]]:
-    """The bundles of a group that is placed, as (index, id of the node): a node's together, the fullest node first."""
+    """Return the bundles of a placed group as (index, node id), grouped by node, the node with most bundles first."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     sizes = Counter(nodes.values())
     return sorted(nodes.items(), key=lambda item: (-sizes[item[1]], item[1], item[0]))
 
 
 def room_of(node: str, kind: str) -> int:
-    """How many workers a node may have that need one of that kind each, be they there already or not."""
+    """Return how many workers a node can hold in all if each needs one resource of that kind."""
     return int(sum(one["Resources"].get(kind, 0) for one in ray.nodes() if one["NodeID"] == node))
 
 
 def _init(address: str) -> None:
-    """In a thread of its own: called in the main thread, Ray would replace the process's handler of SIGTERM."""
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn of that
+    """Connect to Ray in a separate thread: in the main thread, Ray would replace the process's SIGTERM handler."""
+    logging.getLogger("ray").setLevel(logging.ERROR)  # Ray would warn that it does not run in the main thread
     failures: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     threading.Thread(target=_try, args=(address, failures), name="ray-init", daemon=True).start()
     try:
@@ -106,7 +112,7 @@ def _init(address: str) -> None:
 
 def _try(address: str, failures: queue.SimpleQueue[Exception | None]) -> None:
     try:
-        if address != "auto":  # Ray itself would try for minutes
+        if address != "auto":  # without a server at the address, Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=JOINING).close()
         with _own_handler_of_sigterm():
@@ -119,8 +125,8 @@ def _try(address: str, failures: queue.SimpleQueue[Exception | None]) -> None:
 
 @contextmanager
 def _own_handler_of_sigterm() -> Iterator[None]:
-    """Takes out the native handler that Ray puts before the process's own, to print a stack when the signal comes."""
-    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a struct sigaction, whatever is in it
+    """Restore the process's SIGTERM handler afterwards: Ray installs a native one, which prints a stack."""
+    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # large enough for a struct sigaction
     libc.sigaction(signal.SIGTERM, None, handler)
     try:
         yield

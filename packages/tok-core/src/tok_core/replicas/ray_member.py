@@ -1,4 +1,4 @@
-"""RayWorker, RayManager: the actors that are the parts of a replica, on whichever hosts Ray has put them."""
+"""RayWorker and RayManager: the Ray actors of a replica, on the hosts that Ray chose."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tok_core.runtime import HEARTBEAT, set_format
 
 log = logging.getLogger("tok_core")
 
-NICENESS = "RAY_worker_niceness"  # a variable that Ray reads where a node starts, and hands on
+NICENESS = "RAY_worker_niceness"  # environment variable that Ray reads when a node starts, and passes to its processes
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
-    """Where an actor is: its host's address, the GPUs it was given, what it reads from, and where worker 0 listens."""
+    """Location of an actor: its host's address, its GPUs, the addresses of its inboxes, and where worker 0 listens."""
 
     host: str
     pid: int
@@ -38,26 +38,30 @@ class Whereabouts(msgspec.Struct, frozen=True):
 
 
 class _Member(ABC):
-    """An actor's constructor binds its inboxes, so that all know each other's addresses before any of them runs."""
+    """Base of a replica's actors. Constructors bind inboxes, so that all addresses are known before any actor runs."""
 
     def __init__(self) -> None:
         self.host: str = ray.util.get_node_ip_address()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def inbox(self) -> str:
-        """An address to bind to."""
+        """Return an address to bind an inbox to."""
         return f"tcp://{self.host}:*"
 
     def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
-        """Returns only to tell what went wrong, as `to_wire` does. `data`: a Launch; `visible`: GPUs, for CUDA."""
+        """Serve until an error occurs, and return that as `to_wire` does.
+
+        data     an encoded `ProcessLaunch`
+        visible  ids of the GPUs to make visible to CUDA
+        """
         launch: ProcessLaunch = decoder(ProcessLaunch).decode(data)
         set_format(launch.role, launch.log_level, json=launch.json_log)
         take_usual_priority()
-        if visible:  # before CUDA is asked for the first time
+        if visible:  # must precede the first use of CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         start_beating(launch)
         try:
-            with HEARTBEAT.coarse():  # a model may be fetched
+            with HEARTBEAT.coarse():  # the model may have to be fetched
                 config = self._at_home(launch.config)
             self.serve(msgspec.structs.replace(launch, config=config))
         except Exception as error:
@@ -68,10 +72,10 @@ class _Member(ABC):
 
     @abstractmethod
     def serve(self, launch: ProcessLaunch) -> None:
-        """Never returns."""
+        """Run the actor's main loop; never returns."""
 
     def _at_home(self, config: EngineConfig) -> EngineConfig:
-        """With the model's directory on this host."""
+        """Return the configuration with the model's directory on this host."""
         try:
             return msgspec.structs.replace(config, model=str(resolve(config.model, config.data_dir)))
         except ModelError as error:
@@ -79,7 +83,7 @@ class _Member(ABC):
 
 
 class RayWorker(_Member):
-    """A worker of a replica."""
+    """Actor of one worker of a replica."""
 
     def __init__(self, place: RankCoordinates) -> None:
         super().__init__()
@@ -90,7 +94,7 @@ class RayWorker(_Member):
             self._listener = socket.create_server((self.host, 0))
 
     def whereabouts(self) -> Whereabouts:
-        """What the others are to know."""
+        """Return the location of this worker, for the other actors."""
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
         return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
@@ -104,12 +108,12 @@ class RayWorker(_Member):
             launch = msgspec.structs.replace(launch, rendezvous=meeting)
         interface = _interface(self.host)
         if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its own choice may be one that others cannot reach
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else Gloo may choose one that others cannot reach
         run_worker(self.context, launch, self._place, self._steps)
 
 
 class RayManager(_Member):
-    """The manager of a replica."""
+    """Actor of the manager of a replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +121,7 @@ class RayManager(_Member):
         self._outputs: Receiver[FromWorker] = Receiver(self.context, self.inbox(), FromWorker)
 
     def whereabouts(self) -> Whereabouts:
-        """What the others are to know."""
+        """Return the location of this manager, for the other actors."""
         return Whereabouts(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
     def serve(self, launch: ProcessLaunch) -> None:
@@ -127,7 +131,7 @@ class RayManager(_Member):
 
 
 def _interface(host: str) -> str | None:
-    """The network interface that has the address, if any."""
+    """Return the network interface that has the address, if any."""
     found: dict[str, str] = {
         one.address: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
     }
@@ -135,13 +139,13 @@ def _interface(host: str) -> str | None:
 
 
 def take_usual_priority() -> None:
-    """Ray lets its processes wait for any other on their host, unless its user says how nice they are to be."""
+    """Reset this process's niceness to 0, which Ray raises, unless the user has set `NICENESS`."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     if niceness <= 0 or NICENESS in os.environ:
         return
     try:
         for thread in psutil.Process().threads():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the thread has ended
                 os.setpriority(os.PRIO_PROCESS, thread.id, 0)
     except PermissionError:
         log.warning("runs at niceness %d, which it may not change: start Ray's nodes with %s=0", niceness, NICENESS)

@@ -1,4 +1,4 @@
-"""RayReplica: a replica whose manager and workers are actors of a Ray cluster, on whichever hosts it places them."""
+"""RayReplica: a replica whose manager and workers are actors of a Ray cluster, on the hosts that Ray chooses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from tok_core.replicas.replica import Death, Report
 
 log = logging.getLogger("tok_core")
 
-GLANCE = 0.2  # seconds between looks at whether all actors serve
+GLANCE = 0.2  # seconds between checks whether all actors serve
 
 
 class RayReplica:
-    """One thread starts the actors, reads their reports, and ends them all when one of them has ended.
+    """Replica of Ray actors. One thread starts them, reads their reports, and ends them all when one has ended.
 
-    They die with this process, however it ends: Ray sees to that. `index` counts the engine's replicas. `model`: a
-    directory that all hosts have, or a hub id.
+    Ray ends the actors when this process ends, for whatever reason.
+
+    index  the replica's number in the engine
+    model  a directory that all hosts have, or a hub id
     """
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death, *, model: str) -> None:
@@ -52,7 +54,7 @@ class RayReplica:
 
     def send(self, messages: Sequence[ToManager]) -> None:
         with self._lock:
-            if self._requests is not None:  # else it has just ended: its death is about to be told
+            if self._requests is not None:  # else the replica has just ended, and its death is about to be reported
                 self._requests.send(messages)
 
     def close(self) -> None:
@@ -64,7 +66,7 @@ class RayReplica:
         by_request = False
         try:
             reason, by_request = self._serve()
-        except BaseException as error:  # else nobody would hear of the thread's end
+        except BaseException as error:  # else the end of the thread would go unreported
             if not isinstance(error, TokError):
                 log.exception("the replica failed")
             self._report(Failed(*to_wire(error)))
@@ -76,11 +78,11 @@ class RayReplica:
                 self._death(self, reason, by_request=by_request)
 
     def _serve(self) -> tuple[str, bool]:
-        """Returns why it ends, and whether a request is to blame."""
+        """Run the replica; return why it ended, and whether a request caused that."""
         self.actors.start()
         if self._closing.is_set():
             return "", False
-        host = ray.util.get_node_ip_address()  # as others know this one
+        host = ray.util.get_node_ip_address()  # the address at which other hosts reach this one
         reports = self._reports = Receiver(self._context, f"tcp://{host}:*", FromProcess)
         with self._lock:
             self._requests = Sender(self._context, self.actors.requests)
@@ -95,7 +97,7 @@ class RayReplica:
                 reason, failed = ended
                 if failed is not None:
                     self._report(failed)
-                # The manager's own errors are of other kinds.
+                # TokErrors that the manager raises have other kinds; "EngineError" is an unforeseen exception.
                 unforeseen = failed is not None and failed.kind == "EngineError"
                 return reason, unforeseen and reason.startswith("the manager")
         return "", False
@@ -126,7 +128,7 @@ class RayReplica:
         self._context.term()
 
     def _read_rest(self, reports: Receiver[FromProcess]) -> None:
-        """What a dying process had to say."""
+        """Forward the last reports of ended processes."""
         try:
             for message in reports.all():
                 if not isinstance(message, Beat):

@@ -1,4 +1,4 @@
-"""Replica: one manager and its workers, started, watched and ended together — as processes, or as one thread."""
+"""Replica: start, watch and end one manager and its workers together, as processes or as one thread."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ Report = Callable[[ToEngine], None]
 
 
 class Death(Protocol):
-    """Hears of a replica's end, and why. `by_request`: what it was asked to compute is to blame, and not a device."""
+    """Callback for the end of a replica and its reason. `by_request`: a request caused it, rather than a device."""
 
     def __call__(self, replica: Replica, reason: str, *, by_request: bool = False) -> None: ...
 
 
 class Replica(Protocol):
-    """What an engine needs of a replica. Reports and the death come on a thread of the replica's own."""
+    """Interface of a replica for the engine. Reports and the death are delivered on a thread of the replica."""
 
     def start(self) -> None:
-        """Begins; an EngineInfo is reported once it is ready."""
+        """Begin the start; an EngineInfo is reported once the replica is ready."""
         ...
 
     def send(self, messages: Sequence[ToManager]) -> None:
-        """From any thread."""
+        """Send messages to the manager; from any thread."""
         ...
 
     def close(self) -> None:
-        """Ends it and waits for that; no death is reported."""
+        """End the replica and wait for its end; no death is reported."""
         ...
 
 
 class ThreadReplica:
-    """Manager and worker in a thread of this process; `index` counts the engine's replicas."""
+    """Replica with manager and worker in a thread of this process; `index` is its number in the engine."""
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class ThreadReplica:
 
     def send(self, messages: Sequence[ToManager]) -> None:
         ports = self._ports
-        if ports is not None:  # else it has just failed: its death is about to be told
+        if ports is not None:  # else the replica has just failed, and its death is about to be reported
             for message in messages:
                 ports.submit(message)
 
@@ -86,12 +86,12 @@ class ThreadReplica:
             self._serve()
         except Closed:
             pass
-        except BaseException as error:  # else nobody would hear of the thread's end
+        except BaseException as error:  # else the end of the thread would go unreported
             failed, reason = Failed(*to_wire(error)), f"{type(error).__name__}: {error}"
             known = isinstance(error, TokError)
             if not known:
                 log.exception("the replica failed")
-            # The worker's errors may be the device's fault; the manager does nothing but what requests ask for.
+            # An error of the worker may be the device's fault; an error of the manager comes from a request.
             by_request = self._ports is not None and not self._ports.computing and not known
         # Free weights and cache before another replica measures memory, and before `close` returns: the thread that
         # closes a dropped engine must not still be freeing tensors when the interpreter exits.
@@ -107,7 +107,8 @@ class ThreadReplica:
         from tok_core.worker.startup.setup import set_up
 
         runner, info = set_up(self._config, self._index)
-        # As many steps as LocalPorts takes; by their times the manager would wait for room that there never is.
+        # Queue as many steps as LocalPorts does. A number adapted to step times would make the manager aim for a
+        # longer queue than LocalPorts ever holds.
         config = msgspec.structs.replace(self._config, run_ahead=self._config.run_ahead or MIN_QUEUED_STEPS)
         self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
@@ -123,14 +124,15 @@ class ThreadReplica:
 
 
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
-ENDING = 20.0  # seconds that a killed process may take to be gone; one within the kernel or a driver may take for ever
+ENDING = 20.0  # seconds to wait for a killed process to exit; one inside the kernel or a driver may never exit
 
 
 class ProcessReplica:
-    """Manager and workers as child processes. When one ends or hangs, all are ended and the death reported once.
+    """Replica of child processes. When one ends or hangs, all are ended and the death is reported once.
 
-    `index` counts the engine's replicas. `children` are named "manager", and "worker" or "worker 0", "worker 1", …
-    `program` is what they run.
+    index     the replica's number in the engine
+    children  processes by role: "manager", and "worker" or "worker 0", "worker 1", …
+    program   Python code that the children run
     """
 
     program = "from tok_core.processes.child import main; sys.exit(main())"
@@ -180,7 +182,7 @@ class ProcessReplica:
         return f"ipc://{self._directory.name}/{name}"
 
     def _spawn(self, role: str, place: RankCoordinates | None) -> None:
-        # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
+        # -c with the parent's import path, not -m, so that the child finds the package wherever the parent loaded it.
         code = f"import sys; sys.path[:] = {sys.path!r}; {self.program}"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
@@ -212,7 +214,7 @@ class ProcessReplica:
                     self._hear(message)
                 if self._look():
                     return
-        except BaseException:  # nothing would be heard any more: end the processes, and let their watchers tell
+        except BaseException:  # reports would go unread: kill the processes, so that `_watch` reports the death
             log.exception("a report of the engine's processes cannot be handled")
             for child in self.children.values():
                 child.kill()
@@ -226,14 +228,14 @@ class ProcessReplica:
         self._report(message)
 
     def _look(self) -> bool:
-        """Report processes that fall silent or are heard again; return whether one hangs, after seeing to its end."""
+        """Report processes that fall silent or resume heartbeats. If one hangs, start ending all and return True."""
         self._liveness.look()
         if self._liveness.silent != self._silent:
             self._silent = self._liveness.silent
             self._report(Silence(self._silent))
         if hung := self._liveness.hung:
             fall = partial(self._fall, hung, by_request=hung.startswith("the manager"))
-            threading.Thread(target=fall, name="fall", daemon=True).start()  # it joins this one
+            threading.Thread(target=fall, name="fall", daemon=True).start()  # separate, since it joins this thread
         return bool(hung)
 
     def _watch(self, role: str) -> None:
@@ -253,7 +255,7 @@ class ProcessReplica:
                 self._death(self, reason, by_request=by_request)
 
     def _begin_end(self) -> bool:
-        """Whether the caller is the one to end the replica."""
+        """Return whether the caller is the first, and so the one to end the replica."""
         with self._lock:
             first, self._ending = not self._ending, True
             return first
@@ -278,7 +280,7 @@ class ProcessReplica:
 
     def _clear_up(self) -> None:
         try:
-            for message in self._reports.all():  # what a dying process had to say
+            for message in self._reports.all():  # last reports of ended processes
                 if not isinstance(message, Beat):
                     self._report(message)
         except Exception:

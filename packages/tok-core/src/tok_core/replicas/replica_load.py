@@ -1,7 +1,7 @@
-"""Load of one replica: the tokens that its open requests still have to compute, updated once per report.
+"""Estimate the load of one replica: the tokens that its open requests still have to compute.
 
-A request's count falls as its tokens are reported, and whatever is left of it goes with it: the sum is always that of
-the open requests, however they end. Axes: U requests of a report, R rows, one for each open request.
+A request's count falls with each report of its tokens, and the rest is removed with the request. So the sum is always
+over open requests, however they end. Axes: U requests of a report, R rows, one for each open request.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ import numpy as np
 
 from tok_core.messages import Int64
 
-ROWS = 64  # at least so many
-FIRST_GUESS = 256.0  # tokens of an output, before any has ended
-MIN_END_RATE = 1e-6  # where no output ends of its own
-FADE = 1 - 1 / 1024  # of what is known of output lengths, with each output that ends
+ROWS = 64  # minimum number of rows
+FIRST_GUESS = 256.0  # assumed mean length of an output, in tokens, before any has ended
+MIN_END_RATE = 1e-6  # lower limit of the decayed number of ends, for when no output ends on its own
+FADE = 1 - 1 / 1024  # decay of the statistics of output lengths with each output that ends
 
 
 class ReplicaLoad:
-    """`tokens` is the sum. For one thread at a time."""
+    """Load of one replica; `tokens` is the sum over its open requests. For one thread at a time."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._row: dict[int, int] = {}  # by rid
         self._free = list(range(ROWS))
         self._left: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens to come
-        self._prompt: Int64 = np.zeros(ROWS, np.int64)  # [R] of these, of prompts
+        self._prompt: Int64 = np.zeros(ROWS, np.int64)  # [R] prompt tokens among `_left`
         self._samples: Int64 = np.zeros(ROWS, np.int64)  # [R] samples that have not ended
-        self._each: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens expected of each
+        self._each: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens expected of each sample
 
     def add(self, rid: int, prompt: int, samples: int, each: int) -> None:
-        """So many samples of the request, `each` of which is expected to have so many tokens, at least 1."""
+        """Add a request, or further samples of it.
+
+        prompt   tokens of the prompt
+        samples  number of samples
+        each     tokens expected of each sample, at least 1
+        """
         if rid not in self._row:
             self._row[rid] = self._new_row()
         row, work = self._row[rid], prompt + samples * each
@@ -42,19 +47,19 @@ class ReplicaLoad:
         self.tokens += work
 
     def report(self, rids: list[int], counts: Int64) -> None:
-        """Tokens `[U]` of requests `[U]`, all different, have come, and with them their prompts are done."""
+        """Subtract `counts[u]` reported tokens of request `rids[u]`, and its prompt; the rids are distinct."""
         rows = np.array([self._row.get(rid, -1) for rid in rids], np.int64)
         known = rows >= 0
         rows = rows[known]
         done = counts[known] + self._prompt[rows]
         self._prompt[rows] = 0
-        # A sample that runs for longer than expected has at least one token to come.
+        # A sample that runs for longer than expected counts as having one token left.
         left = np.maximum(self._left[rows] - done, self._samples[rows])
         self.tokens += int((left - self._left[rows]).sum())
         self._left[rows] = left
 
     def end(self, rid: int, samples: int) -> None:
-        """So many samples of the request have ended: nothing is to come of these."""
+        """Subtract what is expected of `samples` samples of the request, which have ended."""
         row = self._row.get(rid)
         if row is not None:
             self._samples[row] -= samples
@@ -64,7 +69,7 @@ class ReplicaLoad:
             self._left[row] = left
 
     def remove(self, rid: int) -> None:
-        """Nothing more is to come of the request, if it is open."""
+        """Remove the request, if it is open."""
         row = self._row.pop(rid, None)
         if row is not None:
             self.tokens -= int(self._left[row])
@@ -87,20 +92,21 @@ class ReplicaLoad:
 
 
 class OutputLengths:
-    """How many tokens an output has, learned from those that ended: each token is as likely as any to be the last.
+    """Model of output lengths, learned from ended outputs: each token is the last with the same probability.
 
-    The rate of ends is the ends over all tokens, those of outputs cut off by their limit included.
+    This probability is the number of outputs that ended on their own over the number of tokens of all outputs,
+    including those cut off by their limit.
     """
 
     def __init__(self) -> None:
         self._tokens, self._ends = FIRST_GUESS, 1.0
 
     def learn(self, tokens: int, *, ended: bool) -> None:
-        """An output has had so many; it `ended` of its own, or was cut off."""
+        """Count an output of `tokens` tokens that `ended` on its own, or else was cut off by its limit."""
         self._tokens = self._tokens * FADE + tokens
         self._ends = max(self._ends * FADE + ended, MIN_END_RATE)
 
     def expected(self, limit: int) -> int:
-        """Tokens to expect of an output that is cut off at `limit`, at least 1."""
+        """Return the expected number of tokens of an output that is cut off at `limit`, at least 1."""
         mean = self._tokens / self._ends
         return max(1, round(-mean * math.expm1(-limit / mean)))

@@ -1,4 +1,4 @@
-"""State, failures and counters of one replica through its restarts."""
+"""Keep state, failures and counters of one replica through its restarts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from tok_core.replicas.replica import Replica
 
 ReplicaState = Literal["starting", "ready", "unresponsive", "draining", "restarting", "failed"]
-"""Unresponsive: a process of it shows no sign of life, and it gets nothing new until all do again or it is killed.
-Draining: it ends what it computes, and gets nothing new, until it is restarted."""
+"""unresponsive: a process sends no heartbeats; no new requests until all do again, or the replica is killed.
+draining: the replica completes its open requests and gets no new ones, until it is restarted."""
 
 GAUGES = (
     *("requests_running", "requests_waiting", "sequences_running"),
     *("pages_total", "pages_used", "pages_cached", "steps_in_flight"),
 )
-"""Fields of `Stats` that are no counters."""
+"""Fields of `Stats` that are gauges, not counters."""
 
 RESTART = "it was asked to restart"
 
-FIRST_PAUSE = 0.5  # seconds before the second start within the window; each further one waits twice as long
+FIRST_PAUSE = 0.5  # seconds before the second restart within the window; doubles with each further one
 MAX_RESTART_PAUSE_SECONDS = 30.0
 
 
 class ReplicaRecord:
-    """One replica through its deaths. Changed by `ReplicaSet` only, under its lock.
+    """State of one replica through its deaths and restarts. Only `ReplicaSet` changes it, under its lock.
 
-    replica   what runs; None while nothing does
-    failure   what the replica itself said of why it ends
+    replica   the running replica; None while none runs
+    failure   error that the replica itself reported before its end
     """
 
     def __init__(
@@ -51,27 +51,27 @@ class ReplicaRecord:
         self._most_restarts = most_restarts
         self._window = window
         self._clock = clock
-        self._deaths: deque[float] = deque()  # within the window
-        self._counted: deque[float] = deque()  # those of them that count against the restarts allowed
-        self._before = Stats()  # counters of the managers before this one
+        self._deaths: deque[float] = deque()  # times of deaths within the window
+        self._counted: deque[float] = deque()  # times of those deaths that count against the restarts allowed
+        self._before = Stats()  # summed counters of earlier managers
         self._now = Stats()
 
     def be_ready(self, info: EngineInfo) -> None:
-        """It serves."""
+        """Note that the replica serves."""
         self.info, self.state, self.detail = info, "ready", ""
 
     def count(self, stats: Stats) -> None:
-        """What its manager has reported."""
+        """Store the manager's latest counters and gauges."""
         self._now = stats
 
     def stats(self) -> Stats:
-        """Counters since its first start, and gauges."""
+        """Return counters since the first start, and gauges."""
         return total((self._before, self._now))
 
     def die(self, reason: str, *, by_request: bool = False) -> bool:
-        """Note that it has ended; return whether it is to be started anew.
+        """Note that the replica has ended; return whether to restart it.
 
-        by_request  what it was asked to compute is to blame: once it has served, that does not count against the
+        by_request  a request caused the end. Once the replica has served, such an end does not count against the
                     restarts allowed
         """
         started = self.state != "starting"
@@ -81,7 +81,7 @@ class ReplicaRecord:
         return again
 
     def hear(self, silence: Silence) -> None:
-        """Processes of it have fallen silent, or are heard again."""
+        """Note that processes of the replica have fallen silent, or send heartbeats again."""
         if silence.detail and self.state == "ready":
             self.state = "unresponsive"
         elif not silence.detail and self.state == "unresponsive":
@@ -91,23 +91,23 @@ class ReplicaRecord:
         self.detail = silence.detail
 
     def drain(self) -> None:
-        """It is to end what it computes, and to be started anew after that."""
+        """Note that the replica completes its open requests and is then restarted."""
         self.state, self.detail = "draining", RESTART
 
     def retire(self) -> None:
-        """It was ended in order to be started anew."""
+        """Note that the replica was ended in order to be restarted."""
         self.state, self.detail, self.failure = "restarting", RESTART, None
         self._end(True)
 
     def _end(self, again: bool) -> None:
-        """What has been counted stays so."""
+        """Add the ended manager's counters to those of earlier ones, and count a restart if `again`."""
         self.replica = None
         self._before = msgspec.structs.replace(self.stats(), **dict.fromkeys(GAUGES, 0))
         self._now = Stats(pages_total=self._now.pages_total)
         self.restarts += again
 
     def pause(self) -> float:
-        """Seconds to wait before the next start: none after a first death, then ever more."""
+        """Return the seconds to wait before the next start: 0 after the first death in the window, then increasing."""
         times = len(self._deaths) - 2
         return min(FIRST_PAUSE * 2.0**times, MAX_RESTART_PAUSE_SECONDS) if times >= 0 else 0.0
 
@@ -122,13 +122,13 @@ class ReplicaRecord:
         return not counts or len(self._counted) <= self._most_restarts
 
     def _why(self, reason: str, started: bool) -> str:
-        """What to tell of a death: the process's own words where it had any."""
+        """Return the reason of a death in words, with the error that the process reported, if any."""
         if self.failure is None:
             return reason
         return f"{reason}: {self.failure}" if started else str(self.failure)
 
 
 def total(stats: Iterable[Stats]) -> Stats:
-    """The sum, field by field."""
+    """Return the sum, field by field."""
     each = [msgspec.structs.astuple(one) for one in stats]
     return Stats(*(sum(values) for values in zip(*each, strict=True)))

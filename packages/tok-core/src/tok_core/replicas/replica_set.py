@@ -1,4 +1,4 @@
-"""The replicas of an engine: started together, each restarted when it dies, and their combined state."""
+"""Start the replicas of an engine, restart each when it dies, and combine their states."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EngineState = Literal["starting", "ready", "unresponsive", "restarting", "failed
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """Whether one replica serves, and if not, why."""
+    """State of one replica, and why it does not serve, if so."""
 
     state: ReplicaState
     detail: str = ""
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Whether requests are served now, by any replica; `detail` says of each that does not serve why."""
+    """Health of the engine: `ok` if any replica serves; `detail` gives the reason for each replica that does not."""
 
     ok: bool
     state: EngineState
@@ -41,11 +41,12 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class ReplicaSet:
-    """Thread-safe. `changed` is the engine's lock, told of every change of a state.
+    """Thread-safe supervisor of an engine's replicas.
 
-    report  called with the number of a replica and what it reports, on a thread of the replica's own
-    lost    called with the number of a replica and the reason after its death, before it is started anew
-    settled called when a replica has begun to serve, or will not be started anew
+    changed  the engine's lock, notified of every change of a state
+    report   called with the number of a replica and its report, on a thread of the replica
+    lost     called with the number of a replica and the reason after its death, before it is restarted
+    settled  called when a replica has begun to serve, or will not be restarted
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class ReplicaSet:
         self._settled = settled
         self._closed = False
         self._outbox: dict[Replica, list[ToManager]] = {}
-        self.started = False  # whether all have been ready at once
-        self.info: EngineInfo | None = None  # since then; see `together`
+        self.started = False  # whether all replicas have been ready at once
+        self.info: EngineInfo | None = None  # set once `started`; see `together`
         self.records = [
             ReplicaRecord(number, config.max_restarts, config.restart_window) for number in range(config.dp)
         ]
 
     def start(self, config: EngineConfig, model_id: str) -> None:
-        """Begins to start all. `config`: the engine's, with the model's directory; `model_id`: what it is called.
+        """Begin to start all replicas. `config`: the engine's, with the model's directory; `model_id`: its name.
 
-        Raises InvalidField or EngineError where Ray cannot place them.
+        Raises InvalidField or EngineError if Ray cannot place the replicas.
         """
         if config.ray is not None:
             from tok_core.replicas.ray_cluster import join_cluster
@@ -87,7 +88,7 @@ class ReplicaSet:
             self._begin(record)
 
     def await_start(self) -> None:
-        """Returns once all are ready. Raises what kept one of them, or EngineClosed; the others are then left alone."""
+        """Wait until all replicas are ready. Raise the error of one that failed, or EngineClosed; end no replica."""
         with self._changed:
             self._changed.wait_for(lambda: self.started or self.state != "starting")
             if self._closed:
@@ -97,9 +98,9 @@ class ReplicaSet:
                 raise failed.failure or EngineDead(self.detail)
 
     def drain(self, number: int) -> Replica | None:
-        """From now on the replica gets nothing new. Returns what runs, if it does. Raises EngineError while it begins.
+        """Stop sending new requests to the replica, and return it, if it runs. Call `renew` afterwards.
 
-        To be followed by `renew`.
+        Raises EngineError while the replica is starting, draining or restarting.
         """
         with self._changed:
             record = self.records[number]
@@ -113,9 +114,9 @@ class ReplicaSet:
             return record.replica
 
     def renew(self, number: int, replica: Replica | None) -> None:
-        """Ends what `drain` returned and starts the replica anew; returns once it serves. Raises what kept it from it.
+        """End the replica that `drain` returned and start another; return once that serves, or raise its error.
 
-        Where it has died meanwhile, this waits for what was begun because of that.
+        If the replica has died meanwhile, wait for the restart that its death has caused.
         """
         record = self.records[number]
         if replica is not None:
@@ -142,7 +143,7 @@ class ReplicaSet:
                 raise record.failure or EngineDead(f"replica {record.number} is failed: {record.detail}")
 
     def shut(self) -> list[Replica]:
-        """From now on nothing is started. Returns what the caller has to close."""
+        """Start no more replicas from now on, and return the running ones, which the caller has to close."""
         with self._changed:
             self._closed = True
             running = [record.replica for record in self.records if record.replica is not None]
@@ -153,24 +154,24 @@ class ReplicaSet:
 
     @property
     def closed(self) -> bool:
-        """Whether it was shut."""
+        """Return whether `shut` was called."""
         return self._closed
 
     @property
     def serves(self) -> bool:
-        """Whether its state is "ready"."""
+        """Return whether the state is "ready"."""
         return self.started and not self._closed and "ready" in [record.state for record in self.records]
 
     @property
     def computes(self) -> bool:
-        """Whether any of them goes on with what it has, be it that it gets nothing new."""
+        """Return whether any replica computes its open requests, even if it gets no new ones."""
         return not self._closed and any(
             record.state in ("ready", "unresponsive", "draining") for record in self.records
         )
 
     @property
     def state(self) -> EngineState:
-        """Ready while any replica is, once all have been."""
+        """Return the combined state: "ready" while any replica is, once all have been ready at the same time."""
         states = {record.state for record in self.records}
         if self._closed:
             return "closed"
@@ -184,7 +185,7 @@ class ReplicaSet:
 
     @property
     def detail(self) -> str:
-        """Why not all is well; empty if it is."""
+        """Return why replicas do not serve; "" if all do."""
         if self._closed:
             return "the engine was closed"
         if len(self.records) == 1:
@@ -193,18 +194,18 @@ class ReplicaSet:
         return "; ".join(f"replica {record.number} is {record.state}: {record.detail}" for record in ill)
 
     def health(self) -> Health:
-        """The state of all, and of each."""
+        """Return the combined state, and the state of each replica."""
         with self._changed:
             each = () if self._closed else tuple(ReplicaHealth(record.state, record.detail) for record in self.records)
             return Health(self.state == "ready", self.state, self.detail, each)
 
     def ready(self) -> list[int]:
-        """Numbers of the replicas that serve."""
+        """Return the numbers of the replicas that serve."""
         with self._changed:
             return [] if self._closed else [record.number for record in self.records if record.state == "ready"]
 
     def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
-        """To a replica; nobody hears it where that has died. `later`: with others, at the next `flush`."""
+        """Send a message to a replica; ignored if the replica has died. `later`: wait for the next `flush`."""
         with self._changed:
             replica = self.records[number].replica
             if replica is not None:
@@ -213,13 +214,13 @@ class ReplicaSet:
                 self.flush()
 
     def flush(self) -> None:
-        """Sends what has waited for others to go with it."""
+        """Send the queued messages."""
         with self._changed:
             outbox, self._outbox = self._outbox, {}
             for replica, messages in outbox.items():
                 try:
                     replica.send(messages)
-                except Exception:  # one of them is at fault: send each by itself
+                except Exception:  # one message is at fault: send each by itself
                     self._send_each(replica, messages)
 
     def _send_each(self, replica: Replica, messages: list[ToManager]) -> None:
@@ -231,18 +232,18 @@ class ReplicaSet:
                 log.exception("a request cannot be sent to its replica")
                 failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
         number = next((record.number for record in self.records if record.replica is replica), None)
-        if failed and number is not None:  # in a thread: a request's lock comes before the one that is held here
+        if failed and number is not None:  # in a thread, since requests' locks must be taken before the lock held here
             threading.Thread(target=self._report, args=(number, failures(failed)), daemon=True).start()
 
     def stats(self) -> dict[str, float]:
-        """`Stats`, summed over the replicas' lives; `restarts`, `replicas` and `replicas_ready` count replicas."""
+        """Return `Stats` summed over replicas and their lives, and `restarts`, `replicas` and `replicas_ready`."""
         with self._changed:
             both = total(record.stats() for record in self.records)
             restarts, serving = sum(record.restarts for record in self.records), len(self.ready())
         return {**_dict(both), "restarts": restarts, "replicas": len(self.records), "replicas_ready": serving}
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """`Stats` of each replica, summed over its lives, its `restarts`, and 1 or 0: whether it is `ready`."""
+        """Return `Stats` of each replica, summed over its lives, its `restarts`, and `ready` as 1 or 0."""
         with self._changed:
             ready = self.ready()
             return [
@@ -251,7 +252,7 @@ class ReplicaSet:
             ]
 
     def _begin(self, record: ReplicaRecord) -> None:
-        with self._changed:  # `shut` either comes first, and nothing is started, or finds what to close
+        with self._changed:  # either `shut` came before, and nothing starts, or it will return this replica
             if self._closed:
                 return
             record.failure = None
@@ -280,7 +281,7 @@ class ReplicaSet:
                 else:
                     self._settled()
             case Failed():
-                # The first to fail tells why; others may fail because of it, before they are ended.
+                # Keep the first failure: other processes may fail because of it before they are ended.
                 record.failure = record.failure or from_wire(message.kind, message.arguments)
             case _:
                 assert_never(message)
@@ -293,7 +294,7 @@ class ReplicaSet:
         self._changed.notify_all()
 
     def _die(self, record: ReplicaRecord, replica: Replica, reason: str, *, by_request: bool = False) -> None:
-        """Tells of the death, and starts the replica anew unless that has been done too often."""
+        """Report the death, and restart the replica unless it has been restarted too often."""
         with self._changed:
             if self._closed or replica is not record.replica:
                 return
@@ -311,7 +312,7 @@ class ReplicaSet:
             self._settled()
 
     def _begin_again(self, record: ReplicaRecord) -> bool:
-        """Whether that failed, and is to be tried once more."""
+        """Restart the replica after a pause; return True if that failed and has to be tried again."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed, record.pause())
         try:
@@ -328,14 +329,14 @@ class ReplicaSet:
 
 
 def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, int, Report, Death], Replica]:
-    """What makes a replica: of threads, of processes, or of processes that Ray places."""
+    """Return the constructor of replicas: of threads, of processes, or of Ray actors."""
     if config.ray is None:
         return ThreadReplica if in_process else ProcessReplica
     if in_process:
         raise InvalidField("ray", config.ray, "nothing within one process")
     if find_spec("ray") is None:
         raise InvalidField("ray", config.ray, "nothing unless Ray is installed: pip install 'tok-server[ray]'")
-    # Else Ray would send a project run by `uv run` to all hosts and run that there. It reads this when it is imported.
+    # Else Ray copies a project that runs under `uv run` to all hosts and runs it there. Ray reads this when imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     from tok_core.replicas.ray_replica import RayReplica
 
@@ -343,7 +344,7 @@ def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, 
 
 
 def failures(failed: list[tuple[int, str]]) -> Progress:
-    """A report that tells of nothing but requests that failed, and why."""
+    """Return a report that contains only failed requests and the reasons."""
     numbers, none, some = np.empty(0, np.int64), EMPTY, np.empty(0, np.float32)
     return Progress(numbers, none, none, some, EMPTY.reshape(0, 0), some.reshape(0, 0), [], [], [], [], Stats(), failed)
 
@@ -353,9 +354,9 @@ def _dict(stats: Stats) -> dict[str, float]:
 
 
 def together(infos: list[EngineInfo]) -> EngineInfo:
-    """Of all replicas: pages and samples that run at once are summed, limits are the least.
+    """Combine the replicas' infos: sums of `num_pages` and `max_running`, minima of length and step limits.
 
-    What else is in it is alike, or the first replica's.
+    The other fields are the same for all replicas, or are taken from the first.
     """
     return msgspec.structs.replace(
         infos[0],

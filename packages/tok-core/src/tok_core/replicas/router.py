@@ -1,4 +1,4 @@
-"""Router: which replica gets a request: one that has its prompt's beginning, unless that has too much to do already."""
+"""Router: choose the replica of a request by cached prefix, unless that replica's load is too high."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tok_core.replicas.prefix_affinity import PrefixAffinity, PromptPrefix
 from tok_core.replicas.replica_load import OutputLengths, ReplicaLoad
 from tok_core.sampling_params import SamplingParams
 
-BOUND = 1.25  # times the mean of the outstanding tokens: as much a replica may have and still be preferred
-SPARE = 8  # tokens more, for each token of the prompt that it need not compute
-MIN_SPLIT_SAMPLES = 32  # samples; fewer are not worth computing their prompt once more
+BOUND = 1.25  # limit of a replica's load for being preferred, as a multiple of the mean load
+SPARE = 8  # tokens by which this limit rises for each prompt token that the replica has cached
+MIN_SPLIT_SAMPLES = 32  # minimum samples per replica of a split request; fewer are not worth another prefill
 
 
 class RoutingRequest(NamedTuple):
-    """What a request asks for. `room`: most tokens that may follow its prompt."""
+    """Properties of a request that decide its routing. `room`: maximum number of tokens after its prompt."""
 
     rid: int
     tokens: Int32
@@ -27,33 +27,33 @@ class RoutingRequest(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The samples of a request that one replica gets."""
+    """The samples of a request that are assigned to one replica."""
 
     replica: int
     samples: range
 
 
 class Router:
-    """For one thread at a time, but for `ask`."""
+    """Chooser of replicas by load and prefix affinity. For one thread at a time, except for `ask`."""
 
     def __init__(self, replicas: int, page_size: int) -> None:
         self.loads = [ReplicaLoad() for _ in range(replicas)]
         self.lengths = OutputLengths()
         self.affinity = PrefixAffinity(page_size)
         self._placed = itertools.count(1)
-        self._last = [0] * replicas  # when each got a share: the one that waits longest comes first among equals
+        self._last = [0] * replicas  # number of each replica's last assignment; breaks ties in favour of the oldest
 
     @property
     def several(self) -> bool:
-        """Whether there is a choice."""
+        """Return whether there are several replicas."""
         return len(self.loads) > 1
 
     def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int, salt: bytes = b"") -> RoutingRequest:
-        """What is to be placed."""
+        """Return the routing properties of a request."""
         return RoutingRequest(rid, tokens, params, room, self.affinity.beginnings(tokens, salt) if self.several else ())
 
     def place(self, asked: RoutingRequest, samples: range, ready: Sequence[int], *, split: bool) -> list[Assignment]:
-        """Chooses among the replicas `ready`, at least one; several of them where `split` and that is worth it."""
+        """Assign samples to one of the replicas `ready`, or to several if `split` and the load justifies it."""
         if not self.several:
             return [Assignment(ready[0], samples)]
         prompt, each = len(asked.tokens), self._expected(asked)
@@ -69,26 +69,26 @@ class Router:
         return shares
 
     def report(self, replica: int, rids: list[int], counts: Int64) -> None:
-        """The replica has reported so many tokens of each request."""
+        """Subtract reported tokens from the replica's load: `counts[u]` of request `rids[u]`."""
         if self.several:
             self.loads[replica].report(rids, counts)
 
     def end(self, replica: int, rid: int, params: SamplingParams, ends: Mapping[int, Finished]) -> None:
-        """Samples of the request have ended on the replica."""
+        """Note samples of the request that have ended on the replica, and learn from their lengths."""
         if self.several:
             self.loads[replica].end(rid, len(ends))
             if not params.ignore_eos:
                 for end in ends.values():
-                    if end.tokens:  # else none was asked for, or nothing could be drawn: no length
+                    if end.tokens:  # else no token was requested, or none could be sampled: not a length to learn from
                         self.lengths.learn(end.tokens, ended=end.reason == "stop")
 
     def remove(self, replica: int, rid: int) -> None:
-        """The replica has nothing to do for the request any more."""
+        """Remove the request from the replica's load."""
         if self.several:
             self.loads[replica].remove(rid)
 
     def forget(self, replica: int) -> None:
-        """The replica has lost its cache."""
+        """Forget the replica's cached prefixes, after its death."""
         self.affinity.forget(replica)
 
     def _expected(self, asked: RoutingRequest) -> int:
@@ -109,14 +109,14 @@ class Router:
 
 
 def _too_much(work: int, loads: Mapping[int, int]) -> bool:
-    """Whether `work` on the replica with the least to do would give it more than it should have."""
+    """Return whether `work` tokens more would raise the least loaded replica above BOUND times the new mean load."""
     return min(loads.values()) + work > BOUND * (sum(loads.values()) + work) / len(loads)
 
 
 def spread(samples: range, each: int, prompt: int, loads: Mapping[int, int]) -> list[Assignment]:
-    """Shares of the samples that level the replicas' loads, none of them small, in order of the samples.
+    """Split the samples so that the chosen replicas' loads become equal, each with MIN_SPLIT_SAMPLES at least.
 
-    A sample costs `each` tokens, and every share `prompt` tokens besides.
+    A sample costs `each` tokens, and every share costs `prompt` tokens in addition. Shares are in order of samples.
     """
     ordered = sorted(loads, key=loads.__getitem__)
     for count in range(len(ordered), 1, -1):

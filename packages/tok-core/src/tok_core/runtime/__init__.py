@@ -1,4 +1,4 @@
-"""Primitives of every process: heartbeat, lifeline to its parent, log format, scratch directories, collector."""
+"""Utilities of every process: heartbeat, lifeline to the parent, log format, scratch directories, garbage collector."""
 
 from __future__ import annotations
 

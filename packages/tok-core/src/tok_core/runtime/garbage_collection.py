@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 
-ALLOCATIONS, GENERATIONS = 5_000, 20
+ALLOCATIONS, GENERATIONS = 5_000, 20  # for gc.set_threshold: net allocations, and collections of the generation below
 
 
 def settle() -> None:
-    """To be called once all is loaded.
+    """Freeze all current objects and make collections rarer. Call this once everything is loaded.
 
-    What is there then stays until the end: the garbage collector need not look at it. What a request leaves behind is
-    freed without a collector, so that it may come less often.
+    Objects that exist by then live as long as the process, so scanning them is wasted time. Reference counting alone
+    frees the objects of a request, so collections may be rare.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Heartbeat: how far this process's main loop has come, for the engine to notice a process that hangs.
+"""Count the turns of this process's main loop, so that the engine can detect a hung process.
 
-`processes.child` sends the count from a thread of its own, and `processes.liveness` judges it. A stopped process sends
-nothing; one whose main loop hangs sends the same count again and again.
+`tok_core.processes.child` sends the count from a separate thread, and `tok_core.processes.liveness` evaluates it. A
+stopped process sends nothing. A process whose main loop hangs keeps sending the same count.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TURN = 1.0  # seconds for which an idle main loop waits before it turns
+TURN = 1.0  # seconds that an idle main loop waits at most before its next turn
 
 
 class Heartbeat:
-    """Counts turns of a main loop. Changed by the main thread, read by the thread that sends."""
+    """Counter of a main loop's turns. The main thread writes it, the heartbeat thread reads it."""
 
     def __init__(self) -> None:
         self._turns = 0
         self._coarse = False
 
     def turned(self) -> None:
-        """The main loop has come round, or a start has done one more of its parts."""
+        """Count a turn of the main loop, or one completed part of a start."""
         self._turns += 1
 
     @contextmanager
     def coarse(self) -> Iterator[None]:
-        """Count the life of the process as progress: for parts of a start that take minutes and report nothing, such as
-        compilers and downloads."""
+        """Count every heartbeat sent as progress within this context.
+
+        For parts of a start that take minutes and report nothing, such as compilers and downloads.
+        """
         self._coarse = True
         try:
             yield
@@ -34,10 +36,11 @@ class Heartbeat:
             self._coarse = False
 
     def beat(self) -> int:
-        """The count to send now."""
+        """Return the count to send now."""
         self._turns += self._coarse
         return self._turns
 
 
 HEARTBEAT = Heartbeat()
-"""The beat of this process: each has one main loop. Replicas within one process share it, and nobody reads it there."""
+"""The heartbeat of this process, which has one main loop. Replicas that run as threads of one process share it; no
+thread reads it there."""

@@ -1,4 +1,4 @@
-"""JsonFormatter: log records as JSON objects, one a line, for machines to read; those of all processes look alike."""
+"""Configure logging alike in all processes: as text, or as one JSON object per line (`JsonFormatter`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FIELDS = "fields"
-"""Name of the attribute of a record that holds what else to say, as a dict."""
+"""Name of the attribute of a log record that holds extra fields, as a dict."""
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time": …, "level": …, "logger": …, "message": …}`, and whatever a record's `FIELDS` add.
+    """Formatter of records as `{"time": …, "level": …, "logger": …, "message": …}` plus the record's `FIELDS`.
 
-    role  of the process, told as "process" if there is one
+    role  role of the process, added as "process"; None: not added
     """
 
     def __init__(self, role: str | None = None) -> None:
@@ -25,7 +25,7 @@ class JsonFormatter(logging.Formatter):
         self._own = {} if role is None else {"process": role}
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line: JSON knows no line breaks, whatever was logged."""
+        """Return the record as one line; JSON escapes line breaks within it."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         found: dict[str, object] = {
             "time": time,
@@ -41,19 +41,19 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_format(role: str, level: int, *, json: bool) -> None:
-    """For a process that an engine has started."""
+    """Configure logging of a process that an engine has started."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(role) if json else logging.Formatter(TEXT.replace("%(name)s", role)))
     logging.basicConfig(level=level, handlers=[handler], force=True)  # Ray has handlers of its own
 
 
 def is_json() -> bool:
-    """Whether this process writes its log so: processes that it starts do the same."""
+    """Return whether this process logs as JSON, so that processes it starts do the same."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 def _valid(found: dict[str, object]) -> dict[str, object]:
-    """Without lone surrogates, which no JSON has."""
+    """Escape lone surrogates, which JSON cannot hold."""
     return {
         name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
         for name, value in found.items()

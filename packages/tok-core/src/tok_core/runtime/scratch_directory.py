@@ -1,4 +1,4 @@
-"""Temporary directories that a process which is killed does not leave behind for good."""
+"""Create temporary directories, and remove those of killed processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-MAX_PARENT_PATH_BYTES = 64  # bytes of the parent's path: that of a local socket has at most some 107
+MAX_PARENT_PATH_BYTES = 64  # of the parent's path; the path of a Unix socket inside may have some 107 bytes
 
 
 class ScratchDirectory:
     """A temporary directory, locked for as long as it is used.
 
-    Making one removes those of the same kind and user that nobody has locked: their processes were killed.
+    The constructor first removes unlocked directories of the same kind and user: their processes were killed.
 
-    kind  a word of its name
-    name  its path
+    kind  part of the directory's name
+    name  path of the directory
     """
 
     def __init__(self, kind: str) -> None:
@@ -30,15 +30,15 @@ class ScratchDirectory:
         while True:
             self.name = tempfile.mkdtemp(prefix=prefix, dir=parent)
             self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if os.path.isdir(self.name):  # else another process has just swept it away
+            if os.path.isdir(self.name):  # else another process has removed it before it was locked
                 break
             os.close(self._lock)
         self._remove = weakref.finalize(self, _remove, self.name, self._lock, os.getpid())
 
     def cleanup(self) -> None:
-        """Remove it; once is enough."""
+        """Remove the directory; further calls do nothing."""
         self._remove()
 
 
@@ -56,7 +56,7 @@ def _sweep(parent: Path, names: re.Pattern[str]) -> None:
 
 
 def _remove_unlocked(entry: os.DirEntry[str]) -> None:
-    with suppress(OSError):  # it is locked, or has gone meanwhile
+    with suppress(OSError):  # the directory is locked, or has been removed meanwhile
         if entry.stat(follow_symlinks=False).st_uid != os.getuid():
             return
         lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

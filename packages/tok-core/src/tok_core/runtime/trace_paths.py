@@ -1,4 +1,4 @@
-"""Trace files: where each worker of the first replica leaves the trace of its steps. Knows no torch."""
+"""Name the trace file of each worker of the first replica. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tok_core.mesh import RankCoordinates, all_coordinates
 
 
 def trace_file(file: Path, place: RankCoordinates) -> Path:
-    """`file` itself for the worker that returns tokens; for any other a file beside it, named for its place.
+    """Return `file` for the worker that returns tokens, else a file beside it named for the worker's coordinates.
 
-    >>> [str(trace_file(Path("a/steps.json"), place)) for place in places(1, 2)]
+    >>> [str(trace_file(Path("a/steps.json"), place)) for place in all_coordinates(1, 2)]
     ['a/steps.json', 'a/steps.stage0.rank1.json']
     """
     return file if place.returns else file.with_name(f"{file.stem}.stage{place.stage}.rank{place.rank}{file.suffix}")
 
 
 def trace_files(config: EngineConfig) -> dict[RankCoordinates, Path]:
-    """Of each worker that traces its steps, in the order of their numbers; none where `config` asks for no trace."""
+    """Return the trace file of each worker, in order of their numbers; empty if `config` asks for no trace."""
     if config.trace is None:
         return {}
     return {place: trace_file(Path(config.trace), place) for place in all_coordinates(config.pp, config.tp)}

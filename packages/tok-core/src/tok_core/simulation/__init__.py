@@ -1,4 +1,4 @@
-"""Simulated workers under the real manager, engine and pipeline, to measure what each costs without a model."""
+"""Run the real manager or engine over simulated workers, to measure what each costs without a model."""
 
 from __future__ import annotations
 

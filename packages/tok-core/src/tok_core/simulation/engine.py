@@ -1,4 +1,4 @@
-"""An engine whose worker process computes nothing: to measure what a server costs. Manager and processes are real."""
+"""Run an engine whose worker process computes nothing, to measure a server's cost. Manager and processes are real."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from tok_core.text import Tokenizer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PAGE, MAX_MODEL_LEN = 16, 1024
+PAGE, MAX_MODEL_LEN = 16, 1024  # tokens
 
 
 class SimulatedEngine(AsyncEngine):
-    """Serves `model`'s tokenizer; tokens are random and without end. The model's own length is ignored.
+    """Engine with `model`'s tokenizer that generates random tokens without end.
 
-    step_seconds  what each step takes, during which the worker sleeps
+    The model's own maximum length is ignored.
+
+    step_seconds  seconds per step, during which the worker sleeps
     """
 
     def __init__(self, model: str, max_running: int, *, step_seconds: float = 0.0) -> None:
@@ -36,7 +38,7 @@ class SimulatedEngine(AsyncEngine):
         self._core._replica_set._kind = partial(_SimulatedReplica, step_seconds)
 
     def cpu_seconds(self) -> float:
-        """CPU time of manager and worker until now."""
+        """Return the CPU seconds of manager and worker until now."""
         found = 0.0
         for life in self._core._replica_set.records:
             assert isinstance(life.replica, _SimulatedReplica)
@@ -53,14 +55,14 @@ class _SimulatedReplica(ProcessReplica):
 
 
 def main(step_seconds: float) -> int:
-    """A child process of the engine; as `tok_core.processes.child.main`."""
+    """Run a child process of the engine, like `tok_core.processes.child.main`."""
     return child.main(partial(_run_worker, step_seconds))
 
 
 def _run_worker(
     step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[StepInput]
 ) -> None:
-    """Never returns."""
+    """Run the steps of the simulated worker; never return."""
     tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
     assert running is not None
     info = EngineInfo(

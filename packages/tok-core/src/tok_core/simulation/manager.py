@@ -1,7 +1,7 @@
-"""A manager whose worker computes nothing: to measure what the manager itself costs.
+"""Run a manager over a worker that computes nothing, to measure the manager's own cost.
 
-Every message is encoded and decoded as between processes. What the worker's side of that costs, and the worker, lies
-outside of `Simulation.turn`.
+Every message is encoded and decoded as between processes. `Simulation.turn` measures neither the worker nor its side of
+the encoding.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tok_core.manager import MIN_QUEUED_STEPS, Manager
 from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
 
 Lives = Callable[[NDArray[np.float64]], Int64]
-"""Tokens [n] that samples generate before a model's end id, at least 1, of uniform random numbers [n] in [0, 1)."""
+"""Maps uniform random numbers [n] in [0, 1) to the tokens [n], at least 1, that samples generate before an end id."""
 
 
 class SimulatedWorker:
-    """Random tokens; each sample ends when its life is over, which depends on its seed and index alone."""
+    """Worker that returns random tokens. The length of a sample depends on its seed and index alone."""
 
     def __init__(self, info: EngineInfo, lives: Lives) -> None:
         self._end, self._vocab = info.eos_token_ids[0], info.vocab_size
         self._lives = lives
         self._rng = np.random.default_rng(0)
         self._length = np.zeros(info.max_running, np.int64)
-        self._ends_at = np.zeros(info.max_running, np.int64)  # length in the cache at which the end id is drawn
+        self._ends_at = np.zeros(info.max_running, np.int64)  # length in the cache at which the end id is sampled
 
     def run(self, step: StepInput, seconds: float) -> StepOutput:
-        """The tokens of `step`, which is said to have taken so long."""
+        """Return the tokens of `step`, which reports `seconds` as its time on the device."""
         if (new := step.new) is not None:
             self._length[new.slot] = new.length
             life = self._lives(_uniform(new.seed, new.sample))
@@ -50,10 +50,10 @@ class SimulatedWorker:
 
 
 class SimulatedPorts:
-    """Ports of a manager over messages as bytes, and their other ends: `submit` and `work`.
+    """Ports of a manager that carry messages as bytes, and the other ends of these ports: `submit` and `work`.
 
-    step_seconds  what each step takes, one after the other; 0: its tokens are there at once, but are handed over
-                  only when two steps are queued or nothing is left to schedule, so that the manager runs ahead
+    step_seconds  seconds per step, one after the other. 0: tokens are ready at once, but are delivered only when two
+                  steps are queued or nothing is left to schedule, so that the manager runs ahead
     """
 
     def __init__(self, worker: SimulatedWorker, step_seconds: float) -> None:
@@ -61,7 +61,7 @@ class SimulatedPorts:
         self._step_seconds = step_seconds
         self._requests: deque[bytes] = deque()
         self._steps: deque[bytes] = deque()
-        self._outputs: deque[tuple[float, bytes]] = deque()  # with the time at which they are there
+        self._outputs: deque[tuple[float, bytes]] = deque()  # (time at which it is ready, StepOutput)
         self._idle = False
         self._to_manager = decoder(ToManager)
         self._from_worker = decoder(FromWorker)
@@ -70,11 +70,11 @@ class SimulatedPorts:
         self.input_bytes = self.output_bytes = self.progress_bytes = 0
 
     def submit(self, message: bytes) -> None:
-        """Queues an encoded Submit or Cancel."""
+        """Queue an encoded Submit or Cancel."""
         self._requests.append(message)
 
     def work(self) -> None:
-        """Carries out the steps that have been sent."""
+        """Run the steps that have been sent."""
         while self._steps:
             began = max(time.monotonic(), self._outputs[-1][0] if self._outputs else 0.0)
             step: StepInput = self._to_worker.decode(self._steps.popleft())
@@ -117,7 +117,7 @@ class SimulatedPorts:
 
 
 class Simulation:
-    """A manager over a simulated worker, in this process and thread."""
+    """Manager over a simulated worker, in this process and thread."""
 
     def __init__(
         self, info: EngineInfo, lives: Lives, pieces: Sequence[bytes] | None = None, step_seconds: float = 0.0
@@ -126,11 +126,11 @@ class Simulation:
         self.manager = Manager(EngineConfig(model="simulated"), info, self.ports, pieces)
 
     def submit(self, message: msgspec.Struct) -> None:
-        """Sends a Submit or a Cancel."""
+        """Send a Submit or a Cancel."""
         self.ports.submit(encode(message))
 
     def turn(self) -> float:
-        """One turn of the manager's loop, then the worker's; CPU seconds of this thread that the manager took."""
+        """Run one turn of the manager's loop, then the worker's; return the manager's CPU seconds in this thread."""
         began = time.thread_time()
         active = self.manager.turn()
         spent = time.thread_time() - began
@@ -141,7 +141,7 @@ class Simulation:
 
 
 def _uniform(seed: Int64, sample: NDArray[np.int32]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each pair; SplitMix64's mix (Steele, Lea & Flood 2014)."""
+    """Return a number in [0, 1) for each pair, by SplitMix64's mix (Steele, Lea & Flood 2014)."""
     z = (seed.astype(np.uint64) << np.uint64(20)) + sample.astype(np.uint64) + np.uint64(1)
     z *= np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

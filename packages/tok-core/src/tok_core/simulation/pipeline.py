@@ -1,8 +1,8 @@
-"""A manager over a simulated pipeline, in simulated time: how long its stages stand idle, and what slow links cost.
+"""Run a manager over a simulated pipeline, in simulated time, to measure pipeline bubbles and the cost of slow links.
 
-Every quantity of a step follows from those of the steps before, so that no event needs a queue: a stage begins a step
-when it is free, when the stream from the stage before has come over the link, and at the first stage when the draws it
-waits for are back.
+All times of a step follow from those of earlier steps, so no event queue is needed. A stage begins a step when it is
+free and the activations of the stage before have arrived over the link. The first stage also waits until the sampled
+tokens that it needs are back.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tok_core.simulation.manager import Lives, SimulatedWorker
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What one device reaches in practice, not on paper.
+    """Rates that one device reaches in practice, not by its data sheet.
 
-    flops      of matrix products, a second
-    bandwidth  bytes of its memory, read in a second
-    overhead   seconds of a step that are neither
+    flops      FLOP of GEMMs per second
+    bandwidth  bytes read from its memory per second
+    overhead   seconds per step that are neither
     """
 
     flops: float
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From one device to the next: bytes a second, and seconds until the first of them has arrived."""
+    """Link from one device to the next: bytes per second, and seconds until the first byte has arrived."""
 
     bandwidth: float
     latency: float
@@ -42,8 +42,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """What steps of a model take: parameters of all layers and of the LM head, sizes in numbers of elements of two
-    bytes. `kv`: elements of keys and values of one position in all layers."""
+    """Model sizes that determine the time of a step, in elements of two bytes.
+
+    parameters  of all layers
+    head        parameters of the LM head
+    kv          elements of keys and values of one position in all layers
+    """
 
     layers: int
     hidden: int
@@ -52,8 +56,11 @@ class PipelineShape:
     kv: int
 
     def seconds(self, step: StepInput, card: Card, devices: int) -> float:
-        """One of so many devices' time for its even part of a step: products or weights, whichever takes longer, and
-        the reading of the cache."""
+        """Return the seconds that one of `devices` devices takes for its even share of a step.
+
+        Only the longer of the times for GEMMs and for reading weights counts. KV cache reads and the overhead are
+        added.
+        """
         tokens = len(step.decode_slot) + len(step.prefill_token)
         products = 2 * (tokens * self.parameters + len(step.sample_slot) * self.head) / card.flops
         weights = 2 * (self.parameters + self.head) / card.bandwidth
@@ -61,22 +68,25 @@ class PipelineShape:
         return (max(products, weights) + cache) / devices + card.overhead
 
     def _positions(self, step: StepInput) -> float:
-        """Of the cache that the step reads: half of `max_kv` a decode row, lengths being spread evenly; each chunk's
-        once."""
+        """Return the number of KV cache positions that the step reads.
+
+        A decode row reads half of `max_kv`, because lengths are taken to be evenly spread. A prefill chunk reads each
+        of its positions once.
+        """
         return len(step.decode_slot) * step.max_kv / 2 + float((step.prefill_start + step.prefill_count).sum())
 
 
 L40S = Card(flops=250e12, bandwidth=750e9)  # 362e12 and 864e9 by its data sheet
-PCIE4 = Link(bandwidth=20e9, latency=20e-6)  # sixteen lanes: 31.5e9 by the standard
+PCIE4 = Link(bandwidth=20e9, latency=20e-6)  # 16 lanes: 31.5e9 by the standard
 NVLINK = Link(bandwidth=300e9, latency=5e-6)
 LLAMA_70B = PipelineShape(layers=80, hidden=8192, parameters=68.4e9, head=1.05e9, kv=80 * 2 * 8 * 128)
 
 
 @dataclass
 class PipelineTimeline:
-    """When each stage is at which step. Times are seconds since the start.
+    """Times at which each stage runs each step, in seconds since the start.
 
-    busy   of each stage
+    busy   seconds that each stage has been busy
     ended  when the last stage has finished the last step
     """
 
@@ -95,7 +105,7 @@ class PipelineTimeline:
         self.busy, self._free, self._link_free = ([0.0] * self.stages for _ in range(3))
 
     def add(self, step: StepInput, now: float) -> float:
-        """The step is sent now; returns when its tokens are back."""
+        """Send a step at time `now`; return when its tokens are back."""
         tokens = len(step.decode_slot) + len(step.prefill_token)
         seconds = self.shape.seconds(step, self.card, self.stages * self.ranks) + self._exchange(tokens)
         ready = max(now, self._back.get(step.draws_upto, 0.0))
@@ -112,15 +122,17 @@ class PipelineTimeline:
         return self._back[step.step]
 
     def _exchange(self, tokens: int) -> float:
-        """Of a step between tensor-parallel ranks: all of its activations around the ring, twice a layer, by an
-        all-gather and a reduce-scatter each time."""
+        """Return the seconds that tensor-parallel ranks communicate in a step, on one stage.
+
+        Twice per layer, an all-gather and a reduce-scatter send all activations around the ring.
+        """
         share = (self.ranks - 1) / self.ranks
         each = 2 * (2 * tokens * self.shape.hidden * share / self.link.bandwidth + (self.ranks - 1) * self.link.latency)
         return 2 * self.shape.layers / self.stages * each if self.ranks > 1 else 0.0
 
 
 class TimedPorts:
-    """Ports of a manager whose steps take simulated time. `now` is set by whoever drives the manager."""
+    """Ports of a manager whose steps take simulated time. The caller that drives the manager sets `now`."""
 
     def __init__(self, worker: SimulatedWorker, timeline: PipelineTimeline) -> None:
         self.now = 0.0
@@ -132,7 +144,7 @@ class TimedPorts:
 
     @property
     def next_output(self) -> float | None:
-        """When the next tokens are back; None where none are on their way."""
+        """Return when the next tokens are back; None if no step is in flight."""
         return self._outputs[0][0] if self._outputs else None
 
     def requests(self) -> list[ToManager]:
@@ -161,16 +173,16 @@ class TimedPorts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a stretch of simulated time: tokens a second that came back, and the share of it that stages stood idle."""
+    """Result of a period of simulated time: tokens per second that came back, and the stages' share of idle time."""
 
     tokens_per_second: float
     bubble: float
 
 
 class PipelineSimulation:
-    """A manager for `stages` over a simulated pipeline, all of whose messages come at once.
+    """Manager of a pipeline over its simulation; requests reach the manager without delay.
 
-    turn_seconds  that pass with each turn of the manager
+    turn_seconds  simulated seconds per turn of the manager
     """
 
     def __init__(self, info: EngineInfo, lives: Lives, timeline: PipelineTimeline, turn_seconds: float = 1e-3) -> None:
@@ -181,7 +193,7 @@ class PipelineSimulation:
         self._turn_seconds = turn_seconds
 
     def run(self, steps: int) -> Outcome:
-        """Goes on for so many steps, or until nothing is left to do."""
+        """Run until `steps` more steps have been sent, or nothing is left to do."""
         ports, timeline = self.ports, self.timeline
         last, began, busy, tokens = ports.steps + steps, timeline.ended, np.array(timeline.busy), ports.tokens
         while ports.steps < last:

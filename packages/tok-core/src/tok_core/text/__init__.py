@@ -1,4 +1,4 @@
-"""Text in and out of the engine: tokenizer, chat template, incremental detokeniser. No torch."""
+"""Tokenizer, chat template and incremental detokeniser. Does not import torch."""
 
 from __future__ import annotations
 

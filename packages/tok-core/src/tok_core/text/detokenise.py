@@ -1,9 +1,8 @@
-"""Detokeniser: one sample's text while its tokens arrive, each character once and none too early.
+"""Detokenise one sample incrementally: return each character once, as soon as it is final.
 
-Positions are bytes of the pieces of *all* generated tokens, special ones included, counted from the first: in
-these bytes stop strings are found, and in those that are shown: the bytes of the tokens that are not special. Bytes go
-through three stations: those that may yet belong to a stop string wait in `_tail`; released, they pass an
-incremental UTF-8 decoder, which holds an unfinished character back.
+Positions are byte offsets in the pieces of *all* generated tokens, special ones included. Stop strings are searched in
+these bytes, and also in the shown bytes: those of tokens that are not special. Bytes that may belong to a stop string
+wait in `_tail`. Once released, they pass an incremental UTF-8 decoder, which holds back an unfinished character.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from tok_core.text.tokenizer import Tokenizer
 
 
 class Detokeniser:
-    """Text of one sample, incrementally.
+    """Text of one sample, built incrementally.
 
-    The text continues the prompt: the leading space of a first sentencepiece-like token is shown. An end
-    token that is not special, but shall not be shown, is not pushed.
+    The text continues the prompt, so the leading space of a first sentencepiece-like token is shown. The caller must
+    not push an end token that is not special but must stay hidden.
 
-    stops   stop strings of the request; a tail that may be the beginning of one, and one that the last pushed
-            token completed, are withheld: further tokens or `finish` tell whether they are text.
+    stops   stop strings of the request. Bytes at the end that may begin one, or in which the last pushed token
+            completed one, are withheld until further tokens or `finish` decide whether they are text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = _Characters()
         self._watches = [_Watch(stop.encode()) for stop in stops]
-        self._of_shown: list[_Watch] | None = None  # of the bytes shown, once others differ from them
-        self._tail: deque[tuple[bytes, bytes]] = deque()  # piece, and what is visible of it: all or nothing
+        self._of_shown: list[_Watch] | None = None  # watches over the shown bytes, once these differ from all bytes
+        self._tail: deque[tuple[bytes, bytes]] = deque()  # (piece, its shown bytes: all or none)
         self._released = 0
         self._seen = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """What can be shown now that `ids` follow; cost does not depend on what was pushed before."""
+        """Return the text that can be shown now that `ids` follow; the cost does not depend on earlier tokens."""
         if len(ids) == 1:
             return self.push_one(ids[0])
         if self._watches:
@@ -44,7 +43,7 @@ class Detokeniser:
         return self._utf8.decode(b"".join(self._tokenizer.pieces_of(ids, skip_special_tokens=True)))
 
     def push_one(self, token: int) -> str:
-        """The same for one token."""
+        """Return the text that can be shown now that one token follows."""
         piece, shown = self._tokenizer.piece_and_shown(token)
         if not self._watches:
             return self._utf8.decode(shown)
@@ -62,9 +61,9 @@ class Detokeniser:
         return self._utf8.decode(self._release(self._seen - held))
 
     def finish(self, keep_bytes: int | None = None) -> str:
-        """The rest. `keep_bytes`: position where the stop string that ended the sample starts, None without.
+        """Return the rest. `keep_bytes`: position of the stop string that ended the sample; None without one.
 
-        Errors: ValueError if text from there on has been shown: the stop string was not among `stops`.
+        Raise ValueError if text from there on has been shown: the stop string was not among `stops`.
         """
         if keep_bytes is not None and not self._watches:
             raise ValueError(f"keep_bytes is {keep_bytes}, but there are no stop strings: all is shown")
@@ -76,7 +75,7 @@ class Detokeniser:
         return text
 
     def _size_of(self, shown_bytes: int) -> int:
-        """Return how many bytes of all pieces there are from the first of the last `shown_bytes` on."""
+        """Return the number of bytes of all pieces from the first of the last `shown_bytes` shown bytes on."""
         size = 0
         for piece, shown in reversed(self._tail):
             if shown_bytes <= len(shown):
@@ -86,7 +85,7 @@ class Detokeniser:
         return size
 
     def _release(self, end: int) -> bytes:
-        """Takes the bytes before position `end` off the tail; what of them is visible."""
+        """Remove the bytes before position `end` from the tail, and return their shown part."""
         parts = []
         while self._tail and self._released < end:
             piece, shown = self._tail.popleft()
@@ -99,7 +98,7 @@ class Detokeniser:
 
 
 def _feed(watches: Sequence[_Watch], piece: bytes) -> int:
-    """Return how many of the last bytes may belong to any of the stop strings, now that `piece` follows."""
+    """Feed `piece` to all watches; return how many of the last bytes may belong to a stop string."""
     held = 0
     for watch in watches:
         watch.feed(piece)
@@ -108,7 +107,10 @@ def _feed(watches: Sequence[_Watch], piece: bytes) -> int:
 
 
 class _Characters:
-    """UTF-8 as text, an unfinished character held back. As `codecs` has it, but quick: it is asked for each token."""
+    """Incremental UTF-8 decoder that holds back an unfinished character.
+
+    Equivalent to the incremental decoder of `codecs`, but faster, because it runs once per token.
+    """
 
     __slots__ = ("_begun",)
 
@@ -116,7 +118,7 @@ class _Characters:
         self._begun = b""
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """What is whole now; what is no UTF-8 becomes U+FFFD."""
+        """Return the characters that are complete; invalid UTF-8 becomes U+FFFD."""
         if self._begun:
             data = self._begun + data
         text, used = codecs.utf_8_decode(data, "replace", final)
@@ -125,7 +127,7 @@ class _Characters:
 
 
 class _Watch:
-    """How many of the last bytes may belong to one stop string (Knuth, Morris and Pratt 1977)."""
+    """Search for one stop string; `held` counts the last bytes that may belong to it (Knuth, Morris and Pratt 1977)."""
 
     __slots__ = ("_borders", "_first", "_state", "_stop", "held")
 
@@ -137,13 +139,13 @@ class _Watch:
         self.held = 0
 
     def copy(self) -> _Watch:
-        """Return another one that has been fed the same."""
+        """Return a copy in the same state."""
         found = _Watch(self._stop)
         found._state, found.held = self._state, self.held
         return found
 
     def feed(self, piece: bytes) -> None:
-        """Then `held` is the longest suffix that begins the stop string or begins with one ended here."""
+        """Set `held` to the longest suffix that begins the stop string, or begins with one that ended in this piece."""
         if not self._state and self._first not in piece:
             self.held = 0
             return
@@ -168,7 +170,7 @@ class _Watch:
 
 @lru_cache(maxsize=128)
 def _borders(stop: bytes) -> list[int]:
-    """By length of a prefix of `stop`: the length of its longest border (proper prefix that is a suffix)."""
+    """Return, by length of a prefix of `stop`, the length of its longest border (proper prefix that is a suffix)."""
     borders = [0, 0]
     for byte in stop[1:]:
         state = borders[-1]

@@ -1,8 +1,8 @@
-"""EndingIndex: which tokens can complete a given string, found without looking at each token in turn.
+"""Find the tokens that can complete a given string without checking each token in turn.
 
-A token can complete `stop` if its piece holds `stop` whole, or if a beginning of the piece is an end of
-`stop`. Both are looked up by two bytes at once, and what is found is filtered byte by byte; little is left
-from the start, whatever the vocabulary's size V.
+A token can complete `stop` if its piece contains `stop`, or if a prefix of the piece is a suffix of `stop`. Both
+lookups use an index by two bytes, then filter the candidates byte by byte. Few candidates remain after the index,
+whatever the vocabulary size V.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from tok_core.text.piece_bytes import WORD, Ints, PieceBytes
 
-SHORT: Final = WORD - 1
-NOBODY: Final[Ints] = np.zeros(0, np.int64)
+SHORT: Final = WORD - 1  # bytes
+NOBODY: Final[Ints] = np.zeros(0, np.int64)  # no ids
 
 
 class Endings(NamedTuple):
-    """Ids of the tokens within which an occurrence of a string can end; in no order, and some more than once.
+    """Ids of the tokens in which an occurrence of a string can end; unordered, some repeated.
 
-    within  the piece holds the string, or begins with more than its last SHORT bytes
-    border  the piece begins with some of the string's last SHORT bytes, the others being those before it
+    within  the piece contains the string, or begins with more than its last SHORT bytes
+    border  the piece begins with at most SHORT of the string's last bytes; the other bytes precede the token
     """
 
     within: Ints
@@ -30,12 +30,12 @@ class Endings(NamedTuple):
 
 
 class EndingIndex:
-    """Over the pieces of a vocabulary. Legend: N bytes of all pieces.
+    """Index over the pieces of a vocabulary, by two bytes. Legend: N bytes of all pieces.
 
-    places   [N] places in the pieces' text, sorted by the two bytes that stand there; `place_of`: where those of each
-             number of two bytes begin
-    owner    [N] id of the piece that each place belongs to
-    by_head  [V] ids, sorted by the first two bytes of their pieces; `head_of`: where those of each number begin
+    places   [N] positions in the pieces' text, sorted by the two bytes that stand there; `place_of`: where the
+             positions of each pair of bytes begin
+    owner    [N] id of the piece that contains each position
+    by_head  [V] ids, sorted by the first two bytes of their pieces; `head_of`: where the ids of each pair begin
     """
 
     def __init__(self, pieces: PieceBytes) -> None:
@@ -47,7 +47,7 @@ class EndingIndex:
         self._by_head, self._head_of = _sorted((pieces.heads >> np.uint64(48)).astype(np.uint16))
 
     def completing(self, stop: bytes) -> Endings:
-        """What can complete `stop`, of at least one byte. Exact."""
+        """Return the tokens that can complete `stop`, which has at least one byte. Exact."""
         within, border = [self._holding(stop)], [NOBODY]
         for count in range(1, min(len(stop) - 1, self._pieces.longest) + 1):
             ids = self._beginning_with(stop[len(stop) - count :])
@@ -55,7 +55,7 @@ class EndingIndex:
         return Endings(np.concatenate(within), np.concatenate(border))
 
     def _holding(self, stop: bytes) -> Ints:
-        """Ids of the pieces in which `stop` occurs."""
+        """Return the ids of the pieces that contain `stop`."""
         text, starts = self._pieces.text, self._pieces.starts
         if len(stop) > self._pieces.longest:
             return NOBODY
@@ -69,9 +69,9 @@ class EndingIndex:
         return found
 
     def _beginning_with(self, text: bytes) -> Ints:
-        """Ids of the pieces that begin with `text`."""
+        """Return the ids of the pieces that begin with `text`."""
         ids = self._by_head[_range(self._head_of, text)].astype(np.int64)
-        # Bytes that a piece does not have count as 0 among the first two.
+        # A piece of one byte is sorted as if a byte 0 followed.
         ids = ids[self._pieces.sizes[ids] >= len(text)]
         for offset, byte in enumerate(text[2:], 2):
             if not len(ids):
@@ -81,14 +81,14 @@ class EndingIndex:
 
 
 def _sorted(pairs: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.int32], Ints]:
-    """The places of `pairs` in the order of their values, and where in it each of the 65,536 values begins."""
+    """Return the indices of `pairs` in the order of their values, and where each of the 65,536 values begins there."""
     order = np.argsort(pairs, kind="stable").astype(np.int32)  # NumPy sorts 16-bit numbers by radix
     counts = np.bincount(pairs, minlength=1 << 16)
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 def _range(begins: Ints, text: bytes) -> slice:
-    """Where in the order those lie that begin with the first two bytes of `text`, or with its only one."""
+    """Return the slice of an order that holds the entries with the first two bytes of `text`, or with its only byte."""
     low, high = text[0] << 8, (text[0] + 1) << 8
     if len(text) > 1:
         low, high = low | text[1], (low | text[1]) + 1

@@ -1,4 +1,4 @@
-"""The JSON files beside a tokenizer: read once, with errors that name the file."""
+"""Read the JSON files beside a tokenizer; errors name the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL_MAP = "special_tokens_map.json"
 
 
 def read_json(directory: Path, name: str) -> dict[str, object]:
-    """The object in `directory/name`, empty without such a file. Errors: ModelError naming the file."""
+    """Return the object in `directory/name`, or {} without such a file. Raise ModelError naming the file."""
     file = directory / name
     if not file.is_file():
         return {}
@@ -24,14 +24,14 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Role ("bos_token", "eos_token", ...) to content; a null in tokenizer_config.json says there is none."""
+    """Return the special tokens by role ("bos_token", "eos_token", ...). A null in tokenizer_config.json means none."""
     named = read_json(directory, SPECIAL_MAP) | read_json(directory, CONFIG)
     found = {role: _content(value) for role, value in named.items() if role.endswith("_token")}
     return {role: content for role, content in found.items() if content is not None}
 
 
 def _content(value: object) -> str | None:
-    # Either the token itself, or an object that also says how it is matched in text.
+    # `value` is the token itself, or an object that also says how the token is matched in text.
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""The `generation` tag of chat templates: marks the assistant's words for training, renders its body."""
+"""Support the `generation` tag of chat templates, which marks the assistant's text for training: render its body."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from jinja2.parser import Parser
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`: the body, in a scope of its own."""
+    """Jinja extension for `{% generation %}...{% endgeneration %}`: renders the body in a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The node that stands for the tag."""
+        """Parse the tag and return its node."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)

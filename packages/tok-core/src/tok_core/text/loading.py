@@ -1,4 +1,4 @@
-"""What a model's directory has for text: its tokenizer and its chat template, as far as they can be used."""
+"""Load the tokenizer and the chat template of a model directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("tok_core")
 
 
 def load_text(path: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template, each None where the directory has none that can be used."""
+    """Return tokenizer and chat template; each is None if the directory has none that is usable."""
     try:
         tokenizer = Tokenizer.load(path)
     except ModelError as error:

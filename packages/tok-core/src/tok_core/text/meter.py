@@ -1,4 +1,4 @@
-"""Meter: what one rendering of a template has cost so far, in bytes or so, and what single values weigh."""
+"""Count what one rendering of a template costs, roughly in bytes, and estimate the size of values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextvars import ContextVar
 
 from jinja2.exceptions import SecurityError
 
-MAX_RENDER_BYTES = 1 << 28  # of a rendering
-MAX_VALUE_BYTES = 1 << 26  # of one value
-MAX_RENDER_SECONDS = 10.0  # of the processor
-LOOK = 1024  # between looks at the clock
-ELEMENT = 16  # of a container, in a copy of which it stays itself
-MAX_NESTED_ELEMENTS = 1 << 18  # within elements, of what is written out
-PIECE = 64  # a text cut off another
+MAX_RENDER_BYTES = 1 << 28  # bytes charged to one rendering
+MAX_VALUE_BYTES = 1 << 26  # bytes of one value
+MAX_RENDER_SECONDS = 10.0  # CPU seconds of one rendering
+LOOK = 1024  # bytes charged between checks of the clock
+ELEMENT = 16  # bytes per element of a container; a copy of the container shares its elements
+MAX_NESTED_ELEMENTS = 1 << 18  # elements of a value that is written out, nested ones included
+PIECE = 64  # bytes per part of a text that is split
 
 
 class RenderMeter:
-    """What one rendering has cost so far."""
+    """Cost of one rendering so far."""
 
     def __init__(self) -> None:
         self._spent = 0
@@ -27,7 +27,7 @@ class RenderMeter:
         self._deadline = time.thread_time() + MAX_RENDER_SECONDS
 
     def charge(self, cost: int) -> None:
-        """Raises SecurityError where it is too much, or has taken too long."""
+        """Add a cost. Raise SecurityError if a limit on size or time is exceeded."""
         self._spent += cost
         if cost > MAX_VALUE_BYTES or self._spent > MAX_RENDER_BYTES:
             raise SecurityError("the template writes or builds too much")
@@ -42,7 +42,7 @@ _METER: ContextVar[RenderMeter | None] = ContextVar("meter", default=None)
 
 @contextmanager
 def metered() -> Iterator[None]:
-    """What is charged within this counts together."""
+    """Count all charges within this context together."""
     token = _METER.set(RenderMeter())
     try:
         yield
@@ -51,7 +51,7 @@ def metered() -> Iterator[None]:
 
 
 def charge(cost: int) -> None:
-    """Counts it. Outside of `metered`, where constants are joined once and for all, only its size matters."""
+    """Charge the current rendering. Outside `metered`, where Jinja folds constants, only the single cost is limited."""
     meter = _METER.get()
     if meter is not None:
         meter.charge(cost)
@@ -60,7 +60,7 @@ def charge(cost: int) -> None:
 
 
 def size(value: object) -> int:
-    """What a value takes by itself, its elements left out."""
+    """Return roughly the bytes that a value takes by itself, without its elements."""
     if isinstance(value, str | bytes):
         return len(value)
     return ELEMENT * len(value) if isinstance(value, list | tuple | dict | set | frozenset) else 1
@@ -69,7 +69,8 @@ def size(value: object) -> int:
 def weight(value: object) -> int:
     """Return an upper bound of the value's length written out, nested elements included, capped at MAX_VALUE_BYTES + 1.
 
-    A list that holds another twice, and that a third twice, takes little memory and has no end when it is written.
+    A list that holds another list twice, which holds a third twice, and so on, takes little memory. Its text grows
+    exponentially with the depth.
     """
     total, elements, left = 0, 0, [value]
     while left and total <= MAX_VALUE_BYTES:
@@ -92,5 +93,5 @@ def weight(value: object) -> int:
 
 
 def weights(values: Iterable[object]) -> int:
-    """Of all together."""
+    """Return the sum of the values' weights."""
     return sum(map(weight, values))

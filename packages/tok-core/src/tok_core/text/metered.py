@@ -1,8 +1,9 @@
-"""MeteredEnvironment: the sandbox in which templates render, with bounds on what they write, build and compute.
+"""Sandbox in which templates render, with limits on output, memory and CPU time.
 
-A template is a program of whoever made the model. The sandbox keeps it from Python; the meter keeps it from taking all
-time and memory: every turn of a loop, call of a macro, operator, filter and method is charged with its size, and what
-could be far larger than what it is made of (a text times a number, a list written out) is charged before it is made.
+A template is a program written by the model's author. The sandbox keeps it from Python, and the meter keeps it from
+taking all time and memory. Each loop iteration, macro call, operator, filter and method is charged with its size.
+Results that can be far larger than their inputs (a text times a number, a list written out) are charged before they are
+made.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tok_core.text.meter import ELEMENT, PIECE, charge, size, weight, weights
 
 Text = str | bytes
 
-MAX_NUMBER_BITS = 4096  # of a number
+MAX_NUMBER_BITS = 4096  # bits of a computed integer
 AMPLIFYING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "to_bytes"})
-"""Methods whose result has any size, whatever they are given. No chat template needs them."""
+"""Methods whose results can be large however small their arguments are. No chat template needs them."""
 UNNEEDED = frozenset({"batch", "center", "slice", "sum", "wordcount", "wordwrap", "xmlattr", "urlize", "pprint"})
-"""Filters of that kind."""
+"""Filters of the same kind, which are removed."""
 UNNEEDED_GLOBALS = ("lipsum", "cycler", "joiner")
 LIGHT = frozenset({
     *("length", "count", "first", "last", "default", "d", "items", "map", "select", "reject", "selectattr"),
     *("rejectattr", "reverse", "attr", "random", "abs", "int", "float", "round", "min", "max"),
 })  # fmt: skip
-"""Filters that write nothing out: what they are given may weigh anything."""
-_TOO_WIDE = re.compile(rb"\d{5}|\*|\{[^{}]*\{")  # a width of five digits, or one that is computed
+"""Filters that do not write out their arguments, whose weight therefore does not matter."""
+_TOO_WIDE = re.compile(rb"\d{5}|\*|\{[^{}]*\{")  # a width of five digits or more, or a computed one
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
@@ -49,27 +50,27 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.meter_filters(*self.filters)
 
     def meter_filters(self, *names: str) -> None:
-        """Filters that were added are charged, too."""
+        """Charge the named filters, which were added to the environment."""
         for name in names:
             self.filters[name] = _metered(name, self.filters[name])
 
     def turn(self, cost: int) -> bool:
-        """A loop turns, or a macro was called, with that much text in it."""
+        """Charge a loop iteration or macro call; `cost` includes the text in it. Return True, for use in conditions."""
         charge(cost)
         return True
 
     def joined(self, *values: object) -> str:
-        """`a ~ b`."""
+        """Charge and return `a ~ b`."""
         charge(weights(values))
         return "".join(map(str, values))
 
     def charged(self, value: object) -> object:
-        """The value, which is new."""
+        """Charge a new value and return it."""
         charge(size(value))
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Charged before what is large is made."""
+        """Apply an operator; charge large results before they are made."""
         if operator in ("*", "**"):
             charge(_product(operator, left, right))
         elif operator == "%" and isinstance(left, Text):
@@ -77,7 +78,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return self.charged(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Charged with what methods of texts are given, and with what comes of it."""
+        """Call `obj`; charge the arguments of text methods, and the result."""
         method = getattr(obj, "__wrapped__", obj)  # `format` is wrapped by the sandbox
         owner = getattr(method, "__self__", None)
         if isinstance(owner, Text):
@@ -85,7 +86,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return self.charged(super().call(context, obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Nor are methods that make much of nothing."""
+        """Also refuse the methods in AMPLIFYING."""
         return super().is_safe_attribute(obj, attr, value) and attr not in AMPLIFYING
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -99,7 +100,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Charges(NodeTransformer):
-    """Puts the environment's methods in the place of what the sandbox does not see."""
+    """Node transformer that replaces expressions that the sandbox does not intercept with calls of the environment."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -120,13 +121,13 @@ def _text_in(node: nodes.Node) -> int:
 
 
 def _written(value: Any) -> Any:
-    """For `finalize`: the value is about to be written."""
+    """Charge a value that is about to be written, and return it: for `finalize`."""
     charge(weight(value))
     return value
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, charged. What Jinja has noted of it is kept."""
+    """Return the filter with charges, and with the attributes that Jinja has set on it."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +162,7 @@ def _charge_filter(name: str, value: Any, more: tuple[Any, ...]) -> None:
 
 
 def _charge_text(name: str, owner: Text, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Charges a method of a text; its arguments, of which one that can be read only once was read."""
+    """Charge a method of a text. Return its arguments, with iterators read into lists."""
     args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
     charge(len(owner) + weights(args) + weights(kwargs.values()))
     if name == "format":
@@ -180,12 +181,15 @@ def _charge_text(name: str, owner: Text, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _count(owner: Any, part: Any) -> int:
-    """How often it is there; the empty part is everywhere."""
+    """Return how often `part` occurs in `owner`; the empty text occurs at every position."""
     return int(owner.count(part)) if type(owner) is type(part) else 0
 
 
 def _charge_format(form: Text, mark: bytes, given: tuple[Any, ...]) -> None:
-    """Each mark may write out all that is given, and how wide it is must be written in few digits."""
+    """Charge for each mark the weight of all arguments, because each may write all of them out.
+
+    Raise SecurityError if a width has more than four digits or is computed.
+    """
     raw = form if isinstance(form, bytes) else form.encode(errors="replace")
     if mark in raw and _TOO_WIDE.search(raw):
         raise SecurityError("the template formats with a width that is too large, or computed")
@@ -193,7 +197,7 @@ def _charge_format(form: Text, mark: bytes, given: tuple[Any, ...]) -> None:
 
 
 def _product(operator: str, left: Any, right: Any) -> int:
-    """The size of a product, by those of its factors. Raises SecurityError for numbers without end."""
+    """Return the size of a product, from its factors. Raise SecurityError for numbers beyond MAX_NUMBER_BITS."""
     for one, other in ((left, right), (right, left)):
         if isinstance(one, Text | list | tuple) and isinstance(other, int):
             return size(one) * max(other, 0)

@@ -1,4 +1,4 @@
-"""PieceBytes: the bytes of a vocabulary's pieces as arrays, so that many tokens are looked at at once.
+"""Bytes of a vocabulary's pieces as arrays, so that many tokens are looked up at once.
 
 Legend: V vocabulary, N bytes of all pieces together.
 """
@@ -14,17 +14,17 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-WORD: Final = 8  # bytes of one
+WORD: Final = 8  # bytes per word of `heads` and `tails`
 
 
 class PieceBytes:
-    """Of `pieces`, bytes of each token id.
+    """Bytes of `pieces`, which holds the bytes of each token id.
 
-    sizes   int64 [V] bytes of each piece; `longest`: the most of them
-    starts  int64 [V + 1] where each piece begins in `text`; piece i ends where i + 1 begins
-    text    uint8 [N + longest + 2] all pieces one after another, padded so that no offset into one reaches beyond
-    heads   uint64 [V] the first eight bytes of each piece, the first as the highest; 0 where there are none
-    tails   uint64 [V] the last eight bytes of each piece, the last as the lowest; 0 where there are none
+    sizes   int64 [V] bytes of each piece; `longest`: the largest of them
+    starts  int64 [V + 1] where each piece begins in `text`; piece i ends where piece i + 1 begins
+    text    uint8 [N + longest + 2] all pieces concatenated, padded so that offsets into a piece stay inside the array
+    heads   uint64 [V] the first eight bytes of each piece, the first byte highest; 0 for missing bytes
+    tails   uint64 [V] the last eight bytes of each piece, the last byte lowest; 0 for missing bytes
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:

@@ -1,8 +1,8 @@
-"""What each vocabulary entry contributes to the text, as bytes, read off the tokenizer's decoder.
+"""Derive the bytes that each vocabulary entry contributes to the text from the tokenizer's decoder.
 
-Two families are understood: byte-level BPE (GPT-2's byte alphabet) and sentencepiece-like vocabularies
-(Metaspace or Replace, with ByteFallback). In both, text is the concatenation of pieces, whatever stands
-next to what; only the very first piece may lose the space that encoding put in front of it.
+Two families are supported: byte-level BPE (GPT-2's byte alphabet) and sentencepiece-like vocabularies (Metaspace or
+Replace, with ByteFallback). In both, text is the concatenation of pieces, whatever their neighbours are. Only the very
+first piece may lose the space that encoding put in front of it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class PieceDecoder:
-    """How tokens become bytes. A whole text drops `lead` spaces, or (`bare_first`) its first piece's."""
+    """Decoder of tokens to bytes.
+
+    A whole text drops up to `lead` leading spaces or, with `bare_first`, the spaces of its first piece.
+    """
 
     to_bytes: Callable[[str], bytes]
     lead: int = 0
     bare_first: bool = False
 
     def join(self, pieces: Sequence[bytes]) -> bytes:
-        """The bytes of a whole text of its own, as opposed to one that continues another."""
+        """Return the bytes of a whole text of its own, as opposed to one that continues another."""
         pieces = [piece for piece in pieces if piece]
         if pieces and self.bare_first:
             pieces[0] = pieces[0].replace(b" ", b"")
@@ -37,7 +40,7 @@ class PieceDecoder:
 
 
 def piece_decoder(decoder: Mapping[str, object] | None) -> PieceDecoder:
-    """From the "decoder" entry of tokenizer.json. Errors: ModelError naming a decoder not understood."""
+    """Return the decoder for the "decoder" entry of tokenizer.json. Raise ModelError, naming an unsupported decoder."""
     steps = _steps(decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return PieceDecoder(_byte_level)
@@ -54,10 +57,10 @@ def _steps(decoder: Mapping[str, object] | None) -> list[Mapping[str, object]]:
 
 
 def _alphabet() -> dict[int, int]:
-    """GPT-2's byte alphabet: printable Latin-1 as itself, the rest from U+0100 (Radford 2019)."""
+    """Return GPT-2's byte alphabet: printable Latin-1 as itself, other bytes from U+0100 on (Radford 2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    # A character outside of the alphabet must not pass for the byte of its own number.
+    # A character outside the alphabet must not be taken for the byte of the same number.
     table = dict.fromkeys(others, 0xFFFF) | {byte: byte for byte in plain}
     return table | {0x100 + index: byte for index, byte in enumerate(others)}
 

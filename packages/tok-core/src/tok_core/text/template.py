@@ -1,8 +1,8 @@
-"""ChatTemplate: messages to prompt text, by the model's own Jinja template, in a sandbox.
+"""Render chat messages to prompt text with the model's own Jinja template, in a sandbox.
 
-What templates may use is what they were written for: `messages`, `tools`, `documents`,
-`add_generation_prompt`, the special tokens by role (`bos_token`, `eos_token`, ...), `raise_exception`,
-`strftime_now`, the `tojson` filter that leaves HTML alone, loop controls, and the `generation` tag.
+Templates can use the names that they are written for: `messages`, `tools`, `documents`, `add_generation_prompt`, the
+special tokens by role (`bos_token`, `eos_token`, ...), `raise_exception`, `strftime_now`, the `tojson` filter without
+HTML escaping, loop controls, and the `generation` tag.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATE = "chat_template.jinja"
-MAX_REASON_CHARS = 1000  # characters of what a template says when it refuses messages
+MAX_REASON_CHARS = 1000  # characters quoted from a template's error message
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name.
+    """Chat template of a model, or several by name.
 
-    sources  name to Jinja source; "default" is required, "tool_use" taken when there are tools
-    roles    role to special token, as variables of the template
-    now      the clock behind `strftime_now`
-    Errors: ModelError for a template that is not valid Jinja.
+    sources  Jinja source by name; "default" is required, "tool_use" is used if there are tools
+    roles    special token by role, as template variables
+    now      clock for `strftime_now`
+
+    Raises ModelError for a template that is not valid Jinja.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: str | Path, now: Callable[[], datetime] = datetime.now) -> Self:
-        """Of a model directory. Errors: ModelError if there is none, or it cannot be used."""
+        """Load from a model directory. Raise ModelError if it has no template or an unusable one."""
         directory = Path(path)
         return cls(_sources(directory), special_tokens(directory), now)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the templates read and do not set themselves: `tools` and such, where they know of them."""
+        """Return names that the templates read, neither set by themselves nor always given: for example `tools`."""
         from jinja2 import meta
 
         environment = _environment()
@@ -66,7 +67,7 @@ class ChatTemplate:
         return frozenset().union(*read) - self._fixed.keys() - environment.globals.keys()
 
     def mentions(self, text: str) -> bool:
-        """Whether `text` stands in a template's source: markup that it writes, the model writes too."""
+        """Return whether a template's source contains `text`: the model also writes markup that the template writes."""
         return any(text in source for source in self._sources.values())
 
     def render(
@@ -76,11 +77,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text; it holds its special tokens already, so encode it with add_special_tokens=False.
+        """Return the prompt's text. It contains its special tokens already: encode it with add_special_tokens=False.
 
-        variables  more of what the template reads, beside what it is always given, which goes first
+        variables  further variables of the template; those that it is always given take precedence
 
-        Errors: InvalidField("messages") with the template's own words where it refuses them.
+        Raise InvalidField("messages"), with the template's own message, if the template refuses them.
         """
         if not messages:
             raise InvalidField("messages", messages, "at least one message")
@@ -97,7 +98,7 @@ class ChatTemplate:
         try:
             with metered():
                 return self._templates[name](given)
-        except Exception as error:  # the template is a program of others, run on the client's data
+        except Exception as error:  # the template is third-party code, run on the client's data
             allowed = f"messages that the model's chat template accepts; it says: {_short(error)}"
             raise InvalidField("messages", messages, allowed) from error
 
@@ -128,7 +129,7 @@ def _compile(environment: Environment, name: str, source: str) -> Callable[[Mapp
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    # Imported on first use: only processes that render chats pay for it.
+    # Jinja is imported on first use, so that only processes that render chats pay for it.
     from jinja2.ext import loopcontrols
 
     from tok_core.text.generation_tag import GenerationTag

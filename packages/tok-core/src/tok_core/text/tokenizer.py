@@ -1,7 +1,7 @@
-"""Tokenizer: text to token ids and back, where the text of ids is the concatenation of their pieces.
+"""Convert text to token ids and back; the text of ids is the concatenation of their pieces.
 
-Encoding is the `tokenizers` library's. Decoding joins pieces (`tok_core.text.pieces`), so that a whole text,
-a streamed one and the search for stop strings all see the same bytes.
+The `tokenizers` library encodes. Decoding joins pieces (`tok_core.text.pieces`), so that whole texts, streamed texts
+and the search for stop strings all use the same bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LAYOUT = msgspec.json.Decoder(_Layout)
 
 
 class Tokenizer:
-    """The tokenizer of a model directory; made by `load`.
+    """Tokenizer of a model directory, created with `load`.
 
     vocab_size   greatest id plus one, added tokens included
-    pieces       bytes of each id, special tokens' content included; b"" for ids without a token
+    pieces       bytes of each id, including the content of special tokens; b"" for ids without a token
     special_ids  ids that `decode` and `Detokeniser` do not show
-    bos_id       id that begins a text, None where the model has none
+    bos_id       id that begins a text; None if the model has none
     eos_ids      ids of the tokenizer's own end token: at most one; the model's configuration may name more
     """
 
@@ -47,7 +47,7 @@ class Tokenizer:
         self.pieces = _pieces(encoder.get_vocab(with_added_tokens=True), decoder, self.special_ids)
         self.vocab_size = len(self.pieces)
         self._visible = [b"" if i in self.special_ids else piece for i, piece in enumerate(self.pieces)]
-        # As arrays, with one entry more for all ids outside of the vocabulary.
+        # As arrays, whose extra last entry stands for all ids outside the vocabulary.
         self._shown = np.array([*self._visible, b""], np.object_)
         self._lengths = np.array([*map(len, self.pieces), 0], np.int64)
         self.bos_id = _role_id(encoder, roles, "bos_token")
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """From a directory with tokenizer.json. Errors: ModelError saying what is missing or unsupported."""
+        """Load from a directory with tokenizer.json. Raise ModelError, saying what is missing or unsupported."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -66,11 +66,11 @@ class Tokenizer:
         return cls(_read_encoder(file, roles), decoder, roles)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Errors: InvalidField("text") for lone surrogates."""
+        """Return the token ids of `text`. Raise InvalidField("text") for lone surrogates."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text, in parallel and without holding the interpreter lock."""
+        """Return the token ids of each text. Encode in parallel, without holding the GIL."""
         for text in texts:
             if not _encodable(text):
                 raise InvalidField("text", text, "strings that are valid Unicode (no lone surrogates)")
@@ -78,14 +78,15 @@ class Tokenizer:
         return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids` as a text of its own; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids` as a text of its own; invalid UTF-8 becomes U+FFFD."""
         return self._decoder.join(self.pieces_of(ids, skip_special_tokens)).decode(errors="replace")
 
     def continuation(self, ids: Int32, keep_bytes: int | None = None) -> str:
-        """The text by which generated `ids` continue their prompt: all that a Detokeniser shows of them.
+        """Return the text by which generated `ids` continue their prompt: all that a Detokeniser shows of them.
 
-        keep_bytes  so many bytes of their pieces count, those of special ones included; None: all
-        Errors: ValueError if they have not so many.
+        keep_bytes  number of bytes of their pieces to keep, those of special tokens included; None: all
+
+        Raise ValueError if the pieces have fewer bytes.
         """
         if keep_bytes is None:
             return b"".join(self.shown(ids)).decode(errors="replace")
@@ -99,21 +100,21 @@ class Tokenizer:
         return b"".join(shown).decode(errors="replace")
 
     def shown(self, ids: Int32) -> list[bytes]:
-        """Bytes that each of the generated `ids` shows: none where it is special or outside of the vocabulary."""
+        """Return the bytes that each generated id shows; b"" for special ids and ids outside the vocabulary."""
         pieces: list[bytes] = self._shown[np.minimum(ids, self.vocab_size)].tolist()
         return pieces
 
     def piece(self, token: int) -> bytes:
-        """Bytes that `token` contributes; b"" for an id outside of the vocabulary."""
+        """Return the bytes that `token` contributes; b"" for an id outside the vocabulary."""
         return self.pieces[token] if 0 <= token < self.vocab_size else b""
 
     def piece_and_shown(self, token: int) -> tuple[bytes, bytes]:
-        """Bytes that `token` contributes, and those of them that are shown: all, or for special tokens none."""
+        """Return the bytes that `token` contributes, and those that are shown: all, or none for special tokens."""
         known = 0 <= token < self.vocab_size
         return (self.pieces[token], self._visible[token]) if known else (b"", b"")
 
     def pieces_of(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[bytes]:
-        """Bytes that each of `ids` contributes; with `skip_special_tokens`, b"" for special ones."""
+        """Return the bytes that each id contributes; with `skip_special_tokens`, b"" for special ids."""
         pieces = self._visible if skip_special_tokens else self.pieces
         size = self.vocab_size
         return [pieces[token] if 0 <= token < size else b"" for token in ids]
@@ -143,13 +144,13 @@ def _read_encoder(file: Path, roles: dict[str, str]) -> tokenizers.Tokenizer:
     encoder.no_padding()
     _add_configured(encoder, file.parent)
     known = [content for content in roles.values() if encoder.token_to_id(content) is not None]
-    # Tokens with a role are special even where tokenizer.json does not list them as added.
+    # Tokens with a role are special even if tokenizer.json does not list them as added.
     encoder.add_special_tokens(known)
     return encoder
 
 
 def _add_configured(encoder: tokenizers.Tokenizer, directory: Path) -> None:
-    """Tokens that only tokenizer_config.json knows, in order of id, as older repositories have them."""
+    """Add tokens that only tokenizer_config.json lists, in order of id, as in older repositories."""
     entries = read_json(directory, CONFIG).get("added_tokens_decoder")
     if not isinstance(entries, dict):
         return

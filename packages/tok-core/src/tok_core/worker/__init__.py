@@ -1,4 +1,4 @@
-"""The worker: carries out steps on its device, in the order they are sent."""
+"""Execute steps on a worker's device, in the order in which they arrive."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Decode steps captured once per size as CUDA graphs and replayed with one launch.
+"""Capture decode steps as CUDA graphs, once per size, and find the graph that replays a step.
 
-A graph's kernels run over fixed tensors in fixed numbers. A step is computed by the smallest graph that holds it: what
-is left of its rows belongs to the slot that never holds a sequence, what is left of its groups to no row. Lengths are
-found on the device, so that one graph serves them all.
+A graph's kernels have fixed tensors and a fixed number of rows. A step runs on the smallest graph that holds it.
+Padding rows use the slot that never holds a sequence; padding groups have no rows. Kernels read lengths on the device,
+so that one graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, SamplingBatch
 
-MAX_GRAPH_GROUPS = 256  # a graph has room for; steps with more, or with nested ones, are launched kernel by kernel
-# Few rows of long contexts are best computed in another way than few of short ones, which a graph must settle.
-FINE_GRAPH_ROWS = 512
-SHORT_KV_TOKENS = 2048  # tokens
+MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups, are launched kernel by kernel
+# Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
+# fixes it.
+FINE_GRAPH_ROWS = 512  # rows up to which there are two variants
+SHORT_KV_TOKENS = 2048  # tokens of the longest context of the short variant
 
 
 class GraphKey(NamedTuple):
-    """What the graphs of one size differ in: whether there are prefix groups, and whether contexts may be long."""
+    """Variant of a graph of one size: with or without prefix groups, for long or short contexts."""
 
     groups: bool
     long: bool
@@ -41,10 +42,14 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """One size: `rows` decode rows in at most `groups` prefix groups.
+    """Captured decode step of `rows` rows in at most `groups` prefix groups.
 
-    forward  from slots, and from the `inflow` of a stage before, to `hidden`: `[rows, N]`, or what the stage hands on
-    draw     at the last stage: from `hidden` to `drawn`, int32 `[2, rows]`: tokens and log-probabilities' bits
+    padding  slot of padding rows
+    forward  computes `hidden` from slots, and from the `inflow` that the stage before sends
+    inflow   received residual stream; None at the first stage
+    hidden   hidden states `[rows, N]`, or the residual stream for the next stage
+    draw     at the last stage: samples from `hidden`
+    drawn    int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
     """
 
     rows: int
@@ -55,21 +60,21 @@ class DecodeGraph:
     hidden: Tensor
     draw: torch.cuda.CUDAGraph | None
     drawn: Tensor
-    inputs: tuple[Tensor, ...]  # held, because the graphs read them
+    inputs: tuple[Tensor, ...]  # kept alive, because the graphs read them
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
-        """The step's host arrays at this size; they are to be put first, where the graph will look for them."""
+        """Return the step's host arrays, padded to this size; staged first, they get the addresses the graph reads."""
         return _arrays(step, self.rows, self.groups, self.padding)
 
     @staticmethod
     def draws(step: StepInput) -> bool:
-        """Whether `sample_tokens` does all that the step's rows ask for."""
+        """Return whether plain sampling suffices: no row asks for filters, penalties, biases, masks or top tokens."""
         asking = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
         return not (step.top_logprobs or any(map(len, asking)))
 
 
 class DecodeGraphs:
-    """The graphs of one model, by size and kind; none until `capture`."""
+    """CUDA graphs of one model, by size and variant; empty until `capture`."""
 
     def __init__(
         self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging, place: RankCoordinates
@@ -79,7 +84,7 @@ class DecodeGraphs:
         self._state = state
         self._staging = staging
         self._place = place
-        self._inflow: Tensor | None = None  # of all graphs, since no two of them run at a time
+        self._inflow: Tensor | None = None  # shared by all graphs, since no two of them run at a time
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
 
@@ -87,7 +92,7 @@ class DecodeGraphs:
         return len({id(graph) for graph in self._graphs.values()})
 
     def find(self, step: StepInput) -> DecodeGraph | None:
-        """The graph for a step; None for one with prompts, for one with nested groups, and for one too large."""
+        """Return the graph for a step; None for steps with prefill chunks or nested groups, and for too large ones."""
         count, groups = len(step.decode_slot), len(step.levels[0].start) if step.levels else 0
         if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
@@ -97,7 +102,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Iterable[int]) -> None:
-        """Records the sizes, largest first, so that smaller ones find room in the memory of larger ones."""
+        """Capture graphs of these sizes, largest first, so that smaller ones reuse the memory of larger ones."""
         recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(sizes)[::-1]
         if not self._place.first:
             self._inflow = self._make_inflow(largest_first)
@@ -115,7 +120,7 @@ class DecodeGraphs:
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
         inflow = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
-        hidden = self._forward(put, inflow, q_start, max_kv)  # compiles, and lets libraries set themselves up
+        hidden = self._forward(put, inflow, q_start, max_kv)  # compiles kernels and initialises libraries
         drawn = self._draw(put, hidden) if self._place.last else NOTHING
         torch.cuda.synchronize(self._state.device)
         with recorder.recording() as forward:
@@ -127,7 +132,7 @@ class DecodeGraphs:
         return DecodeGraph(size, groups, padding, forward, inflow, hidden, draw, drawn, (q_start,))
 
     def _make_inflow(self, sizes: Iterable[int]) -> Tensor:
-        """Room for the stream of each size, `[rows, N]`; zeros, because what is recorded is tried before."""
+        """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
         rows = max(self._model.stream_rows(size) for size in sizes)
         return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
 
@@ -163,11 +168,11 @@ class DecodeGraphs:
 
 
 NOTHING = torch.empty((2, 0), dtype=torch.int32)
-"""What a stage draws that is not the last."""
+"""Sampled tokens of a stage that is not the last: none."""
 
 
 class _Recorder:
-    """Makes graphs of what is launched; all share one pool of memory, since no two of them run at a time."""
+    """Recorder of CUDA graphs that share one memory pool, since no two of them run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -175,7 +180,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Unlike torch's own context this one leaves the allocator's other blocks alone."""
+        """Capture a graph. Unlike `torch.cuda.graph` this leaves the allocator's other blocks alone."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -186,7 +191,7 @@ class _Recorder:
 
 
 def sizes(most: int) -> list[int]:
-    """Numbers of rows worth a graph each: 1, 2, 4, then multiples of 8, eight to each doubling, and `most` itself.
+    """Return the numbers of rows to capture: 1, 2, 4, then multiples of 8, eight per doubling, and `most` itself.
 
     >>> sizes(200)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 200]
@@ -200,12 +205,12 @@ def sizes(most: int) -> list[int]:
 
 
 def kept_rows(most: int) -> int:
-    """Rows of all graphs for up to `most`, together: each graph keeps its hidden states and draws."""
+    """Return the total rows of all graphs up to `most`: each graph keeps its hidden states and sampled tokens."""
     return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in sizes(most))
 
 
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:
-    """Slots, own starts and groups of a step, filled up to the size; all padding without a step."""
+    """Return slots, `kv_start` and groups of a step, padded to the size; only padding without a step."""
     slots, start = np.full(size, padding, np.int32), np.zeros(size, np.int32)
     if step is not None:
         count = len(step.decode_slot)

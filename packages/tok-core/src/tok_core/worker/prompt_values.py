@@ -1,7 +1,7 @@
-"""What a step tells of the prompts that it computes: log-probabilities of their tokens, and sums of hidden states.
+"""Compute the requested outputs of a step's prompts: log-probabilities of tokens, and sums of hidden states.
 
-Legend: T tokens of the step, Q rows scored, P rows pooled, E chunks pooled, N hidden size, V vocabulary, K most likely
-tokens wanted.
+Legend: T tokens of the step, Q rows scored, P rows pooled, E chunks pooled, N hidden size, V vocabulary, K requested
+top tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
 from tok_core.models import CausalLM
 
-SCORED = 256  # rows that have logits at once: whole ones, in fp32
-POOLED = 512  # rows that are normed and added up at once, in fp32
+SCORED = 256  # rows whose logits, over the whole vocabulary and in fp32, are held at once
+POOLED = 512  # rows that are normed and summed at once, in fp32
 
 
 class PromptOutputs(NamedTuple):
@@ -30,7 +30,7 @@ class PromptOutputs(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that are pooled together, the chunks they are of, and how many of them each of these has."""
+    """Pooled rows that are summed together, their chunks, and the number of rows of each chunk."""
 
     rows: slice
     chunks: slice
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 def arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """The host arrays that `find` needs, by name; none where nothing is asked."""
+    """Return the host arrays that `find` needs, by name; empty if the step has no prompt outputs to compute."""
     asks = step.prompts
     if asks is None:
         return {}
@@ -53,9 +53,9 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 
 def find(model: CausalLM, put: Mapping[str, Tensor], asks: RequestedPromptOutputs, x_TN: Tensor) -> PromptOutputs:
-    """What `asks` asks, of the residual stream behind the last layer; `put` holds `arrays(step)` on the device.
+    """Compute the outputs `asks` from the residual stream after the last layer; `put` is `arrays(step)` on the device.
 
-    All ranks of a stage are to call it; each finds the same.
+    All ranks of a stage call this and get the same result.
     """
     row_Q, token_Q = put["scored_row"].long(), put["scored_token"].long()
     parts = [_score(model, x_TN[row_Q[part]], token_Q[part], asks.top_logprobs) for part in _slices(len(row_Q))]
@@ -64,7 +64,7 @@ def find(model: CausalLM, put: Mapping[str, Tensor], asks: RequestedPromptOutput
 
 
 def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:
-    """Sums of normed rows. Few rows have them in fp32 at a time, and those of a chunk are added up in its order."""
+    """Return the sums of normed rows, computed for POOLED rows at a time; rows of a chunk are added in order."""
     pooled_EN = torch.zeros((len(count_E), x_TN.shape[1]), dtype=torch.float32, device=x_TN.device)
     row_P, part_count, at = put["pooled_row"].long(), put["pooled_part"].long(), 0
     for part in _parts(count_E):
@@ -83,19 +83,19 @@ def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Te
     lse_Q1 = logits_QV.logsumexp(-1, keepdim=True)
     logprob = logits_QV.gather(-1, token_Q.unsqueeze(-1)) - lse_Q1
     value, token = logits_QV.topk(top, dim=-1)
-    # The lower id first among equals, which `topk` does not promise.
+    # Among equal values the lower id comes first; `topk` does not guarantee that.
     token, order = token.sort(dim=-1)
     value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return logprob.squeeze(-1), token.gather(-1, order).int(), value - lse_Q1
 
 
 def _slices(rows: int) -> list[slice]:
-    """Of at most SCORED rows each; one where there are none."""
+    """Return slices of at most SCORED rows each; one empty slice if there are no rows."""
     return [slice(start, start + SCORED) for start in range(0, max(rows, 1), SCORED)]
 
 
 def _parts(count_E: Int32) -> list[_Part]:
-    """Portions of the rows that are pooled, of at most POOLED each."""
+    """Return the pooled rows in parts of at most POOLED each."""
     end = np.cumsum(count_E)
     rows, found = int(end[-1]) if len(end) else 0, []
     for first in range(0, rows, POOLED):
@@ -107,6 +107,6 @@ def _parts(count_E: Int32) -> list[_Part]:
 
 
 def _ranges(start: np.ndarray, count: Int32) -> Int32:
-    """`start[i]`, `start[i]` + 1, … `count[i]` numbers, one range after the other."""
+    """Concatenate the ranges `start[i], …, start[i] + count[i] − 1`."""
     before = np.cumsum(count) - count
     return array(np.arange(count.sum()) + np.repeat(start - before, count))

@@ -1,4 +1,4 @@
-"""Runner: one step of one worker, from its StepInput to its StepOutput, without waiting for the device in between."""
+"""Run a worker's steps, from StepInput to StepOutput, without waiting for the device in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Mark:
-    """A moment on the device, or where there is none beside the host, on the host."""
+    """Point in time: a CUDA event in the device's order of work, or the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.event: torch.cuda.Event | None = None
@@ -38,12 +38,12 @@ class Mark:
         self.time = time.perf_counter()
 
     def wait(self) -> None:
-        """Blocks until the device has come here."""
+        """Block until the device has reached this mark."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Time between two marks that the device has passed."""
+        """Return the time between two marks that the device has passed."""
         if self.event is None or earlier.event is None:
             return self.time - earlier.time
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way: `output` waits until it is done and its tokens, at the last stage, are on the host."""
+    """Launched step; `output` waits until it is done and, at the last stage, its tokens are on the host."""
 
     step: int
     launch_seconds: float
@@ -64,7 +64,7 @@ class Launched:
     prompts: prompt_values.PromptOutputs | None
 
     def output(self) -> StepOutput:
-        """The step's tokens, none but at the last stage; blocks until the device has done the step."""
+        """Return the step's tokens, which only the last stage has; block until the device has finished the step."""
         self.done.wait()
         token, logprob = self.draws[:, : self.rows].clone()
         return StepOutput(
@@ -80,11 +80,11 @@ class Launched:
 
 
 class Runner:
-    """Launches steps in order. Each finds the tokens of those before on the device.
+    """Launcher of steps in order; each step reads the sampled tokens of earlier ones on the device.
 
-    Decode steps replay a CUDA graph where one of their size was captured; all others are launched kernel by kernel.
-    At most MAX_STEPS_AHEAD may be under way. A `tracer` records every step; `pipeline` connects the worker to the
-    neighbouring stages, if there are any.
+    Decode steps replay a CUDA graph if one of their size was captured; all others are launched kernel by kernel.
+    At most MAX_STEPS_AHEAD steps may be in flight. A `tracer` is called before every step; `pipeline` connects the
+    worker to the neighbouring stages, if there are any.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Runner:
 
     @property
     def max_len(self) -> int:
-        """Positions that a sequence may have: those of a slot's page table that the model has angles for."""
+        """Return the longest sequence in positions, as limited by a slot's page table and by the rotary table."""
         return min(self.state.max_len, self.model.config.max_positions)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
-        """Enqueues the whole step on the device."""
-        HEARTBEAT.turned()  # a start measures and warms up by steps
+        """Enqueue the whole step on the device."""
+        HEARTBEAT.turned()  # startup launches steps to measure and to warm up
         if self._tracer is not None:
             self._tracer.before(step.step)
         time_began = time.perf_counter()
@@ -125,12 +125,12 @@ class Runner:
         put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
         if late:
             self._take_over(late, put)
-        began = Mark(self.state.device)  # not before: on an idle device the host's time would be taken for its own
+        began = Mark(self.state.device)  # here, because an idle device would count the host's time before as its own
         self.state.apply(step, put)
         stream = None
         if not place.first:
             stream = self._receive(step, graph)
-            began = Mark(self.state.device)  # nor is the wait for the stage before
+            began = Mark(self.state.device)  # excludes the wait for the stage before
         hidden = self._compute(step, put, graph, stream)
         found = None
         if place.last:
@@ -146,14 +146,14 @@ class Runner:
         return self._send(step, time_began, began, draws, top, found)
 
     def forget(self) -> None:
-        """Forgets all sequences, as if no step had been carried out."""
+        """Reset to the state before the first step: no slot has a sequence."""
         self.pipeline.forget()
         self.state.reset()
         if self.mirror is not None:
             self.mirror.reset()
 
     def _take_over(self, late: list[PendingTokens], put: dict[str, Tensor]) -> None:
-        """Records draws of earlier steps, once they are there."""
+        """Wait for the sampled tokens of earlier steps, and record them in their slots."""
         for draws in late:
             draws.work.wait()
         token = late[0].token if len(late) == 1 else torch.cat([draws.token for draws in late])
@@ -161,7 +161,7 @@ class Runner:
         self.backend.record_draws(put["late_slot"], token.long(), unasked, self.state.columns)
 
     def _receive(self, step: StepInput, graph: DecodeGraph | None) -> Tensor:
-        """The stream of the stage before, where the graph looks for it, if there is one."""
+        """Receive the residual stream of the stage before, in the graph's input if there is a graph."""
         if graph is not None and graph.inflow is not None:
             return self.pipeline.receive(len(graph.inflow), graph.inflow)
         return self.pipeline.receive(self.model.stream_rows(len(step.decode_slot) + len(step.prefill_token)))
@@ -169,14 +169,14 @@ class Runner:
     def _compute(
         self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, stream: Tensor | None
     ) -> Tensor:
-        """What this stage makes of the step's tokens, or of the stream handed on to it."""
+        """Run this stage's layers on the step's tokens, or on the received residual stream."""
         kv_len = None if self.mirror is None else self.mirror.follow(step)
         if graph is not None:
             graph.forward.replay()
             return graph.hidden
         made = step_tensors.rows(self.backend, self.state, step, put, kv_len)
         x_T = made.token_T if stream is None else stream
-        logit_row_R = made.logit_row_R if step.prompts is None else None  # all are wanted
+        logit_row_R = made.logit_row_R if step.prompts is None else None  # prompt outputs need all rows
         pass_length_T = None
         if self._short_prompt is not None and len(step.prefill_slot):
             pass_length_T = step_tensors.pass_lengths(self.state, step, put, made.position_T)
@@ -188,7 +188,7 @@ class Runner:
     def _draw(
         self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, hidden: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Int32 `[2, R]` or more of tokens and log-probabilities' bits, and the most likely tokens."""
+        """Sample: return tokens and their log-probabilities' bits, int32 `[2, ≥ R]`, and the top tokens."""
         if graph is not None and graph.draw is not None and graph.draws(step):
             graph.draw.replay()
             return graph.drawn, NO_TOP
@@ -235,7 +235,7 @@ def _late_slots(late: list[PendingTokens]) -> dict[str, np.ndarray]:
 
 
 def _page_locked(x: Tensor) -> Tensor:
-    """The tensor on its way to the host."""
+    """Enqueue a copy of the tensor into page-locked host memory, and return the copy."""
     if x.device.type != "cuda":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -14,18 +14,18 @@ from tok_core.parallel import VocabularyShards
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
-CHUNK = 256  # rows drawn at once where any of them needs whole logits of ranks that have parts: the memory for these
+CHUNK = 256  # rows sampled at once when ranks gather logits of the whole vocabulary; bounds the memory for these
 
 _ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 
 
 def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """The host arrays that `sample_tokens` needs, by name."""
+    """Return the host arrays that `sample_tokens` needs, by name."""
     arrays = {"sample_slot": step.sample_slot}
     if len(step.mask_row):
         arrays |= {"mask_of": step.mask_of, "mask": step.mask}
     if len(step.penalty_row):
-        # A fork's last page is copied after the step: its context is read where the row was computed, from its leader.
+        # A fork's last page is copied after the step, so the context is read from the slot that computed the row.
         computing = np.concatenate((step.decode_slot, step.prefill_slot))
         arrays["context_slot"] = computing[step.sample_row[step.penalty_row]]
     return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
@@ -44,7 +44,8 @@ def sample_tokens(
     put     the arrays of `sampling_arrays(step)` on the device
     shards  the part of the vocabulary that the logits cover; None: all of it
 
-    Chunks with rows whose parameters need whole rows gather them, on every rank. Logits of masked rows are changed.
+    If any row of a chunk has parameters that need the whole vocabulary, all ranks gather the chunk's logits. Logits of
+    masked rows change in place.
     """
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
     whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
@@ -73,7 +74,7 @@ def _draw(
     slot_R: Tensor,
     chunk: slice,
 ) -> Sampled:
-    """The tokens of one portion; extras only for the rows of it that ask for them."""
+    """Sample the tokens of one chunk; filters, penalties, biases, masks and top tokens only for rows that ask."""
     logits, slots = logits_RV[chunk], slot_R[chunk]
     asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
     agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
@@ -96,7 +97,7 @@ def _draw(
     sampled = backend.sample(logits, batch)
     if agreed is None:
         return sampled
-    # Each rank has drawn from the whole rows, but torch's sums may differ in a last bit: the first one's tokens count.
+    # All ranks have sampled from the whole rows, but torch's sums may differ in the last bit: use rank 0's tokens.
     return replace(sampled, token=agreed.gather(sampled.token)[0])
 
 
@@ -112,7 +113,7 @@ def _top_rows(rows: Tensor | None, slot_R: Tensor) -> Tensor:
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
-    """Those of the ascending rows that lie in the portion, counted from its start, int64; None where none does."""
+    """Return those of the ascending rows that lie in the chunk, relative to its start, int64; None if none does."""
     first, last = np.searchsorted(rows, (chunk.start, chunk.stop))
     return put[first:last].long() - chunk.start if first < last else None
 
@@ -125,7 +126,7 @@ def _filters(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> Filters
 
 
 def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
-    """Every entry of the asking rows; one that does not count adds 0 to token 0."""
+    """Return all bias entries of the rows that ask; an inactive entry adds 0 to token 0."""
     if rows is None:
         return None
     slots = slot_R[rows]

@@ -1,4 +1,4 @@
-"""WorkerState: what the device remembers between steps — per slot, per page — and the KV cache.
+"""Hold the state that the device keeps between steps: per-slot columns, page tables and the KV cache.
 
 Legend: S slots, P pages a slot may hold, E bias entries a slot.
 """
@@ -15,24 +15,24 @@ from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
 from tok_kernels import LayerCache, SlotColumns
 
-COPIED_BYTES = 32 << 20  # of the cache, gathered at once to be copied, unless one position of the pages has more
+COPIED_BYTES = 32 << 20  # of the cache gathered at once for a copy, but at least one position of each page
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one position takes in the cache of all layers, its token id included."""
+    """Return the bytes of one position in the cache of all layers, its token id included."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize + 8
 
 
 def page_table_bytes(slots: int, max_len: int, page_size: int) -> int:
-    """Bytes that the page tables of `slots` take, each with room for `max_len` positions."""
+    """Return the bytes of the page tables of `slots`, for `max_len` positions each."""
     return 4 * (slots + 1) * -(-max_len // page_size)
 
 
 class WorkerState:
-    """Tensors on the device, changed by each step's deltas and by the forward itself, never rebuilt.
+    """Persistent tensors on the device, updated by each step's deltas and by the forward pass.
 
-    `slots` are `columns`' S − 1; the last of the S never holds a sequence and stands for rows that only pad a step. The
-    last page of the cache is likewise nobody's: what has to be written somewhere is written there.
+    `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
+    no sequence owns the last page of the cache: padding rows and ended slots write there.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class WorkerState:
         self.presence = self._column(torch.float32)
         self.frequency = self._column(torch.float32)
         self.repetition = self._column(torch.float32)
-        # The bias table appears, and widens, with the first requests that need it.
+        # The bias table is empty until requests need it, and widens as they do.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
         self.bias_until = torch.zeros((slots, 0), dtype=torch.int64, device=device)
 
     @property
     def max_len(self) -> int:
-        """Positions that the page table of a slot has room for."""
+        """Return how many positions the page table of a slot covers."""
         return self.columns.page_table.shape[1] * self.page_size
 
     def _column(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)
 
     def apply(self, step: StepInput, put: Mapping[str, Tensor]) -> None:
-        """Takes over what the step changes; `put` holds the arrays of `changes(step)` on the device."""
+        """Apply the step's changes; `put` holds the arrays of `changes(step)` on the device."""
         if step.new is not None:
             self._set_slots(step.new, put)
         for i, one in enumerate(step.shared):
@@ -101,16 +101,16 @@ class WorkerState:
             self._copy_pages(put["copy_src"].long(), put["copy_dst"].long())
 
     def reset(self) -> None:
-        """Forgets all sequences, as if no step had been carried out; what the cache holds is nobody's."""
+        """Reset all slots to the state before the first step; the cache keeps its contents, which no sequence owns."""
         for column in (self.columns.last_token, self.columns.length, self.columns.ended, self.columns.page_table):
             column.zero_()
         self.columns.ended[self.slots :].fill_(1)
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """The last, partly filled page of a prompt, to the samples that fork from it."""
-        kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations know eight-bit floats
-        # What is gathered is a temporary: so much of a layer that it stays small, but of all pages at once, since one
-        # may be a copy's source and another's target.
+        """Copy the last, partly filled page of a prompt to the samples that fork from it."""
+        kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations support 8-bit floats
+        # Gather a few positions at a time to keep the temporary small, but of all pages at once: a page may be one
+        # copy's source and another's target.
         together = max(1, COPIED_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
         for layer in kv:
             for start in range(0, self.page_size, together):
@@ -124,12 +124,12 @@ class WorkerState:
         for name in _COLUMNS:
             column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
             column[slot] = put[f"new_{name}"].to(column.dtype)
-        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` copies a 0 from the host, and waits
+        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would copy a 0 from the host, and wait
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
 
     def _set_biases(self, slot: Tensor, new: NewSlots, put: Mapping[str, Tensor]) -> None:
-        """Entries of a slot fill its row from the left; `until` 0 marks the rest as unused."""
+        """Write each slot's bias entries into its row, from the left; `until` 0 marks the rest as unused."""
         place = _places(new.bias_slot)
         self._widen_biases(int(place.max(initial=-1)) + 1)
         self.bias_until.index_fill_(0, slot, 0)
@@ -166,7 +166,7 @@ _COLUMNS = (
 
 
 def changes(step: StepInput) -> dict[str, np.ndarray]:
-    """The arrays that `apply` needs, by name; only those with entries."""
+    """Return the arrays that `apply` needs, by name; only non-empty ones."""
     arrays = {name: getattr(step, name) for name in ("page_slot", "page_index", "page_id", "copy_src", "copy_dst")}
     for i, one in enumerate(step.shared):
         arrays |= {f"shared_slot_{i}": one.slot, f"shared_page_{i}": one.page}
@@ -178,6 +178,6 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
 
 
 def _places(bias_slot: np.ndarray) -> np.ndarray:
-    """Each entry's place among its slot's, which stand together."""
+    """Return each entry's index among the entries of its slot, which are contiguous: `[4, 4, 7] -> [0, 1, 0]`."""
     _, first, owner = np.unique(bias_slot, return_index=True, return_inverse=True)
     return (np.arange(len(bias_slot)) - first[owner]).astype(np.int32)

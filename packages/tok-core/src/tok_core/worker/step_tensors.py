@@ -20,8 +20,12 @@ from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, Host
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Tokens, their positions and cache rows, int64 `[T]`; what they attend to; the tokens that have logits, int64
-    `[R]`, None where all do."""
+    """Inputs of one step as tensors on the device.
+
+    token_T, position_T, kv_index_T   tokens, their positions and cache rows, int64
+    batch                             attention inputs
+    logit_row_R                       rows that get logits, int64; None: all
+    """
 
     token_T: Tensor
     position_T: Tensor
@@ -31,7 +35,7 @@ class StepTensors:
 
 
 def arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """The host arrays that `rows` needs, by name."""
+    """Return the host arrays that `rows` needs, by name."""
     decode, count = len(step.decode_slot), step.prefill_count
     q_start = np.concatenate(([0], np.cumsum(np.concatenate((np.ones(decode, np.int32), count))))).astype(np.int32)
     needed = {
@@ -53,7 +57,7 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 
 def groups(number: int, level: GroupLevel | None, places: int) -> dict[str, np.ndarray]:
-    """The prefix groups of level `number` in `places` entries, those left over being groups of no row."""
+    """Return the prefix groups of level `number`, padded to `places` entries by groups without rows."""
 
     def padded(name: str) -> np.ndarray:
         values = np.zeros(0, np.int32) if level is None else getattr(level, name)
@@ -63,7 +67,7 @@ def groups(number: int, level: GroupLevel | None, places: int) -> dict[str, np.n
 
 
 def own_start(step: StepInput) -> np.ndarray:
-    """Where each decode row's own part of the cache begins: at the end of its innermost group's, int32 `[D]`."""
+    """Return where each decode row's own KV begins, int32 `[D]`: at the end of its innermost prefix group, or at 0."""
     own = np.zeros(len(step.decode_slot), np.int32)
     for level in step.levels:
         first = np.cumsum(level.count) - level.count
@@ -73,7 +77,7 @@ def own_start(step: StepInput) -> np.ndarray:
 
 
 def cascade_level(put: Mapping[str, Tensor], number: int, max_rows: int, max_kv: int) -> CascadeLevel:
-    """The cascade level of the groups of level `number` in `put`."""
+    """Return the cascade level of the groups of level `number` in `put`."""
     start, count, slot, kv_start, kv_end = (put[f"{name}_{number}"] for name in GroupLevel.__struct_fields__)
     return CascadeLevel(start, count, slot, kv_start, kv_end, max_rows=max_rows, max_kv=max_kv)
 
@@ -86,20 +90,20 @@ def _cascade(step: StepInput, put: Mapping[str, Tensor]) -> tuple[CascadeLevel, 
 
 
 class Mirror:
-    """Lengths of slots as the host can follow them, for backends that plan there.
+    """Lengths of slots as the host can compute them, for backends that plan on the host.
 
-    A slot that has ended on the device grows on here until it is given away anew.
+    A slot that has ended on the device keeps growing here until it gets a new sequence.
     """
 
     def __init__(self, slots: int) -> None:
         self._length = np.zeros(slots, np.int32)
 
     def reset(self) -> None:
-        """All lengths are 0 again."""
+        """Set all lengths to 0."""
         self._length.fill(0)
 
     def follow(self, step: StepInput) -> NDArray[np.int32]:
-        """`kv_len` of the step's sequences, int32 `[B]`. To be called for every step."""
+        """Advance the lengths, and return `kv_len` of the step's sequences, int32 `[B]`. Call this for every step."""
         if step.new is not None:
             self._length[step.new.slot] = step.new.length
         self._length[step.decode_slot] += 1
@@ -108,7 +112,7 @@ class Mirror:
 
 
 def host_lengths(step: StepInput, kv_len: NDArray[np.int32]) -> HostLengths:
-    """What is known on the host of the step's sequences."""
+    """Return the lengths of the step's sequences as the host knows them."""
     levels = tuple(HostLevel(one.start, one.count, one.kv_start, one.kv_end) for one in step.levels)
     decode, count = np.ones(len(step.decode_slot), np.int32), step.prefill_count
     kv_start = np.concatenate((own_start(step), np.zeros(len(count), np.int32)))
@@ -122,7 +126,7 @@ def rows(
     put: Mapping[str, Tensor],
     host_kv_len: NDArray[np.int32] | None = None,
 ) -> StepTensors:
-    """The step's rows; lengths and histories of their slots move on. `host_kv_len` is for backends that plan."""
+    """Build the step's tensors; advance its slots' lengths and tokens. `host_kv_len`: for backends that plan."""
     columns, decode = state.columns, len(step.decode_slot)
     made = backend.decode_rows(put["slots"][:decode], columns)
     token_T, position_T, kv_index_T, kv_len_B = made.token, made.position, made.kv_index, made.kv_len
@@ -147,18 +151,18 @@ def rows(
         levels=_cascade(step, put),
         host=None if host_kv_len is None else host_lengths(step, host_kv_len),
     )
-    # Without chunks each row samples, in order.
+    # Without prefill chunks every row samples, in order.
     return StepTensors(token_T, position_T, kv_index_T, batch, put["logit_row"].long() if "logit_row" in put else None)
 
 
 def pass_lengths(state: WorkerState, step: StepInput, put: Mapping[str, Tensor], position_T: Tensor) -> Tensor:
-    """Tokens of the forward pass that transformers would compute each token in, int64 `[T]`: a prompt is one pass."""
+    """Return the length of each token's forward pass in transformers, int64 `[T]`; a prompt is one pass."""
     slot_T = torch.cat((put["slots"][: len(step.decode_slot)], put["prefill_slot_T"])).long()
     return torch.maximum(state.prompt_len[slot_T], position_T + 1)
 
 
 def _positions(step: StepInput) -> np.ndarray:
-    """Positions of the prefill tokens, int32: each chunk counts up from its start."""
+    """Return the positions of the prefill tokens, int32: each chunk counts up from its start."""
     count = step.prefill_count.astype(np.int64)
     first = np.repeat(step.prefill_start - (np.cumsum(count) - count), count)
     return (first + np.arange(count.sum())).astype(np.int32)

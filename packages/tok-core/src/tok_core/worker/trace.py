@@ -1,4 +1,4 @@
-"""Tracer: a few of the worker's steps as a trace in Chrome's format, kernel by kernel."""
+"""Trace a few of the worker's steps, kernel by kernel, in Chrome's format."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tok_core.runtime import trace_files
 
 
 class Tracer:
-    """Traces the steps from `first` on, `steps` of them, into `file`.
+    """Tracer of `steps` steps, from `first` on, into `file`.
 
-    On a GPU what runs there and the calls that launched it, on a CPU the operators. The file appears, whole, once the
-    traced steps have been carried out; the step after them waits for that. Raises InvalidField for a file without a
-    directory.
+    On a GPU the trace has kernels and the calls that launched them, on a CPU the operators. The file appears, complete,
+    after the traced steps; the step after them waits for that. Raises InvalidField if the file's directory does not
+    exist.
     """
 
     def __init__(self, file: Path, first: int, steps: int, device: torch.device) -> None:
         if not file.parent.is_dir():
             raise InvalidField("trace", str(file), "a file in a directory that exists")
-        import_module("torch._inductor.config")  # the profiler looks into it: seconds, which no step is to wait for
+        import_module("torch._inductor.config")  # seconds, ahead of the profiler, so that no step waits
         self._file = file
         self._first = first
         self._end = first + steps
@@ -34,15 +34,15 @@ class Tracer:
 
     @classmethod
     def of(cls, config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
-        """The one of the first replica's worker at `place`, if traces are asked for. Errors: InvalidField.
+        """Return the tracer of the first replica's worker at `place`; None if it is not to trace.
 
-        All workers are told of every step, so that they trace the same ones.
+        All workers receive every step, so that they trace the same ones. Raises InvalidField, as the class does.
         """
         file = trace_files(config).get(place)
         return None if file is None else cls(file, config.trace_from, config.trace_steps, device)
 
     def before(self, step: int) -> None:
-        """To be called before each step is launched, by the thread that launches it; `step` counts from 1."""
+        """Start or stop tracing. The thread that launches steps calls this before each; `step` counts from 1."""
         if step == self._first - TRACE_WARM_UP:
             self._profile.prepare_trace()
         elif step == self._first:

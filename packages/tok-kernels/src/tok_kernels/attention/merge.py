@@ -1,4 +1,4 @@
-"""Attention over two disjoint sets of keys is a mean of both results, weighted by log-sum-exp."""
+"""Merge attention results over disjoint sets of keys: a mean weighted by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from torch import Tensor
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins two partial attention results: outputs float `[..., D]`, natural log-sum-exps `[...]` of their
-    scores.
+    """Merge two partial attention results: float outputs `[..., D]` and natural log-sum-exps `[...]` of their scores.
 
-    A log-sum-exp of −inf marks a part without keys; its output is ignored, whatever it holds. Two such parts
-    give zeros and −inf; one that is NaN gives NaN. Commutative, and associative up to rounding (Milakov &
+    A log-sum-exp of −inf marks a partial result without keys; its output is ignored, whatever it holds. Two such
+    results give zeros and −inf; a NaN log-sum-exp gives NaN. Commutative, and associative up to rounding (Milakov &
     Gimelshein 2018; Juravsky et al. 2024).
     """
     peak = torch.maximum(lse_a, lse_b)
@@ -26,5 +25,5 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def _part(out: Tensor, share: Tensor) -> Tensor:
-    # The output of a part without keys may be anything; a log-sum-exp that is NaN makes the result NaN.
+    # The output of a partial result without keys may be anything. A NaN log-sum-exp makes the merged result NaN.
     return torch.where(share == 0, 0.0, out * share)

@@ -1,4 +1,4 @@
-"""The phases of attention, each of which may be computed by kernels of another origin."""
+"""Define the phases of attention; each may be computed by kernels of another origin."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode", "cascade")
 
 
 class PhaseKernel(Protocol):
-    """One way to compute a phase.
+    """A kernel, or sequence of kernels, that computes one phase of a step.
 
-    "prefill" writes the outputs of all sequences after the first `num_decode`, "decode" those of the first
-    `num_decode` rows where the step has no cascade levels, "cascade" where it has some. Rows that no sequence owns
-    stay as they are. `out_THD` is contiguous, of q's shape and dtype.
+    "prefill" writes the outputs of all sequences after the first `num_decode`. "decode" writes those of the first
+    `num_decode` rows in a step without cascade levels, "cascade" in a step with levels. Rows that belong to no sequence
+    stay unchanged. `out_THD` is contiguous, of q's shape and dtype.
     """
 
     def __call__(

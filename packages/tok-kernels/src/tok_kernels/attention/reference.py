@@ -1,6 +1,6 @@
-"""Paged attention as gathered, padded, masked dense attention; parts over shared pages merged by log-sum-exp.
+"""Compute paged attention as gathered, padded, masked dense attention; merge pieces over shared pages by log-sum-exp.
 
-Axes as in `tok_kernels.batch` and `pieces`: N items of a piece, Q queries of an item, L keys of an item.
+Axes as in `tok_kernels.batch` and `reference_pieces`: N items of a piece, Q queries of an item, L keys of an item.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tok_kernels.norm_rope_kv.reference_kv import gather_heads
 def attention(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype. With a
-    `window` a query sees that many positions at most, the last of them its own.
+    """Return the paged, causal, grouped-query attention of one step with cascade levels, `[T, H, D]` of q's dtype.
 
-    Scores, softmax and sums are float32. Cache rows that no query may see are never read into a result, so
-    they may hold NaN. A token that sees no key at all, and a token of no sequence, gets zeros.
+    With a `window`, a query sees at most that many positions, the last of which is its own.
+
+    Scores, softmax and sums are float32. Cache rows that no query may see never enter a result, so they may hold NaN. A
+    token that sees no key, and a token of no sequence, gets zeros.
     """
     return attention_with_lse(q_THD, cache, batch, scale, window)[0]
 
@@ -29,11 +30,13 @@ def attention(
 def attention_with_lse(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attention` and the natural log-sum-exp of each query's scaled scores, float32 `[T, H]`; −inf without
-    keys."""
+    """Return `attention`'s output and the natural log-sum-exp of each query's scaled scores.
+
+    The log-sum-exp is float32 `[T, H]`, −inf without keys.
+    """
     tokens, heads, size = q_THD.shape
     sizes = (tokens, heads, cache.k.shape[2] * size)
-    # One row more than there are tokens takes what padded queries yield.
+    # The extra last row takes the results of padded queries.
     out = q_THD.new_zeros((tokens + 1, heads, size), dtype=torch.float32)
     lse = q_THD.new_full((tokens + 1, heads), -torch.inf, dtype=torch.float32)
     if tokens:
@@ -66,9 +69,9 @@ def _attend_piece(
 
 
 def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
-    """Flat cache rows of the positions, `[N, L]`; those past an item's last key stand in for it.
+    """Return the flat cache rows of the positions, `[N, L]`; positions past an item's last key map to that key's row.
 
-    The stand-in was written, so that what it yields is finite and a weight of zero removes it.
+    The last key's row has been written, so its values are finite, and a weight of zero removes them.
     """
     last_N1 = (piece.limit_NQ.amax(-1, keepdim=True) - 1).clamp(min=0)
     position = torch.minimum(position_NL, last_N1)
@@ -77,8 +80,7 @@ def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size
 
 
 def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked attention and its log-sum-exp in float32, `[N, Q, H, D]` and `[N, Q, H]`; queries are already
-    scaled."""
+    """Return masked attention of scaled queries and its log-sum-exp in float32, `[N, Q, H, D]` and `[N, Q, H]`."""
     items, queries, heads, size = q_NQHD.shape
     kv_heads, keys = k_NKLD.shape[1:3]
     group = heads // kv_heads
@@ -90,7 +92,8 @@ def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> 
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weight = score.sub_(peak).exp_()
     total = weight.sum(-1, keepdim=True)
-    # A query without keys has a total of 0, and its stand-in may be NaN. NaN among the keys that it sees stays NaN.
+    # A query without keys has a total of 0, and the row read in place of its keys may hold NaN: such a query gets 0.
+    # NaN among the keys that a query sees stays NaN.
     out = torch.where(total == 0, 0.0, (weight @ v_NKLD) / total)
     lse = peak + total.log()
     shape = (items, kv_heads, queries, group)

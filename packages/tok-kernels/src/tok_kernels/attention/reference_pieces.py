@@ -1,8 +1,7 @@
-"""A step's attention is cut into pieces: padded rectangles of queries, each against one range of keys.
+"""Cut a step's attention into pieces: padded rectangles of queries, each against one range of keys.
 
-Every size is a host number, so that nothing here waits for a CUDA device; on the CPU the bounds given by the
-caller are first tightened to the true lengths. Axes: N items of a piece (sequences or groups), Q queries of
-an item.
+All sizes are host numbers, so nothing here waits for a CUDA device. On the CPU, the caller's bounds are first tightened
+to the true lengths. Axes: N items of a piece (sequences or groups), Q queries of an item.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, CascadeLevel
 
-# Elements of a piece's scores or keys. On a CPU pieces that stay in its cache, in memory that the allocator
-# hands out again without new page faults, take half the time of large ones; elsewhere this only bounds the
-# memory.
+# Maximum elements of a piece's scores or keys. On a CPU, pieces that fit its cache take half the time of large ones:
+# the allocator reuses their memory without new page faults. Elsewhere the budget only bounds the memory.
 _CPU_BUDGET = 1 << 20
 _BUDGET = 1 << 26
 _FAR = 1 << 40  # beyond every position
@@ -25,13 +23,13 @@ _FAR = 1 << 40  # beyond every position
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Queries of N items, each item over the keys from its start on.
+    """Queries of N items; item `i`'s queries attend to the keys from position `start_N[i]` on.
 
-    token_NQ  int64: which of the step's T query tokens; T where padded
-    slot_N    int64: whose page table finds the keys
+    token_NQ  int64: index among the step's T query tokens; T where padded
+    slot_N    int64: slot whose page table finds the keys
     start_N   int64: first position of the keys
     limit_NQ  int64: the query sees positions below this one; 0 where padded
-    first_NQ  int64: the first position that the query's window holds; None without a window
+    first_NQ  int64: first position in the query's window; None without a window
     width     host-side upper bound of the positions from `start` to the last one any query sees
     """
 
@@ -45,11 +43,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """N items before padding: item `i` has `count[i]` queries, tokens `first[i]` onwards, over keys `[start,
-    end)`.
+    """N items before padding: item `i` has `count[i]` queries, tokens `first[i]` on, over keys `[start[i], end[i])`.
 
-    With `length_T` None the item is causal: its last query sees all the keys and each query before it one less.
-    Otherwise each query sees all of them that the sequence of its token, `length_T` long, has in its window.
+    With `length_T` None the item is causal: its last query sees all keys, and each query before it sees one key less.
+    Otherwise each query sees all keys in its window, which ends with its token's sequence, `length_T` positions long.
     """
 
     first: Tensor
@@ -68,13 +65,13 @@ class _Items:
 def own_pieces(
     batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
 ) -> Iterator[Piece]:
-    """Pieces in which every query meets its own sequence's keys: decode rows, then prefill chunks.
+    """Yield pieces in which every query attends to its own sequence's keys: first decode rows, then prefill chunks.
 
-    `heads` is H and `row_size` is K × D, by which pieces are kept within the memory budget.
+    `heads` is H and `row_size` is K × D; both are used to keep pieces within the memory budget.
     """
     q_start = batch.q_start.long()
     start, end, count = batch.kv_start.long(), batch.kv_len.long(), q_start.diff()
-    if window is not None:  # of the first query
+    if window is not None:  # the first query's window begins first
         start = torch.maximum(start, end - count + 1 - window)
     items = _Items(q_start[:-1], count, batch.slots.long(), start, end, length_T=None)
     decode, prefill = items[: batch.num_decode], items[batch.num_decode :]
@@ -86,8 +83,10 @@ def own_pieces(
 def level_pieces(
     level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
 ) -> Iterator[Piece]:
-    """Pieces in which each group's decode rows together meet the keys that they share; arguments as
-    `own_pieces`."""
+    """Yield pieces in which each group's decode rows attend together to their shared keys.
+
+    Arguments as for `own_pieces`.
+    """
     items = _Items(
         first=level.row_start.long(),  # decode row b is query token b
         count=level.row_count.long(),
@@ -102,7 +101,7 @@ def level_pieces(
 def _cut(
     items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_size: int, window: int | None
 ) -> Iterator[Piece]:
-    """Blocks of items, and of queries where one item alone is over the budget."""
+    """Yield blocks of items, with queries split where one item alone exceeds the budget."""
     total = items.first.shape[0]
     if total == 0:
         return
@@ -145,9 +144,9 @@ def _pad(items: _Items, queries: range, width: int, tokens: int, window: int | N
 
 
 def _tight(name: str, lengths: Tensor, bound: int) -> int:
-    """The largest length where that costs no device synchronisation, the caller's bound where it would.
+    """Return the largest length if the lengths are on the CPU, else the caller's bound, which costs no synchronisation.
 
-    Raises ValueError for a bound below the largest length, where that can be seen.
+    Raises ValueError if the lengths are on the CPU and the bound is below the largest.
     """
     if lengths.device.type != "cpu":
         return bound

@@ -1,4 +1,4 @@
-"""AttentionShape: what of a model decides which attention kernel is fastest for it."""
+"""Define AttentionShape, the properties of a model that decide which attention kernel is fastest for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """A model's attention as the kernels see it; `layers` share what is planned for a step.
+    """Sizes and dtypes of a model's attention; all `layers` share what is planned for a step.
 
-    Raises ValueError for sizes below 1, and for query heads that the key/value heads do not divide.
+    Raises ValueError for sizes below 1, and if `heads` is no multiple of `kv_heads`.
     """
 
     heads: int
@@ -32,7 +32,7 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
@@ -40,7 +40,7 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
     def as_json(self) -> dict[str, int | str]:
-        """The fields by name, data types as text."""
+        """Return the fields by name, dtypes as text."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 

@@ -1,1 +1,1 @@
-"""Backends: the reference in torch, Triton kernels, and kernels of mixed origin."""
+"""Implementations of `Backend`: the reference in torch, Triton, and a mix of Triton's and FlashInfer's kernels."""

@@ -1,4 +1,4 @@
-"""A backend whose phases of attention are computed by kernels of different origin, and all else by Triton."""
+"""Combine attention kernels of different origin, one per phase, with Triton for all other operations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 
 
 class ComposedBackend(TritonBackend):
-    """`tok_kernels.Backend` with a kernel for each phase; `planned` are those that are planned on the host.
+    """A `tok_kernels.Backend` with one attention kernel per phase; `planned` names the phases planned on the host.
 
-    Layers with a sliding window are computed by Triton, which masks each row of a group by its own window; so are
-    caches of another dtype than `cache_dtype`, for which the kernels were not made.
+    Triton computes all other operations. Triton also computes layers with a sliding window, because it masks each row
+    of a group by the row's own window. Caches of another dtype than `cache_dtype`, for which the kernels were not
+    built, are left to Triton as well (None: the kernels take every dtype).
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ComposedBackend(TritonBackend):
         if window is not None or self._cache_dtype not in (None, cache.k.dtype):
             return super().attention(q_THD, cache, batch, scale, window)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        # Only what follows the decode rows can be padding that nobody writes.
+        # Only rows after the decode rows can be padding that no kernel writes.
         out[batch.num_decode :].zero_()
         if batch.num_decode:
             self._kernels["cascade" if batch.levels else "decode"](q_THD, cache, batch, scale, out)
@@ -51,12 +52,12 @@ class ComposedBackend(TritonBackend):
 
 
 def triton_rows(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
-    """Triton's decode and cascade."""
+    """Compute the phases "decode" and "cascade" with Triton."""
     attend_decode(_operands(q_THD, cache, batch, scale), batch, out_THD)
 
 
 def triton_chunks(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
-    """Triton's prefill."""
+    """Compute the phase "prefill" with Triton."""
     prefill(_operands(q_THD, cache, batch, scale), batch, out_THD)
 
 

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch on any device; the oracle of the others, and the CPU's own."""
+"""Implement the reference backend in plain torch for any device: the CPU's backend, and the standard for the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ReferenceBackend:
-    """`tok_kernels.Backend` in plain torch; each method is the function of the same name in this package."""
+    """A `tok_kernels.Backend` in plain torch; its methods call the functions of the same names in this package."""
 
     name = "reference"
     needs_host_lengths: frozenset[Phase] = frozenset()

@@ -1,4 +1,4 @@
-"""The Triton backend: every operation as kernels of our own, for CUDA devices without a CPU plan."""
+"""Implement the Triton backend for CUDA devices, which needs no planning on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tok_kernels.slots.triton import decode_rows, record_draws
 
 
 class TritonBackend:
-    """`tok_kernels.Backend` in Triton; each method is the function of the same name in this package."""
+    """A `tok_kernels.Backend` in Triton; its methods call the functions of the same names in this package."""
 
     name: str = "triton"
     needs_host_lengths: frozenset[Phase] = frozenset()

@@ -1,4 +1,5 @@
-"""Who computes each phase of attention fastest for a model's shape on this device: measured once, then remembered."""
+"""Choose the fastest kernel per attention phase for a model's shape on this device: measured once, then read from
+disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: every candidate runs the same steps; the first of each phase is kept unless another is 5 % faster."""
+"""Run all candidates on the same steps; choose the first of each phase unless another is 5 % faster."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ STEPS = (
     AttentionStep(rows=2048, own=112, groups=8, prefix=704),
     AttentionStep(rows=2048, own=112, groups=64, prefix=704),
 )
-"""What each phase is measured on; every step counts alike, whatever its size."""
+"""Steps on which each phase is measured; all steps weigh the same, whatever their size."""
 
 POOL_BYTES = 1 << 30
-# What all other kernels of a layer take the host to launch where no CUDA graph can hold them because of this one;
-# measured with Llama-3.2-1B.
+# Host time in ms to launch all other kernels of a layer, if one planned kernel keeps them out of a CUDA graph; measured
+# with Llama-3.2-1B.
 UNCAPTURED_MS = 0.3
-# Outputs of 16-bit kernels that round in different places differ by less; wrong ones by far more.
+# Relative norm of the difference of outputs. 16-bit kernels that round in different places differ by less, wrong ones
+# by far more.
 _MAX_RELATIVE_DIFFERENCE = 0.03
-# By how much another than the first candidate must be faster: nearer times change places from run to run.
+# Fraction by which another than the first candidate must be faster; the order of closer times varies from run to run.
 _WORTH = 0.05
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 def known(
     shape: AttentionShape, device: torch.device, among: Sequence[Candidate], directory: Path | None = None
 ) -> Choice | None:
-    """The choice that an earlier `calibrate` has left on disk, if any."""
+    """Return the choice that an earlier `calibrate` has stored on disk, or None."""
     return store.read(directory or store.cache_directory(), store.key_of(shape, device, among))
 
 
@@ -64,13 +65,14 @@ def calibrate(
     steps: Sequence[AttentionStep] = STEPS,
     launches: Sequence[Search] | None = None,
 ) -> Choice:
-    """Of `among` the first in each phase, or the fastest if that is faster by 5 %; from disk where it is known there,
-    else measured and kept there.
+    """Return, for each phase, the first of the candidates `among`, or the fastest if that is faster by 5 %.
 
-    `anew` measures in any case; `launches` are the searches for Triton's launches, by default those that the table
-    lacks. From now on Triton's kernels are launched as the choice says. Takes seconds, more where kernels have yet
-    to be built, and 1 GiB of the device's memory. Raises ValueError, with the reasons, where a phase has no candidate
-    that works.
+    A stored choice of these candidates is read from disk. Otherwise they are measured and the choice is stored. `anew`
+    measures in any case. `launches` are the searches for launch configurations of Triton's kernels, by default for
+    those that the table lacks. From then on Triton's kernels are launched as chosen.
+
+    Takes seconds, longer if kernels have to be built first, and 1 GiB of device memory. Raises ValueError, with the
+    reasons, if a phase has no working candidate.
     """
     directory = directory or store.cache_directory()
     key = store.key_of(shape, device, among)
@@ -118,7 +120,7 @@ def _measure(
 def _measure_phase(
     rivals: Sequence[Candidate], problems: Sequence[AttentionProblem], layers: int, timer: Timer
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """The measurements of all rivals that work, and why the others do not."""
+    """Return the measurements of all candidates that work, and the reasons why the others do not."""
     measured: list[Measurement] = []
     left_out: dict[str, str] = {}
     expected: list[Tensor] = []
@@ -129,7 +131,7 @@ def _measure_phase(
             _compare(outputs, expected)
             measured += [_measurement(rival, kernel, problem, layers, timer) for problem in problems]
             expected = expected or outputs
-        # Whatever goes wrong in building or running the kernels of others must not keep the engine from starting.
+        # No error in building or running a third-party kernel may keep the engine from starting.
         except Exception as error:
             left_out[f"{rival.phase} {rival.name}"] = _reason(error)
     return measured, left_out
@@ -157,7 +159,7 @@ def _measurement(
 
 
 def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedWork:
-    """The kernel on the problem: first with a batch that it has never seen, as in a step's first layer."""
+    """Return the kernel on the problem as timed work; `first` uses a new batch object, as a step's first layer does."""
 
     def on(batch: AttentionBatch) -> None:
         kernel(problem.q, problem.cache, batch, problem.scale, problem.out)
@@ -166,7 +168,10 @@ def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedW
 
 
 def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
-    """The first candidate that works, unless the least geometric mean of costs over the steps is less by `_WORTH`."""
+    """Return the first working candidate, unless another's geometric mean of costs over the steps is less by `_WORTH`.
+
+    Raises ValueError, with the reasons, if no candidate works.
+    """
     costs: dict[str, float] = {}
     for one in measured:
         if one.phase == phase:
@@ -180,6 +185,6 @@ def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, 
 
 
 def _reason(error: Exception) -> str:
-    """The error in a line."""
+    """Return the error in one line."""
     told = str(error).strip().splitlines()
     return f"{type(error).__name__}: {told[0][:200] if told else 'without a message'}"

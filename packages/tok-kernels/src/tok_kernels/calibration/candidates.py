@@ -1,4 +1,4 @@
-"""The candidates of a shape: every way to compute a phase that this device may have."""
+"""List the candidates of a shape: all kernels that may compute a phase on this device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tok_kernels.backends.composed import triton_chunks, triton_rows
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 
-# With more query heads a key/value head the kernels on tensor cores are the faster ones; with these, either may be.
+# Query heads per key/value head with which either kind of kernel may be faster; with more, tensor cores are faster.
 _NARROW_GROUPS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute `phase`. `planned`: on the host, once a step, so that no CUDA graph can hold it.
+    """One way to compute `phase`.
 
-    `make` may take seconds, and raises where the kernels cannot be built.
+    `planned` says that it is planned on the host once a step, so no CUDA graph can capture it. `make` may take seconds,
+    and raises if the kernels cannot be built.
     """
 
     phase: Phase
@@ -32,15 +33,21 @@ class Candidate:
 
     @property
     def hidden(self) -> bool:
-        """Whether what the host does for it is not counted: for what CUDA graphs hold, and for prefill, where the
-        products of thousands of tokens leave the host time."""
+        """Whether its host time is not counted.
+
+        Host time does not count for kernels that CUDA graphs can capture. Nor does it for prefill, where the GEMMs of
+        thousands of tokens hide the host's work.
+        """
         return not self.planned or self.phase == "prefill"
 
 
 def candidates(
     shape: AttentionShape, device: torch.device, backend: str = "auto"
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Candidates of `backend` ("auto": of all), first the one that others must beat by far, and why others are none."""
+    """Return the candidates of `backend` ("auto": all), and the reasons why other backends have none.
+
+    The first candidate of a phase is the one that others must beat by a margin.
+    """
     found = _of_triton() if backend != FLASHINFER else []
     if backend == TRITON:
         return found, {}

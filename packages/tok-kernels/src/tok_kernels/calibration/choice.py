@@ -1,4 +1,4 @@
-"""Choice: who is to compute each phase of a shape, with the timings that say so, and its form as JSON."""
+"""Define Choice, the kernel chosen for each phase of a shape with the timings behind it, and its JSON form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_kernels.measure.timing import Timing
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A candidate on a step: its times, and what of them one layer costs (`Timing.per_layer`)."""
+    """A candidate's times on a step, and its cost per layer (`Timing.per_layer`)."""
 
     phase: Phase
     candidate: str
@@ -24,8 +24,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidate chosen for each phase; all that was measured; why candidates were left out, by "phase name";
-    launches of Triton's kernels where the built-in table has none for this device."""
+    """The result of a calibration.
+
+    fastest   the candidate chosen for each phase
+    measured  all measurements
+    left_out  why candidates were left out, by "phase name"
+    launches  launch configurations of Triton's kernels, where the built-in table has none for this device
+    """
 
     fastest: Mapping[Phase, str]
     measured: tuple[Measurement, ...]
@@ -33,7 +38,7 @@ class Choice:
     launches: Mapping[Kernel, AttentionLaunch]
 
     def as_json(self) -> dict[str, object]:
-        """The choice as plain values, for `from_json`."""
+        """Return the choice as plain values, for `from_json`."""
         return {
             "fastest": dict(self.fastest),
             "measured": [asdict(one) for one in self.measured],
@@ -43,7 +48,7 @@ class Choice:
 
     @classmethod
     def from_json(cls, values: object) -> Choice:
-        """The choice that `as_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the choice that `as_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
         fields = _mapping(values)
         fastest = {_phase(phase): _text(name) for phase, name in _mapping(fields["fastest"]).items()}
         if fastest.keys() != set(PHASES):

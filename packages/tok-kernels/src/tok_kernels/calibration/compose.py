@@ -1,4 +1,4 @@
-"""A backend for a device from what was asked for: Triton alone, or the fastest kernel for each phase."""
+"""Make the requested backend for a device: Triton alone, or the fastest kernel for each phase."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tok_kernels.calibration.launches import searches
 
 
 def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:
-    """The backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose`."""
+    """Return the backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose`."""
     if shape is None:
         if requested == FLASHINFER:
             raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")
         return TritonBackend()
-    reason = unusable(shape, device)  # all but attention is Triton's in any case
+    reason = unusable(shape, device)  # Triton computes all operations but attention in any case
     if reason is not None:
         raise ValueError(f"backend is {requested!r}; allowed here: reference ({reason})")
     among, left_out = candidates(shape, device, requested)
@@ -35,7 +35,7 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
     try:
         return _backend(calibrate(shape, device, among, directory=directory), among, shape.cache_dtype)
     except (ImportError, OSError, RuntimeError):
-        # What was known to be fastest can no longer be built here.
+        # The stored choice can no longer be built here.
         return _backend(calibrate(shape, device, among, directory=directory, anew=True), among, shape.cache_dtype)
 
 

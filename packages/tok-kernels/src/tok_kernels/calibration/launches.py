@@ -1,4 +1,4 @@
-"""The launch of a Triton kernel that is fastest on this device, among a few."""
+"""Find the fastest launch configuration of a Triton kernel on this device, among a few."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ _TILES = (AttentionStep(chunks=((512, 0),) * 16), AttentionStep(rows=2048, own=1
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Which launches of `kernel` are tried, and on which steps."""
+    """The launch configurations of `kernel` to try, and the steps to try them on."""
 
     kernel: Kernel
     launches: Sequence[AttentionLaunch]
     steps: Sequence[AttentionStep]
 
     def best(self, new_problem: Callable[[AttentionStep], AttentionProblem], timer: Timer) -> AttentionLaunch:
-        """The launch of least geometric mean over the steps; those that the device cannot take are passed over."""
+        """Return the launch with the least geometric mean of times over the steps.
+
+        Launches that the device cannot take are skipped. Raises ValueError if no launch works.
+        """
         problems = [new_problem(step) for step in self.steps]
         costs = {}
         for launch in self.launches:
             config.use({self.kernel: launch})
             try:
                 costs[launch] = sum(math.log(max(self._ms(problem, timer), 1e-9)) for problem in problems)
-            # Too much shared memory, too many registers, what the compiler cannot do: Triton has an error for each.
+            # Triton has separate errors for too much shared memory, too many registers and failed compilation.
             except Exception:
                 continue
             finally:
@@ -55,7 +58,8 @@ class Search:
 
 
 def searches(shape: AttentionShape, device: torch.device) -> list[Search]:
-    """The kernels of this shape for which the table holds nothing that was measured on such a device."""
+    """Return the searches for this shape's kernels; none off CUDA, and none where the table was measured on such a
+    device."""
     if device.type != "cuda" or config.MEASURED_ON in torch.cuda.get_device_name(device):
         return []
     padded, size = max(16, config.power_of_two(shape.head_dim)), shape.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Choices on disk: a file for each combination of device, shape, candidates and versions."""
+"""Store choices on disk, one file per combination of device, shape, candidates and versions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Key = dict[str, object]
 
 
 def cache_directory() -> Path:
-    """Where choices are kept unless told otherwise: `tok/kernels` in the user's cache directory."""
+    """Return the default directory of choices: `tok/kernels` in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tok" / "kernels"
 
 
 def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidate]) -> Key:
-    """Everything that a choice depends on."""
+    """Return all that a choice depends on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "shape": shape.as_json(),
@@ -41,16 +41,16 @@ def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidat
 
 
 def read(directory: Path, key: Key) -> Choice | None:
-    """The choice kept under `key`; None where there is none, or what is there is not one for this key."""
+    """Return the choice stored under `key`; None if there is none or the file is invalid or has another key."""
     try:
         kept = json.loads(_file(directory, key).read_text(encoding="utf-8"))
         return Choice.from_json(kept["choice"]) if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):  # ValueError: also what is no JSON or no UTF-8
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError includes invalid JSON and invalid UTF-8
         return None
 
 
 def write(directory: Path, key: Key, choice: Choice) -> None:
-    """Keeps the choice. Readers see the old file or the new one, whole. Raises OSError."""
+    """Store the choice. Readers see either the old or the new file, complete. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     file = _file(directory, key)
     unfinished = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 @cache
 def _digest() -> str:
-    """Of the kernels' own sources, which may change while their version does not."""
+    """Return a hash of the kernels' own sources, which may change without a new version."""
     digest = hashlib.sha256()
     for file in sorted(Path(tok_kernels.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -1,1 +1,1 @@
-"""Collectives from within kernels, through memory that the ranks of a stage share."""
+"""Collectives within kernels, through memory that the ranks of a stage share."""

@@ -1,17 +1,19 @@
-"""Memory through which the ranks of a stage tell each other small things from within kernels, without a barrier.
+"""Exchange small values between the ranks of a stage from within kernels, through shared memory and without a barrier.
 
-Every rank has a buffer that all can write to. A program of a kernel writes its words straight into the buffers of its
-like on the other ranks, and waits for theirs to arrive in its own: a word of ones alone stands for nothing yet, and no
-word sent is one. Who has read a word puts the ones back. (Lamport 1977, "Concurrent reading and writing", is where
-readers first did without locks.)
+Every rank has a buffer that all ranks can write to. A program of a kernel writes its words into the buffers of the
+other ranks. Then it waits for the words of the program with its number on those ranks to arrive in its own buffer. The
+word 0xFFFFFFFF means empty, and no word sent has this value. The reader resets a word to 0xFFFFFFFF after reading it.
+(Lamport 1977, "Concurrent reading and writing", introduced reading without locks.)
 
-Two sets of words take turns, by a count that every program keeps on the device, so that a captured graph may be
-replayed. Two are enough: a rank writes for the turn t + 2 in a later kernel than that in which it got what the others
-sent for t + 1, which they sent in a later kernel than that in which they read, and cleared, what came for t. So all
-kernels of a lane must follow each other in time on every rank, alike, and each rank must send each other one in each.
+Two sets of words take turns. Every program selects one by a turn counter on the device, so a captured graph can be
+replayed. Two sets are enough. A rank writes for turn t + 2 in a later kernel than the one in which it received the
+words of turn t + 1. The others sent these in a later kernel than the one in which they read and cleared the words of
+turn t. Hence all kernels of a lane must run one after the other, in the same order on every rank. In each of these
+kernels each rank must send to each other rank.
 
-Programs wait for others of the same number only, having sent what these wait for, and GPUs begin programs in order of
-their numbers: among those begun on all ranks and not ended, the first waits for nothing.
+A program waits only for programs of the same number, after it has sent what these wait for. GPUs start programs in the
+order of their numbers. So the lowest-numbered program that has started on all ranks and not ended never waits in vain,
+and no deadlock occurs.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ import torch
 from torch import Tensor
 
 SETS = 2
-PATIENCE = 60.0  # seconds; ranks may be as far apart as one compiles a kernel that another has found compiled
-_CLOCK = 2e9  # a second, about
+PATIENCE = 60.0  # seconds; one rank may have to compile a kernel that another finds compiled
+_CLOCK = 2e9  # clock ticks a second, approximately
 _ALIGNED = 4  # words, of 4 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What the programs of one kernel have: `programs` of them at most, `words` of each rank a program and turn.
+    """Buffers and counters of one kernel: at most `programs` programs, and `words` words per rank, program and turn.
 
-    buffers   int32 `[SETS, ranks, programs, words]` of every rank, in order; this one's is its own memory
+    buffers   int32 `[SETS, ranks, programs, words]` of every rank, in rank order; this rank's is local memory
     turns     int32 `[programs]`, how often each program has run on this rank
-    patience  clock ticks until a program that waits in vain ends its process's use of the device (a trap)
+    patience  clock ticks that a program waits for words before it traps, which ends the process's use of the device
     """
 
     rank: int
@@ -55,31 +57,32 @@ class Lane:
         return self.buffers[0].shape[3]
 
 
-# Programs and words a rank, program and turn.
+# (programs, words per rank, program and turn) of each lane.
 SUM_UNITS = 128  # of 16 bytes
 _SUMS = (1024, 4 * SUM_UNITS)
 _DRAWS = (1024, 8)
 SUM_BYTES = _SUMS[0] * _SUMS[1] * 4
-"""The largest tensor that `Exchange.sums` can take."""
+"""Size in bytes of the largest tensor that `Exchange.sums` can take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One lane for each kernel that exchanges: of sums, and of draws."""
+    """One lane per kernel that exchanges: `sums` for all-reduce, `draws` for sampling."""
 
     sums: Lane
     draws: Lane
 
     @staticmethod
     def bytes(ranks: int) -> int:
-        """The size of a rank's buffer."""
+        """Return the size of a rank's buffer."""
         return sum(4 * SETS * ranks * programs * words for programs, words in (_SUMS, _DRAWS))
 
     @classmethod
     def over(cls, buffers: Sequence[Tensor], rank: int, patience: float = PATIENCE) -> Exchange:
-        """Of every rank's buffer, uint8 `[bytes(ranks)]`; `patience` in seconds.
+        """Create the lanes from every rank's buffer, uint8 `[bytes(ranks)]`; `patience` in seconds.
 
-        Clears this rank's own: nobody may exchange anything until all have returned, and their devices have ended it.
+        Clears this rank's own buffer. No rank may exchange anything until this call has returned on all ranks and their
+        devices have finished clearing.
         """
         ranks, begin, lanes = len(buffers), 0, list[Lane]()
         buffers[rank].fill_(0xFF)

@@ -1,4 +1,4 @@
-"""Sums over ranks in one kernel: each sends its own part to all others, and adds what they send in the ranks' order."""
+"""Sum over ranks in one kernel: each rank sends its values to all others and adds what it receives in rank order."""
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from tok_kernels.collectives.exchange import SUM_BYTES, SUM_UNITS, Lane
 from tok_kernels.collectives.triton_signals import end_turn, get, place, put, sendable, take
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WARPS = 4  # a unit a thread
+_WARPS = 4  # one unit per thread
 _UNIT = 16
 
 
 def can_sum(size: int, dtype: torch.dtype) -> bool:
-    """Whether `exchange_sum` takes tensors of `size` bytes."""
+    """Return whether `exchange_sum` takes tensors of `size` bytes and this dtype."""
     return dtype in _DTYPES and 0 < size <= SUM_BYTES and size % _UNIT == 0
 
 
 def exchange_sum(x: Tensor, lane: Lane, residual: Tensor | None = None) -> Tensor:
-    """The sum of all ranks' `x`, contiguous and alike in size; of the `residual` too, which all have alike.
+    """Return the sum of all ranks' `x`, plus the `residual`, if any.
 
-    In place: of the residual where one is given, otherwise of `x`, unless that is misaligned. Sums are computed in
-    float32 and rounded once, to the same bits on every rank. Raises ValueError for what cannot be summed.
+    `x` has the same size on all ranks, and the residual has the same values on all. The result overwrites the residual
+    if there is one, otherwise `x`. A tensor that is not contiguous or not aligned to 16 bytes is copied, and the copy
+    is overwritten instead. Sums are computed in float32 and rounded once, to the same bits on every rank. Raises
+    ValueError for tensors that cannot be summed.
     """
     if not can_sum(x.nbytes, x.dtype):
         raise ValueError(f"x has {x.nbytes} bytes of {x.dtype}; allowed: multiples of {_UNIT} up to {SUM_BYTES}")
@@ -64,7 +66,10 @@ def _sum(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """ADD: what stands at `out` is added. A thread has one unit of this rank's, and the same of the others'."""
+    """Sum units over ranks; a thread has one unit of this rank and the same unit of the others.
+
+    ADD: add the values at `out`.
+    """
     program = tl.program_id(0)
     unit = tl.arange(0, WORDS // 4)
     here = program * (WORDS // 4) + unit < units
@@ -93,7 +98,7 @@ def _sum(
 
 @triton.jit
 def numbers(words, DTYPE: tl.constexpr):
-    """The float32 numbers that a unit of four words holds: four, or eight of 16 bits."""
+    """Return the float32 numbers that a unit of four words holds: four of 32 bits, or eight of 16 bits."""
     found = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:
@@ -106,7 +111,7 @@ def numbers(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def words_of(found, DTYPE: tl.constexpr):
-    """The inverse of `numbers`, which rounds to nearest."""
+    """Return the unit of words that holds the numbers, rounded to nearest: the inverse of `numbers`."""
     words = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:

@@ -1,6 +1,7 @@
-"""Send words to other ranks from within a kernel and wait for theirs (PTX). See `tok_kernels.collectives.exchange`.
+"""Send words to other ranks from within a kernel and wait for theirs, in PTX. See `tok_kernels.collectives.exchange`.
 
-Words are uint32 and four of them, 16 bytes, are a unit; each word is written and read as one, whatever its unit is.
+Words are uint32, and a unit is four of them, 16 bytes. Each word is written and read atomically; a unit as a whole need
+not be.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
 
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 _EMPTY = tl.constexpr(0xFFFFFFFF)
-# Of two 16-bit floats or one of 32 bits, not a number, like the word of ones it stands for.
+# Sent in place of 0xFFFFFFFF: like that word, it is NaN both as two 16-bit floats and as one 32-bit float.
 _INSTEAD = tl.constexpr(0x7FFF7FFF)
 
 _PUT = tl.constexpr("""{
@@ -58,20 +59,20 @@ taken:
 
 @triton.jit
 def place(buffer, turn, source, program, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr):
-    """Where in a rank's buffer the words of the rank `source` for this turn and program begin."""
+    """Return the address in a rank's buffer where the words of rank `source` for this turn and program begin."""
     at = (((turn & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
     return buffer.to(tl.pointer_type(tl.uint32)) + at
 
 
 @triton.jit
 def sendable(word):
-    """The word, or what stands for it if it is the one that means nothing."""
+    """Return the word, or a substitute if it is 0xFFFFFFFF, which means empty."""
     return tl.where(word == _EMPTY, _INSTEAD, word)
 
 
 @triton.jit
 def put(at, words, here):
-    """Sends the unit of four `words` to the address `at`, where `here`."""
+    """Send the unit of four `words` to the address `at`, where `here` is true."""
     tl.inline_asm_elementwise(
         *(_PUT, "=&r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], here.to(tl.int32)]),
         dtype=tl.uint32,
@@ -82,7 +83,7 @@ def put(at, words, here):
 
 @triton.jit
 def get(at, here):
-    """The unit at the address `at`, which was there before the kernel; zeros where not `here`."""
+    """Return the unit at the address `at`, written before this kernel; zeros where `here` is false."""
     return tl.inline_asm_elementwise(
         *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
@@ -93,8 +94,10 @@ def get(at, here):
 
 @triton.jit
 def take(at, here, patience):
-    """The unit that another rank sends to the address `at`, once it is whole, and none from then on; zeros where not
-    `here`. Traps when `patience` ticks have passed."""
+    """Return the unit that another rank sends to the address `at`, once it is complete, and mark the address empty.
+
+    Returns zeros where `here` is false. Traps when `patience` ticks have passed.
+    """
     words = tl.inline_asm_elementwise(
         *(_TAKE, "=&r,=&r,=&r,=&r,l,r,l", [at, here.to(tl.int32), tl.cast(patience, tl.int64)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
@@ -108,6 +111,6 @@ def take(at, here, patience):
 
 @triton.jit
 def end_turn(turns, program, turn):
-    """Counts the turn, once all threads of the program have read which one it was."""
+    """Increment the turn counter, once all threads of the program have read it."""
     tl.debug_barrier()
     tl.store(turns + program, turn + 1)

@@ -1,1 +1,1 @@
-"""Linear layers with the norm before, and the activation or residual addition after."""
+"""Linear layers, fused with the norm before them and the activation or residual addition after them."""

@@ -1,4 +1,4 @@
-"""Linear layers with the norm before and the activation or residual addition after, one operation at a time."""
+"""Compute linear layers with the norm before and the activation or residual addition after, one operation at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual_TN: Tensor | None = None,
 ) -> Tensor:
-    """See `Backend.linear`."""
+    """Compute `Backend.linear`."""
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
     if residual_TN is None:
         return _product(x_TK, weight_NK, bias_N)
@@ -30,13 +30,13 @@ def linear(
 def gated_linear(
     x_TK: Tensor, gate_up_FK: Tensor, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    """See `Backend.gated_linear`."""
+    """Compute `Backend.gated_linear`."""
     return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
 
 
 def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     if x_TK.dtype == weight_NK.dtype == torch.float16 and x_TK.device.type == "cpu":
-        # CPUs multiply float32 several times as fast.
+        # CPUs multiply float32 several times as fast as float16.
         wide_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
         return wide_TN.half()
     return functional.linear(x_TK, weight_NK, bias_N)

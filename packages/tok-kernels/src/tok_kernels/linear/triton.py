@@ -1,4 +1,4 @@
-"""Linear layers: one kernel with norm, activation and residual addition inside for few tokens, torch's for many."""
+"""Compute linear layers: for few tokens one kernel fused with norm, activation and residual addition, else torch's."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual_TN: Tensor | None = None,
 ) -> Tensor:
-    """`x Wᵀ + bias`, all of one dtype. With `norm`, a weight `[K]` and eps, of `rms_norm(x)`: it is given in the dtype
-    of W, whatever x's own. A `residual` gains the product in place and is returned. What is launched just before must
-    not write W, which may be read before that ends.
+    """Compute `Backend.linear`.
 
-    Raises ValueError for shapes that do not fit, and for x of another dtype than W where there is no norm.
+    Raises ValueError for shapes that do not fit, and for x of another dtype than W without a norm.
     """
     _check(x_TK, weight_NK, bias_N, norm)
     outputs = weight_NK.shape[0]
@@ -51,9 +49,9 @@ def gated_linear(
     *,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """`silu_and_mul(linear(x, gate_up, bias, norm=norm))`: `[T, K] -> [T, F / 2]` (Shazeer 2020).
+    """Compute `Backend.gated_linear`.
 
-    Raises ValueError for what `linear` does, and for an odd number of rows.
+    Raises ValueError as `linear`, and for an odd number of rows.
     """
     _check(x_TK, gate_up_FK, bias_F, norm)
     if gate_up_FK.shape[0] % 2:
@@ -74,7 +72,10 @@ def launch_stream(
     *,
     gated: bool,
 ) -> Tensor:
-    """The kernel for few tokens, launched as told; arguments as of `linear` and `gated_linear`, and checked."""
+    """Launch the kernel for few tokens with the given configuration.
+
+    Arguments are those of `linear` and `gated_linear`, already checked.
+    """
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]

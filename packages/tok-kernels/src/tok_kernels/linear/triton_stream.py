@@ -1,7 +1,7 @@
-"""Products for few tokens: each program streams its rows of the weights once, block by block.
+"""Compute GEMMs for few tokens: each program streams its rows of the weights once, block by block.
 
-A program sums `ROWS` outputs of all tokens with plain multiplications, for at so few tokens the time is that of
-reading the weights. Threads' partial sums meet once, at the end, in a fixed order.
+A program sums `ROWS` outputs of all tokens with plain multiplications: at so few tokens, reading the weights takes all
+the time. The threads' partial sums are added once, at the end, in a fixed order.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
 
@@ -16,7 +16,7 @@ _VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
 
 @triton.jit
 def _columns(ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 `[BLOCK]` from column `start` on; past the end 0."""
+    """Return float32 `[BLOCK]` from column `start` on; 0 past the end."""
     column = start + tl.arange(0, BLOCK)
     if K % BLOCK == 0:
         return tl.load(ptr + column).to(tl.float32)
@@ -25,7 +25,7 @@ def _columns(ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rows_columns(lines_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 `[rows, BLOCK]` of the weights from column `start` on; past the end 0."""
+    """Return float32 `[rows, BLOCK]` of the weights from column `start` on; 0 past the end."""
     if K % BLOCK == 0:
         return tl.load(lines_ptr + start, eviction_policy="evict_first").to(tl.float32)
     inside = (start + tl.arange(0, BLOCK) < K)[None, :]
@@ -47,9 +47,10 @@ def _gather(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Adds a block of columns to each token's sums `[LINES, BLOCK // 8]` and, for NORM, to its sum of squares.
+    """Add a block of columns to each token's sums `[LINES, BLOCK // 8]` and, for NORM, to its sum of squares.
 
-    A thread adds up what it loads at once before it adds to what it holds, which is an eighth as much.
+    A thread adds up the 8 elements that it loads at once before it adds to its sums. So it holds an eighth as many
+    sums.
     """
     if NORM:
         gain = _columns(norm_ptr, start, K, BLOCK)
@@ -88,15 +89,18 @@ def stream(
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """GATED: row `n` of the weights is a gate, and row `n + outputs` is multiplied by its silu. NORM: x is divided
-    by its root mean square, times `norm`; the division, one factor a token, follows the product. ADD: what
-    stands at `out` is added to the result."""
+    """Compute ROWS outputs of all T tokens.
+
+    GATED: row `n` of the weights is a gate, and row `n + outputs`, its up projection, is multiplied by silu of the
+    gate. NORM: x is divided by its root mean square and multiplied by `norm`; the division, one factor a token, follows
+    the matmul. ADD: the values at `out` are added to the result.
+    """
     if EARLY:
         gdc_launch_dependents()
     lines: tl.constexpr = ROWS * 2 if GATED else ROWS
     part = tl.arange(0, lines)
     n = tl.program_id(0) * ROWS + part % ROWS
-    # Rows past the end read the last one again, so that no load asks.
+    # Rows past the end read the last row again, so that no load needs a mask.
     line = tl.minimum(n, outputs - 1) + part // ROWS * outputs
     sums = ()
     squares = ()
@@ -104,7 +108,7 @@ def stream(
         sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
         squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
-    # The first block of weights need not wait for the kernel before, which writes x.
+    # The first block of weights need not wait for the predecessor, which writes x but not the weights.
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
     if EARLY:
         gdc_wait()

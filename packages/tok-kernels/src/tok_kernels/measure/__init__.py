@@ -1,4 +1,4 @@
-"""How long kernels take: beside each other, and beside what the machine allows."""
+"""Measure how long kernels take, compared with each other and with the limits of the machine."""
 
 from __future__ import annotations
 

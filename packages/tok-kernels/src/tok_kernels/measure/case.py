@@ -1,4 +1,4 @@
-"""Case: a piece of work to be timed, and the least that it moves and computes."""
+"""Define Case: work to be timed, with the least bytes and operations that it needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`run` moves at least `moved` bytes and does at least `operations`; `tokens` of a forward, where it stands for a
-    whole one."""
+    """Work `run` that moves at least `moved` bytes and does at least `operations` operations.
+
+    `tokens` is the number of tokens of a forward pass, if the case stands for a whole one; otherwise 0.
+    """
 
     kernel: str
     size: str

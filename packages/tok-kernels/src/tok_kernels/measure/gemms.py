@@ -1,4 +1,4 @@
-"""All GEMMs of a forward pass by cuBLAS: the upper bound of decoding speed."""
+"""Time all GEMMs of a forward pass with cuBLAS: the upper bound of decoding speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tok_kernels.measure.case import Case
 from tok_kernels.measure.model import ModelShape
 
 DISTINCT_BYTES = 1 << 30
-"""Of layers' weights, where the model has as many: far more than a device's cache keeps until they are read again."""
+"""Bytes of distinct layer weights, if the model has as many: far more than a device's cache keeps until they are
+reread."""
 
 
 def layer_gemms(model: ModelShape) -> tuple[tuple[int, int], ...]:
-    """(inputs, outputs) of a layer's products: queries, keys and values; their output; gate and up; down."""
+    """Return (inputs, outputs) of a layer's GEMMs: QKV projection, output projection, gate and up, down."""
     shape, hidden, inner = model.attention, model.hidden_size, model.intermediate_size
     queries = shape.heads * shape.head_dim
     return (
@@ -28,10 +29,10 @@ def layer_gemms(model: ModelShape) -> tuple[tuple[int, int], ...]:
 
 
 def forward_gemms(model: ModelShape, device: torch.device, rows: int) -> Case:
-    """The products of every layer, and the LM head's for every row, each from random inputs of its own.
+    """Return the GEMMs of every layer, and of the LM head for every row, each with random inputs.
 
-    Few layers' weights stand for all, in turn. The floor counts all weights once and no activations, which may stay
-    in the device's cache between products.
+    A few layers' weights are used in turn for all layers. The floor counts all weights once and no activations, which
+    may stay in the device's cache between GEMMs.
     """
     sizes, dtype = layer_gemms(model), model.attention.dtype
     layer_bytes = sum(inputs * outputs for inputs, outputs in sizes) * dtype.itemsize
@@ -56,5 +57,5 @@ def forward_gemms(model: ModelShape, device: torch.device, rows: int) -> Case:
 
 
 def _weight(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[inputs, outputs]`, in memory the other way round, as a checkpoint has it."""
+    """Return a weight `[inputs, outputs]`, transposed in memory as in a checkpoint."""
     return torch.randn((outputs, inputs), dtype=dtype, device=device).t()

@@ -1,4 +1,4 @@
-"""Every kernel of a backend beside its floor: the time in which its bytes are moved and its products done."""
+"""Time every kernel of a backend against its floor: the least time to move its bytes and do its operations."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ ATTENTION = (
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Milliseconds of a kernel on work of that `size`, and the least that the machine allows; `tokens` of a forward,
-    where it stands for a whole one."""
+    """Milliseconds of a kernel on work of that `size`, and the least milliseconds that the machine allows.
+
+    `tokens` is the number of tokens of a forward pass, if the work stands for a whole one; otherwise 0.
+    """
 
     kernel: str
     size: str
@@ -45,17 +47,20 @@ class KernelTime:
 
     @property
     def share(self) -> float:
-        """How much of its time the kernel could not do without."""
+        """The floor as a fraction of the kernel's time."""
         return self.floor_ms / self.ms
 
     @property
     def tokens_per_second(self) -> float:
-        """Of forwards that take no longer than this; 0 where it does not stand for one."""
+        """Tokens per second of forward passes of this duration; 0 if the work does not stand for one."""
         return self.tokens / self.ms * 1e3
 
 
 def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -> tuple[Machine, Iterator[KernelTime]]:
-    """What the machine allows, and each kernel's time as it is measured. Raises ValueError unless on CUDA."""
+    """Return the machine's limits, and an iterator over the kernels' times as they are measured.
+
+    Raises ValueError if the device is not CUDA.
+    """
     if device.type != "cuda":
         raise ValueError(f"device is {device.type}; allowed: cuda")
     machine = measure_machine(device, model.attention.dtype)
@@ -75,7 +80,7 @@ def cases(
     tokens: int = TOKENS,
     attention: tuple[AttentionStep, ...] = ATTENTION,
 ) -> Iterator[Case]:
-    """One case after the other, each of whose tensors may be freed once the next is asked for."""
+    """Yield one case after the other; the tensors of a case may be freed once the next is requested."""
     for step in attention:
         yield _attention(backend, model.attention, step, device)
     for temperature in (0.0, 0.8):
@@ -104,8 +109,11 @@ def _attention(backend: Backend, shape: AttentionShape, step: AttentionStep, dev
 
 
 def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[int, int]:
-    """Bytes: queries, outputs, and each key and value once, those of a group for all its rows. Operations: two
-    products for each pair of query and key, causal."""
+    """Return the least bytes and operations of a problem.
+
+    Bytes: queries, outputs, and each key and value once, those of a group once for all its rows. Operations: those of
+    both matmuls (scores and outputs) for each pair of query and key that the causal mask allows.
+    """
     step = problem.step
     keys = step.groups * step.prefix + step.rows * step.own + sum(new + cached for new, cached in step.chunks)
     pairs = step.rows * (step.own + (step.prefix if step.groups else 0))
@@ -128,8 +136,10 @@ def _draws(rows: int, temperature: float, device: torch.device) -> SamplingBatch
 
 
 def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: int, top_k: int, top_p: float) -> Case:
-    """Logits as of a trained model, whose likely tokens are few. The floor is that of a draw without filters: what
-    ranks above a likely token lies in few blocks."""
+    """Return a case with logits like a trained model's, where few tokens are likely.
+
+    The floor is that of sampling without filters: entries above a likely token lie in few blocks.
+    """
     size = (rows, model.vocab_size)
     logits = torch.empty(size, dtype=model.attention.dtype, device=device)
     for part in torch.split(logits, 512):
@@ -143,7 +153,7 @@ def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: i
 
 
 def _masked(backend: Backend, model: ModelShape, device: torch.device, rows: int) -> Case:
-    """Every other token is forbidden: the logits are written once, and once read."""
+    """Return a case in which every other token is forbidden: the logits are read once and written once."""
     logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
     every = torch.arange(rows, device=device)
     words = torch.full((1, -(-model.vocab_size // 32)), 0x55555555, dtype=torch.int32, device=device)
@@ -158,7 +168,7 @@ def _norm(backend: Backend, model: ModelShape, device: torch.device, tokens: int
 
 
 def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
-    """The MLP's two products, as a decoder asks for them."""
+    """Yield the MLP's two GEMMs, with the arguments that a decoder uses."""
     hidden, inner, dtype = model.hidden_size, model.intermediate_size, model.attention.dtype
     x, residual = torch.randn((2, tokens, hidden), dtype=dtype, device=device)
     gated = torch.randn((tokens, inner), dtype=dtype, device=device)
@@ -183,7 +193,7 @@ def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: 
 
 def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:
     heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
-    made = torch.float16 if shape.dtype == torch.bfloat16 else shape.dtype  # as a decoder makes them
+    made = torch.float16 if shape.dtype == torch.bfloat16 else shape.dtype  # as in a decoder's QKV projection
     qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=made, device=device)
     q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
     cache = _empty_cache(shape, -(-tokens // shape.page_size), device)
@@ -205,11 +215,11 @@ def _activation(backend: Backend, model: ModelShape, device: torch.device, token
 
 
 def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case:
-    """As when samples fork: the pages of one layer, scattered, to others."""
+    """Return a case that copies scattered pages of one layer to others, as a fork of samples does."""
     pages = -(-tokens // shape.page_size)
     cache = _empty_cache(shape, 2 * pages, device)
     source, target = torch.randperm(2 * pages, device=device).view(2, pages)
-    # Not every operation knows eight-bit floats.
+    # Not every operation supports 8-bit floats.
     parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in (cache.k, cache.v)]
 
     def run() -> None:

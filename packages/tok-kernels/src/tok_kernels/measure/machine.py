@@ -1,4 +1,4 @@
-"""What the machine allows: its copy bandwidth and the rate of its matrix products, measured."""
+"""Measure the limits of the machine: its copy bandwidth and its GEMM rate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ _MATRIX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes a second, read and write together, and floating-point operations a second."""
+    """Measured limits of a device.
+
+    bandwidth  bytes per second, read and write together
+    rate       floating-point operations per second
+    """
 
     bandwidth: float
     rate: float
 
     def floor_ms(self, size: int, operations: int) -> float:
-        """The least milliseconds in which that many bytes are moved and that many operations done."""
+        """Return the least milliseconds to move `size` bytes and do `operations` operations."""
         return max(size / self.bandwidth, operations / self.rate) * 1e3
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Copies a GiB, and multiplies two matrices of 8192 × 8192."""
+    """Measure a device by copying 1 GiB and multiplying two matrices of 8192 × 8192."""
     return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, 2 * _MATRIX**3 / _product_ms(device, dtype) * 1e3)
 
 

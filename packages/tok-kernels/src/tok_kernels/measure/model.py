@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a model, or of one rank's share of it, that its kernels' times follow from."""
+"""Define ModelShape: the sizes of a model, or of one rank's share, that determine its kernels' times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tok_kernels.attention.shape import AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Attention, and the widths of the residual stream, the feed-forward layer and the logits."""
+    """A model's attention shape, and the widths of the residual stream, the feed-forward layer and the logits."""
 
     attention: AttentionShape
     hidden_size: int

@@ -1,4 +1,4 @@
-"""Steps of attention that stand for what an engine runs, with random tensors of a model's shape."""
+"""Build representative attention steps with random tensors of a model's shape."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLev
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Decode rows in equal groups that share `prefix` positions and read `own` alone, then prefill chunks of
-    (new, cached) tokens."""
+    """Decode rows and then prefill chunks of one step.
+
+    rows    decode rows
+    own     positions that each row reads alone
+    groups  groups of equal size into which the rows are divided; 0: none
+    prefix  positions that the rows of a group share
+    chunks  (new, cached) tokens of each prefill chunk
+    """
 
     rows: int = 0
     own: int = 0
@@ -58,15 +64,15 @@ class AttentionProblem:
 
 
 def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device, pool_bytes: int) -> AttentionProblem:
-    """The step on keys, values and queries that are random and always the same.
+    """Return the step with random keys, values and queries, the same in every call.
 
-    Pages are drawn from a pool of at most `pool_bytes`, so that sequences may share some: far more than the device's
-    own caches hold, or what is read is not read from its memory.
+    Pages come from a pool of at most `pool_bytes`, so sequences may share some. The pool should far exceed the device's
+    caches, so that reads go to its memory. Raises ValueError if `rows` is no multiple of `groups`.
     """
     if step.groups and step.rows % step.groups:
         raise ValueError(f"rows is {step.rows}; allowed: multiples of groups ({step.groups})")
     tokens, longest = step.lengths
-    source = torch.Generator(device).manual_seed(0)  # the process's own stays as it was
+    source = torch.Generator(device).manual_seed(0)  # leaves the process's default generator unchanged
     cache, table = _pool(step, shape, pool_bytes, source)
     host = _host_lengths(step, shape.page_size)
     kv_len, q_len = host.kv_len, host.q_len
@@ -98,7 +104,7 @@ def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device
 
 
 def _host_lengths(step: AttentionStep, page_size: int) -> HostLengths:
-    # A group's prefix is whole pages; what is left over is each row's own.
+    # A group's prefix consists of whole pages; the remaining positions are each row's own.
     prefix = _shared_pages(step, page_size) * page_size
     rows, chunks = np.ones(step.rows, np.int32), np.array(step.chunks, np.int32).reshape(-1, 2)
     q_len = np.concatenate((rows, chunks[:, 0]))
@@ -118,7 +124,7 @@ def _shared_pages(step: AttentionStep, page_size: int) -> int:
 def _pool(
     step: AttentionStep, shape: AttentionShape, pool_bytes: int, source: torch.Generator
 ) -> tuple[LayerCache, Tensor]:
-    """A cache, and a page table in which the rows of a group begin with the same pages."""
+    """Return a cache, and a page table in which the rows of a group begin with the same pages."""
     device = source.device
     sequences, shared = step.rows + len(step.chunks), _shared_pages(step, shape.page_size)
     own = -(-step.lengths[1] // shape.page_size) - shared

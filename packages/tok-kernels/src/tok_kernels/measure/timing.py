@@ -1,4 +1,4 @@
-"""The time of a piece of work on the device and on the host, kept apart."""
+"""Time work on the device and on the host separately."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from statistics import median
 import torch
 
 _HOST_ROUNDS, _DEVICE_ROUNDS = 5, 15
-_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of the device
+_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host queues work ahead of the device
 
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """What is timed: `first` plans and launches, as in the first layer of a step; `again` launches, as in the next."""
+    """Work to be timed: `first` plans and launches, as in a step's first layer; `again` only launches, as in later
+    layers."""
 
     name: str
     first: Callable[[], object]
@@ -24,17 +25,17 @@ class TimedWork:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds: on the device; on the host to launch; on the host to plan, once a step."""
+    """Milliseconds on the device, on the host to launch, and on the host to plan once a step."""
 
     device_ms: float
     host_ms: float
     plan_ms: float
 
     def per_layer(self, layers: int, hidden: bool, others_ms: float = 0.0) -> float:
-        """What one of `layers` takes where steps are launched ahead: the longer of device and host.
+        """Return the time of one of `layers` if steps are launched ahead: the longer of device time and host time.
 
-        What the host does may be `hidden`, in a CUDA graph or behind other work of the device; what is not may keep
-        others from being captured in a graph, which take the host `others_ms` a layer.
+        Host time may be `hidden` in a CUDA graph or behind other work of the device. Unhidden host work may keep other
+        kernels out of a graph; launching these takes the host `others_ms` per layer.
         """
         return self.device_ms if hidden else max(self.device_ms, self.host_ms + self.plan_ms / layers + others_ms)
 
@@ -43,7 +44,7 @@ Timer = Callable[[TimedWork], Timing]
 
 
 def cuda_timer(work: TimedWork) -> Timing:
-    """Medians, on the current CUDA device, of work that is warm and whose inputs mostly are not in its caches."""
+    """Return medians on the current CUDA device, of warmed-up work whose inputs are mostly not in its caches."""
     for run in (work.first, work.again, work.again):
         run()
     first, again = _host_ms(work.first), _host_ms(work.again)
@@ -51,7 +52,7 @@ def cuda_timer(work: TimedWork) -> Timing:
 
 
 def device_ms(run: Callable[[], object], rounds: int = _DEVICE_ROUNDS) -> float:
-    """Median milliseconds between the events around `run`, all of it queued before the device begins."""
+    """Return the median milliseconds between events around `run`; all rounds are queued before the device begins."""
     pairs = [(_event(), _event()) for _ in range(rounds)]
     for before, after in pairs:
         torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
@@ -67,7 +68,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _host_ms(run: Callable[[], object]) -> float:
-    """Median milliseconds until `run` returns, the device being idle when it begins."""
+    """Return the median milliseconds until `run` returns, starting with an idle device."""
     times = []
     for _ in range(_HOST_ROUNDS):
         torch.cuda.synchronize()

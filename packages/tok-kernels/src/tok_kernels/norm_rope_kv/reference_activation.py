@@ -1,4 +1,4 @@
-"""The gated activation of Llama's feed-forward layer."""
+"""Compute the gated activation of Llama's feed-forward layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up` with gate the first and up the second half of the last axis, in float32 (Shazeer
-    2020).
+    """Return `silu(gate) * up` in float32, `gate` the first and `up` the second half of the last axis (Shazeer 2020).
 
     `[..., 2F] -> [..., F]`, of the input's dtype.
     """

@@ -1,6 +1,6 @@
-"""The paged cache seen as rows: one row a cached position, page × page_size + offset.
+"""Write and gather rows of the paged cache: one row per cached position, page × page_size + offset.
 
-Rows of float8 are moved as bytes: torch's copies by index know no float8.
+Rows of float8 are moved as bytes: torch's copies by index do not support float8.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from tok_kernels.batch import LayerCache
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-    """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
+    """Store token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
 
-    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
-    the same index any may stay. The cache's pages must lie evenly in memory (RuntimeError otherwise).
+    For float8_e4m3fn, values are clamped to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
+    the same index, any may remain. The cache's pages must be evenly spaced in memory (RuntimeError otherwise).
     """
     _store(cache.k, index_T, k_TKD)
     _store(cache.v, index_T, v_TKD)
 
 
 def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor) -> None:
-    # view, not reshape: a silent copy would swallow the write.
+    # view, not reshape: reshape may copy silently, and the write would be lost.
     rows = pages.view(-1, *pages.shape[2:])
     if pages.dtype != torch.float8_e4m3fn:
         rows.index_copy_(0, index_T, x_TKD.to(pages.dtype))
@@ -33,10 +33,10 @@ def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor) -> None:
 
 
 def gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
-    """The named rows of one layer's keys or values, heads before positions: `[N, L] -> [N, K, L, D]`,
-    contiguous.
+    """Return the given rows of one layer's keys or values, heads before positions.
 
-    The head is folded into the index, so that one gather yields the layout that the batched product wants.
+    `[N, L] -> [N, K, L, D]`, contiguous. The head is part of the index, so one gather yields the layout that the
+    batched matmul needs.
     """
     heads, size = pages.shape[2:]
     row_NKL = row_NL.unsqueeze(1) * heads + torch.arange(heads, device=row_NL.device).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: each pair of a head's halves turns by an angle that grows with the position."""
+"""Apply rotary position embedding: rotate pairs of a head's two halves by an angle proportional to the position."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """Turned copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes
-    `cos_sin_LD`.
+    """Return rotated copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes `cos_sin_LD`.
 
-    `cos_sin_LD` is float32 as `tok_kernels.norm_rope_kv.rope_table` makes it. Entry `i` is paired with entry `i + D/2`
+    `cos_sin_LD` is float32 as made by `tok_kernels.norm_rope_kv.rope_table`. Entry `i` is paired with entry `i + D/2`
     (Su et al. 2021, in Llama's arrangement).
     """
     cos, sin = cos_sin_LD.index_select(0, position_T).unsqueeze(1).chunk(2, dim=-1)

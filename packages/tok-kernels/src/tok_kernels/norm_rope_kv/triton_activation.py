@@ -1,4 +1,4 @@
-"""The gated activation of Llama's feed-forward layer in one pass over its input."""
+"""Compute the gated activation of Llama's feed-forward layer in one pass over its input."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up` with gate the first and up the second half of the last axis, in float32 (Shazeer
-    2020).
+    """Return `silu(gate) * up` in float32, `gate` the first and `up` the second half of the last axis (Shazeer 2020).
 
     `[..., 2F] -> [..., F]`, of the input's dtype. Raises ValueError for an odd last axis.
     """
@@ -42,6 +41,6 @@ def _silu_and_mul(
     up = tl.load(gate_up + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     if out.dtype.element_ty == tl.float32:
         product = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    else:  # a faster division, whose error no narrower dtype shows
+    else:  # a faster division, whose error is below the rounding of narrower dtypes
         product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=inside)

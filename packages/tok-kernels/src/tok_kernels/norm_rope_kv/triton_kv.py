@@ -1,4 +1,4 @@
-"""Keys and values go to their cache rows: one program a token copies both."""
+"""Copy keys and values to their cache rows: one program per token copies both."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from tok_kernels.batch import LayerCache
 
-_FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn
+_FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-    """Stores token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
+    """Store token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
 
-    For float8_e4m3fn: cut to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
-    the same index any may stay. The cache's pages must lie evenly in memory (RuntimeError otherwise). Keys and values
-    may be views of a larger product, their last axis dense.
+    For float8_e4m3fn, values are clamped to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
+    the same index, any may remain. The cache's pages must be evenly spaced in memory (RuntimeError otherwise). Keys and
+    values may be views of a larger GEMM output; they are copied first if their last axis is not dense.
     """
     tokens, heads, size = k_TKD.shape
     if not tokens:
@@ -35,8 +35,11 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -
 
 
 def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
-    """Keys and values of the cache as `[pages × page_size, K, D]`, one row a position, without a copy."""
-    # view, not reshape: a silent copy would swallow the write.
+    """Return the cache's keys and values as `[pages × page_size, K, D]`, one row per position, without a copy.
+
+    Raises ValueError if the last axis is not dense.
+    """
+    # view, not reshape: reshape may copy silently, and the write would be lost.
     k, v = (pages.view(-1, *pages.shape[2:]) for pages in (cache.k, cache.v))
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError(f"the cache's last axis has strides {k.stride(-1)} and {v.stride(-1)}; allowed: 1")
@@ -44,7 +47,7 @@ def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
 
 
 def dense_heads(x_THD: Tensor) -> Tensor:
-    """The tensor itself, or a copy where the entries of a head do not lie side by side."""
+    """Return the tensor itself, or a copy if the entries of a head are not contiguous."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
@@ -85,7 +88,7 @@ def copy_heads(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copies the `[heads, size]` of one token, converted as `narrow` does."""
+    """Copy the `[heads, size]` of one token, converted as by `narrow`."""
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
     value = tl.load(source + head * source_head + entry, mask=inside)
@@ -94,7 +97,7 @@ def copy_heads(
 
 @triton.jit
 def narrow(value: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """The value in the dtype that `target` points to; what float8_e4m3fn cannot hold is cut to its largest."""
+    """Return the value in the dtype that `target` points to; float8_e4m3fn values are clamped to its range."""
     if target.dtype.element_ty == tl.float8e4nv:
         value = value.to(tl.float32)
         value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays

@@ -1,4 +1,4 @@
-"""Root-mean-square norm: one program a row, the row held in registers."""
+"""Compute root-mean-square norm with one program per row, the row held in registers."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, of `dtype` or x's own (Zhang & Sennrich 2019).
+    """Return `x / sqrt(mean(x²) + eps) * weight` over the last axis, of `dtype` or x's own (Zhang & Sennrich 2019).
 
-    Any leading axes; computed in float32. Raises ValueError for a weight of another length than that axis.
+    x may have any leading axes; computed in float32. Raises ValueError for a weight of another length than the last
+    axis.
     """
     x = _rows(x_TN, weight_N)
     normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -22,7 +23,7 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | No
 
 
 def _rows(x_TN: Tensor, weight_N: Tensor) -> Tensor:
-    """The input as a matrix of rows that each lie densely; a copy only where it must be one."""
+    """Return the input as a matrix of dense rows, copied only if necessary."""
     if x_TN.shape[-1:] != weight_N.shape:
         raise ValueError(f"weight has shape {tuple(weight_N.shape)}; allowed: {tuple(x_TN.shape[-1:])}, x's last axis")
     x = x_TN.reshape(-1, x_TN.shape[-1])

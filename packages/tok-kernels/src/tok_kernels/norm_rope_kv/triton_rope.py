@@ -1,4 +1,4 @@
-"""Rotary position embedding, alone or between the heads' norm and the cache write: one program a token."""
+"""Apply rotary position embedding, alone or fused with the heads' norm and the cache write: one program per token."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from tok_kernels.norm_rope_kv.triton_kv import cache_rows, copy_heads, dense_hea
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """Turned copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes
-    `cos_sin_LD`.
+    """Return rotated copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes `cos_sin_LD`.
 
-    `cos_sin_LD` is float32 as `tok_kernels.norm_rope_kv.rope_table` makes it. Entry `i` is paired with entry `i + D/2`
+    `cos_sin_LD` is float32 as made by `tok_kernels.norm_rope_kv.rope_table`. Entry `i` is paired with entry `i + D/2`
     (Su et al. 2021, in Llama's arrangement).
     """
     q, k = dense_heads(q_THD), dense_heads(k_TKD)
@@ -45,12 +44,13 @@ def rope_and_write_kv(
     norm: QKNorm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`rms_norm` of each head where there is a `norm`, `rope`, then `write_kv` of the turned keys and of the
-    values, in one launch. Returns the turned queries, of `dtype` or their own: in the place of `q_THD`, unless a
-    number takes another number of bytes then.
+    """Compute `Backend.rope_and_write_kv` in one launch.
 
-    `q_THD`, `k_TKD` and `v_TKD` may be views of one fused product; keys and values stay as they are there.
-    Computed in float32 and rounded once, so that what `q_THD` has room for may be turned into what it has not.
+    The rotated queries replace `q_THD` in memory, unless elements of `dtype` have another size; then they are a new
+    tensor. `q_THD`, `k_TKD` and `v_TKD` may be views of one fused GEMM output, whose keys and values stay unchanged.
+    All values are computed in float32 and rounded once. A rotated query may thus exceed the range of q's dtype
+    (float16) if `dtype` (bfloat16) can hold it.
+
     Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
     """
     if q_THD.stride(-1) != 1:
@@ -79,7 +79,7 @@ def rope_and_write_kv(
 
 
 def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
-    """The norm's weights; where there is none, what the kernel is given in their place and does not read."""
+    """Return the norm's weights; without a norm, any tensors, which the kernel does not read."""
     if norm is None:
         return q_THD, q_THD
     for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
@@ -198,8 +198,10 @@ def _turn(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:
-    """Turns the heads of one token, with NORM after the norm of each; `angle` points to its cosines, which its
-    sines follow."""
+    """Rotate the heads of one token, after the norm of each head with NORM.
+
+    `angle` points to the token's cosines, which its sines follow.
+    """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)
     cos = tl.load(angle + pair, mask=pair < half, other=0.0)

@@ -1,1 +1,1 @@
-"""Sample tokens: penalties, masks, temperature, filters, draws keyed by seed and position."""
+"""Sample tokens: penalties, masks, temperature, filters, and random numbers keyed by seed and position."""

@@ -1,1 +1,1 @@
-"""Decode rows are gathered from per-slot columns, and sampled tokens are scattered back."""
+"""Gather decode rows from per-slot columns, and scatter sampled tokens back."""

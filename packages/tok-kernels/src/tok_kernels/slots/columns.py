@@ -1,4 +1,4 @@
-"""SlotColumns: what the device remembers of each sequence; decode rows are made of it, and draws go back to it.
+"""Define SlotColumns, per-sequence state on the device; decode rows read it, and sampled tokens are written to it.
 
 Axes: S slots, P pages a slot may hold, C cache rows (pages × page size), B decode rows, R rows that sample, E end ids.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 class SlotColumns:
     """Columns indexed by slot, changed in place.
 
-    last_token  int64 [S]     what the slot's next decode row feeds
+    last_token  int64 [S]     input token of the slot's next decode row
     length      int64 [S]     positions in the cache
-    ended       int32 [S]     1 once an end id was drawn: the slot computes nothing more until it is given away anew
-    ends_from   int64 [S]     drawn positions from which an end id ends the sample
+    ended       int32 [S]     1 once an end id was sampled: the slot computes nothing more until it is reassigned
+    ends_from   int64 [S]     position from which a sampled end id ends the sample
     page_table  int32 [S, P]
     token_of    int64 [C]     the token whose key and value stand at each cache row
     end_ids     int64 [E]     the model's end ids
@@ -40,8 +40,13 @@ class SlotColumns:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """What each of B decode rows computes on: token, position and cache row to write, int64 `[B]`; positions it may
-    read once its own is written, int32 `[B]`, 0 for a slot that has ended."""
+    """Inputs of B decode rows.
+
+    token     int64 [B]
+    position  int64 [B]
+    kv_index  int64 [B]  cache row to write
+    kv_len    int32 [B]  positions that the row may read once its own is written; 0 for a slot that has ended
+    """
 
     token: Tensor
     position: Tensor

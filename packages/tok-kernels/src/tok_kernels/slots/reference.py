@@ -1,4 +1,4 @@
-"""Decode rows made of slots, and draws that go back to them."""
+"""Make decode rows from slots and store sampled tokens in slots, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
-    """See `Backend.decode_rows`."""
+    """Compute `Backend.decode_rows`."""
     slot = slot_B.long()
     live = slots.ended[slot] == 0
     position = torch.where(live, slots.length[slot], 0)
@@ -22,7 +22,7 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
 
 
 def record_draws(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-    """See `Backend.record_draws`."""
+    """Compute `Backend.record_draws`."""
     slot = slot_R.long()
     slots.last_token[slot] = token_R
     ends = torch.isin(token_R, slots.end_ids) & (slots.length[slot] >= slots.ends_from[slot])

@@ -1,4 +1,4 @@
-"""Decode rows made of slots, and draws that go back to them: a lane a row, one launch each."""
+"""Make decode rows from slots and store sampled tokens in slots: one launch each, one lane per row."""
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LANES = 128
 
 
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
-    """See `Backend.decode_rows`."""
+    """Compute `Backend.decode_rows`."""
     rows = slot_B.shape[0]
     token, position, kv_index = torch.empty((3, rows), dtype=torch.int64, device=slot_B.device)
     kv_len = torch.empty(rows, dtype=torch.int32, device=slot_B.device)
@@ -31,7 +31,7 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
 
 
 def record_draws(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-    """See `Backend.record_draws`."""
+    """Compute `Backend.record_draws`."""
     rows = slot_R.shape[0]
     out = torch.empty((2, rows), dtype=torch.int32, device=slot_R.device)
     if rows:

@@ -1,4 +1,4 @@
-"""Batches that survive anything: files of requests, answered line by line, kept in SQLite until all are."""
+"""Batches: files of requests, answered line by line and stored in SQLite, so that they survive crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tok bench`: how fast the engine, or any OpenAI-compatible server, works off a fixed list of requests."""
+"""`tok bench`: measure throughput of the engine, or of any OpenAI-compatible server, on a fixed list of requests."""
 
 from __future__ import annotations
 

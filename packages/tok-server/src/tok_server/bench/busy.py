@@ -1,4 +1,4 @@
-"""Busy: of a trace in Chrome's format, on what the device spent its time, and where it waited."""
+"""Report from a Chrome-format trace which kernels took the device's time and where the device was idle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import ArrayLike
 from tok_core import TokError
 
 TOP_WORKS, TOP_GAPS, WIDTH = 15, 5, 64
-HOST = ("HtoD", "DtoH")  # in the names of copies from and to the host
-PEER = "Memcpy PtoP"  # begins those of copies between devices
+HOST = ("HtoD", "DtoH")  # substrings of the names of copies from or to the host
+PEER = "Memcpy PtoP"  # prefix of the names of copies between devices
 
 
 @dataclass(frozen=True, slots=True)
 class BusyWork:
-    """All that ran under one name. `seconds`: of all calls together."""
+    """All calls of one kernel or operator. `seconds` is the sum over all `calls`."""
 
     name: str
     seconds: float
@@ -27,7 +27,7 @@ class BusyWork:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Nothing ran for `seconds`, from `at` seconds after the first start on; between works of these names."""
+    """An idle interval of `seconds`, starting `at` seconds after the first start, between the named kernels."""
 
     seconds: float
     at: float
@@ -37,14 +37,16 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """`seconds` from the first start to the last end, `idle` of them nothing ran; works and gaps, largest first.
+    """Device time by kernel: `seconds` from first start to last end, of which `idle` seconds without any kernel.
 
-    exchanging  seconds in which nothing ran but NCCL's kernels and copies between devices, their waits for other
-                devices included: at least what exchanging cost, as other kernels, which sum small tensors or signal
-                that memory may be read, wait for other ranks, too
+    `works` and `gaps` are sorted, the largest first.
 
-    A stage of a pipeline waits for the one before it in a kernel of NCCL's: without tensor-parallel ranks
-    `idle + exchanging` is its bubble.
+    exchanging  seconds in which only NCCL kernels and peer-to-peer copies ran, including their waits for other devices.
+                This is a lower bound of the communication time: other kernels, which sum small tensors or signal that
+                memory may be read, also wait for other ranks
+
+    A pipeline stage waits for the previous stage inside an NCCL kernel. Without tensor parallelism, `idle + exchanging`
+    is therefore the stage's pipeline bubble.
     """
 
     seconds: float
@@ -55,23 +57,23 @@ class Busy:
 
     @property
     def idle_share(self) -> float:
-        """Of the time between the first start and the last end, the share in which nothing ran."""
+        """Return the share of the time between first start and last end in which nothing ran."""
         return self.idle / self.seconds if self.seconds else 0.0
 
     @property
     def exchanging_share(self) -> float:
-        """Of the same time, the share in which devices did nothing but exchange, or wait for an exchange."""
+        """Return the share of the same time in which only communication ran, or waited for other devices."""
         return self.exchanging / self.seconds if self.seconds else 0.0
 
 
 def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
-    """From K intervals in seconds, in any order, which may overlap. Errors: ValueError where there are none."""
+    """Summarise K intervals in seconds, given in any order; they may overlap. Errors: ValueError without intervals."""
     if not names:
         raise ValueError("names is empty; allowed: at least one interval")
     start, end = np.asarray(start_K, float), np.asarray(end_K, float)
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
-    reached = np.maximum.accumulate(end)  # when all that has begun so far is over
+    reached = np.maximum.accumulate(end)  # time at which all intervals up to this one have ended
     wait = np.maximum(start[1:] - reached[:-1], 0.0)
     last = _last_to_end(end)
     gaps = [
@@ -86,7 +88,7 @@ def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
 
 
 def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
-    """Seconds that at least one of the intervals covers; they are in the order of their starts."""
+    """Return the seconds covered by at least one interval. The intervals must be sorted by start."""
     if not len(start_K):
         return 0.0
     reached = np.maximum.accumulate(end_K)
@@ -94,12 +96,12 @@ def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
 
 
 def _exchanges(name: str) -> bool:
-    """Whether it is a collective or a transfer between devices, and nothing else."""
+    """Return whether the kernel is a pure collective or a copy between devices."""
     return "nccl" in name.lower() or name.startswith(PEER)
 
 
 def _last_to_end(end_K: np.ndarray) -> np.ndarray:
-    """At each place the index of the one that ends last among those up to it."""
+    """Return for each position i the index of the interval in 0..i that ends last."""
     index = np.arange(len(end_K))
     later = end_K > np.maximum.accumulate(np.concatenate(([-np.inf], end_K[:-1])))
     found: np.ndarray = np.maximum.accumulate(np.where(later, index, 0))
@@ -126,9 +128,10 @@ class _Trace(msgspec.Struct):
 
 
 def busy_of_trace(file: Path) -> Busy:
-    """Of what the GPU computed: kernels, memory set, copies within it. Of a trace without a GPU: the operators.
+    """Summarise the GPU's work in a trace: kernels, memory sets and copies on or between devices.
 
-    Operators are counted where no other one called them. Errors: TokError for a file that is no such trace.
+    A trace without GPU work is summarised by its CPU operators instead, without those called by another operator.
+    Errors: TokError if the file is not a Chrome-format trace or contains no work.
     """
     try:
         events = msgspec.json.decode(file.read_bytes(), type=_Trace).events
@@ -150,7 +153,7 @@ def _computes(event: _Event) -> bool:
 
 
 def _outermost(events: list[_Event]) -> list[_Event]:
-    """Operators of one thread nest; those that lie within an earlier one are left out."""
+    """Drop operators that lie within an earlier operator; operators of one thread nest."""
     found: list[_Event] = []
     reached = -np.inf
     for one in sorted((one for one in events if one.cat == "cpu_op"), key=lambda one: (one.ts, -one.dur)):
@@ -161,7 +164,7 @@ def _outermost(events: list[_Event]) -> list[_Event]:
 
 
 def describe(found: Busy) -> str:
-    """A few lines for people: the share idle, the works that took longest, the largest gaps."""
+    """Return a few lines of text: the idle share, the kernels that took longest, and the largest gaps."""
     idle = found.idle_share
     head = f"{found.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(found.gaps):,} gaps"
     exchanging = f"{found.exchanging_share:.1%}"

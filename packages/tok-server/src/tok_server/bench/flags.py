@@ -1,4 +1,4 @@
-"""The flags of `tok bench`, those of `tok bench kernels` aside."""
+"""Flags of `tok bench` and its subcommands; `tok_server.flags` has those of `tok bench kernels`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MANAGER_WORKLOADS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds both commands and their flags."""
+    """Add the subcommands of `tok bench` and their flags."""
     parser.description = "Measure throughput on a fixed list of requests."
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_manager(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok bench manager`."""
+    """Add the flags of `tok bench manager`."""
     told = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
     add = parser.add_argument
     add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=told)
@@ -108,7 +108,7 @@ def add_manager(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok bench server`."""
+    """Add the flags of `tok bench server`."""
     told = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
     add = parser.add_argument
     add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"only this one (default: all). {told}")
@@ -120,7 +120,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok bench offline`."""
+    """Add the flags of `tok bench offline`."""
     _add_workload(parser)
     parser.add_argument("--model", metavar="MODEL", help="a directory or a hub id (default: the demo model)")
     parser.add_argument(
@@ -141,7 +141,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve_bench(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok bench serve`."""
+    """Add the flags of `tok bench serve`."""
     parser.add_argument("--url", required=True, help="base URL of the server, with or without /v1")
     _add_workload(parser)
     add = parser.add_argument_group("requests").add_argument
@@ -169,7 +169,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-    """Returns what adds more of this group."""
+    """Add the output flags. Returns the group's `add_argument`, for further flags."""
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one line of JSON for each repetition instead of a table")
     add("--plot", type=Path, metavar="FILE.png", help="plot throughput and running sequences over time")

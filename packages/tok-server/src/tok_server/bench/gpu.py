@@ -1,4 +1,4 @@
-"""GPU memory in use, asked of the driver's own library: needs no package, and makes no context on the device."""
+"""Read GPU memory in use from NVML, without a Python package and without a CUDA context on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """The memory of one GPU; `peak` is the most that `sample` has seen in use, in bytes, by all processes."""
+    """The memory of one GPU. `peak` is the largest use in bytes that `sample` has seen, summed over all processes."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._library = library
@@ -22,14 +22,14 @@ class GpuMemory:
         self.peak = 0
 
     def sample(self) -> None:
-        """Looks once."""
+        """Read the memory in use and update `peak`."""
         memory = _Memory()
         if self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0:
             self.peak = max(self.peak, int(memory.used))
 
 
 def first_gpu() -> GpuMemory | None:
-    """The first GPU that CUDA programs started from here see; None without a driver or a GPU."""
+    """Return the first GPU visible to CUDA programs started from this process; None without a driver or a GPU."""
     wanted = first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if wanted is None:
         return None
@@ -48,7 +48,7 @@ def first_gpu() -> GpuMemory | None:
 
 
 def first_visible(variable: str | None) -> str | None:
-    """Index or UUID of the first device that CUDA_VISIBLE_DEVICES leaves; None where it hides them all.
+    """Return index or UUID of the first device in CUDA_VISIBLE_DEVICES; None if the variable hides all devices.
 
     >>> first_visible(None), first_visible("2,0"), first_visible("-1"), first_visible("")
     ('0', '2', None, None)

@@ -1,4 +1,4 @@
-"""A traced run: steps from the middle of a workload, kernel by kernel, on an engine of its own."""
+"""Trace steps in the middle of a workload, kernel by kernel, on a separate engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOOK_EVERY = 0.02
 
 
 def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConfig:
-    """`config` of an engine that traces `steps` steps in the middle of a run that takes `of`.
+    """Return `config` for an engine that traces `steps` steps in the middle of a run of `of` steps.
 
-    Errors: InvalidField where the run is too short for that.
+    Errors: InvalidField if the run is too short.
     """
     most = max((of - TRACE_WARM_UP) // 2, 0)
     if steps > most:
@@ -31,9 +31,10 @@ def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConf
 
 
 def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[RankCoordinates, Path]:
-    """Runs `work` on an engine made by `config` until the traces that it asks for are written: the file of each worker.
+    """Run `work` on a new engine until all traces of `config` are written. Returns each worker's trace file.
 
-    What of the work is left then is not done. Errors: those of the engine; TokError where the work ends too early.
+    The engine is then closed, so the rest of `work` is not done. Errors: those of the engine; TokError if `work` ends
+    before the traces are written.
     """
     files = trace_files(config)
     for file in files.values():

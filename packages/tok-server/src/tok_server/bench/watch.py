@@ -1,4 +1,4 @@
-"""Watch: looks at a run again and again while it lasts, and shows how far it is."""
+"""Call a function periodically while a benchmark runs, and show the benchmark's progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Show = Callable[[int, int, int], None]
-"""Draws: requests done, tokens generated, sequences running."""
+"""Update the progress display: requests done, tokens generated, sequences running."""
 
 
 @contextmanager
 def watching(look: Callable[[], None], every: float) -> Iterator[None]:
-    """Calls `look` at once, every so many seconds from a thread of its own, and once more at the end."""
+    """Call `look` at once, then every `every` seconds from a separate thread, and once more at the end."""
     ended = threading.Event()
 
     def keep_looking() -> None:
@@ -36,7 +36,7 @@ def watching(look: Callable[[], None], every: float) -> Iterator[None]:
 
 
 def seldom(action: Callable[[], None], every: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """`action`, carried out when called for the first time, and then only if its last time is `every` seconds ago."""
+    """Return a function that calls `action` on its first call, and then at most once every `every` seconds."""
     due = -math.inf
 
     def act() -> None:
@@ -50,7 +50,7 @@ def seldom(action: Callable[[], None], every: float, clock: Callable[[], float] 
 
 @contextmanager
 def progress_bar(title: str, requests: int) -> Iterator[Show]:
-    """A bar on standard error, where that is a terminal."""
+    """Show a progress bar on standard error if that is a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,1 +1,1 @@
-"""What each `tok` command does, a module a command; loaded only when its command is called."""
+"""The `tok` commands, one module each; a module is imported only when its command is called."""

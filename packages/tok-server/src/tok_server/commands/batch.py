@@ -1,4 +1,4 @@
-"""`tok batch`: a file of requests, answered without a server."""
+"""`tok batch`: answer a file of requests without a server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tok_server.batch import BadInput, Offline, Totals, showing
 from tok_server.flags import engine_config, model_and_name
 from tok_server.settings import Formats
 
-SHOWN = 10  # errors of an input
+SHOWN = 10  # bad input lines that are printed
 
 
 def main(options: argparse.Namespace) -> int:
-    """Returns the exit code. Errors: InvalidField, TokError."""
+    """Run the command. Returns the exit code. Errors: InvalidField, TokError."""
     config, (_, name) = engine_config(options), model_and_name(options.model)
     formats = Formats(options.tool_call_parser, options.reasoning_parser)
     work = Offline(Path(options.file), Path(options.output), name, retry_failed=options.retry_failed)

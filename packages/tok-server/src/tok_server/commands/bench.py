@@ -1,4 +1,4 @@
-"""`tok bench`: from its flags to a table, lines of JSON, a plot and a trace."""
+"""`tok bench offline` and `tok bench serve`: run a workload and print a table or JSON, with optional plot and trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tok_server.flags import engine_config, model_and_name
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures and prints. Returns 1 where requests failed. Errors: InvalidField, TokError."""
+    """Measure and print the results. Returns 1 if requests failed. Errors: InvalidField, TokError."""
     _check(options)
     workload = _workload(options)
     results = _offline(options, workload) if options.kind == "offline" else asyncio.run(_serve(options, workload))
@@ -62,7 +62,7 @@ def _workload(options: argparse.Namespace) -> Workload:
     )
     given = {name: getattr(options, name) for name in ("temperature", "top_p")}
     workload = dataclasses.replace(workload, **{name: value for name, value in given.items() if value is not None})
-    SamplingParams(temperature=workload.temperature, top_p=workload.top_p)  # names what is not allowed
+    SamplingParams(temperature=workload.temperature, top_p=workload.top_p)  # raises InvalidField
     return workload
 
 
@@ -80,7 +80,7 @@ def _offline(options: argparse.Namespace, workload: Workload) -> list[Result]:
 
 
 def _trace(options: argparse.Namespace, workload: Workload, measured: Result) -> None:
-    """One more run, traced, and what is in each worker's trace. Errors: InvalidField, TokError."""
+    """Trace one more run and print a summary of each worker's trace. Errors: InvalidField, TokError."""
     from tok_server.bench.busy import describe
     from tok_server.bench.workloads.offline import trace_offline
 
@@ -94,7 +94,7 @@ def _trace(options: argparse.Namespace, workload: Workload, measured: Result) ->
 
 
 def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
-    # A workload says all that there is to say of sampling.
+    # A workload defines all sampling parameters; the model's generation_config.json must not change them.
     config = msgspec.structs.replace(engine_config(options), generation_config="none")
     if config.max_model_len is None:
         config = msgspec.structs.replace(config, max_model_len=workload.longest)

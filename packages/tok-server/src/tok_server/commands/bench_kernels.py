@@ -1,4 +1,4 @@
-"""`tok bench kernels`: each kernel beside the time that its bytes or its products take on this machine."""
+"""`tok bench kernels`: compare each kernel with the time that its bytes or its FLOPs take on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures and prints. Errors: InvalidField where there is no CUDA device, TokError."""
+    """Measure and print the results. Errors: InvalidField without a CUDA device, TokError."""
     from tok_core.worker.startup.kernel_choice import measure
 
     measured = measure(engine_config(options))
@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
-    """One line with everything; `tokens_per_second`: what the matrix products of the largest forward allow."""
+    """Return all results as one line of JSON. `tokens_per_second` is the limit that the largest forward's GEMMs set."""
     return json.dumps(
         {
             "device": measured.device,
@@ -54,7 +54,7 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
 
 
 def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Console) -> None:
-    """Prints a row a kernel, and how many tokens a second the matrix products of the largest forward allow."""
+    """Print a row per kernel, and the tokens per second that the GEMMs of the largest forward allow."""
     caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s copied, products at {measured.rate:.0f} TFLOP/s"
     rank = f", rank 0 of {measured.tp}" if measured.tp > 1 else ""
     table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}{rank}", caption=caption)
@@ -70,5 +70,5 @@ def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Cons
 
 
 def _forward(kernels: Sequence[KernelTime]) -> KernelTime:
-    """The largest of those that stand for a whole forward."""
+    """Return the largest measurement that covers a whole forward."""
     return max(kernels, key=lambda one: one.tokens)

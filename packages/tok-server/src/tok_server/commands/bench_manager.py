@@ -1,4 +1,4 @@
-"""`tok bench manager`: what the manager's CPU costs a token, as a table or one line of JSON."""
+"""`tok bench manager`: measure the manager's CPU time per token and print it as a table or one line of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BENCH_SEQUENCES = 65_536
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures and prints. Errors: InvalidField."""
+    """Measure and print the result. Errors: InvalidField."""
     sequences, milliseconds = options.sequences, options.step_time
     if not 1 <= sequences <= MAX_BENCH_SEQUENCES:
         raise InvalidField("sequences", sequences, f"integers from 1 to {MAX_BENCH_SEQUENCES}")

@@ -1,4 +1,4 @@
-"""`tok bench server`: what serving costs without a model, as a table or a line of JSON for each scenario."""
+"""`tok bench server`: measure the cost of serving without a model; print a table, or a line of JSON per scenario."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CLIENTS = 64
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures and prints. Returns 1 where requests failed. Errors: InvalidField, TokError."""
+    """Measure and print the results. Returns 1 if requests failed. Errors: InvalidField, TokError."""
     if not 1 <= options.clients <= MAX_CLIENTS:
         raise InvalidField("clients", options.clients, f"integers from 1 to {MAX_CLIENTS}")
     if not math.isfinite(options.seconds) or options.seconds <= 0:

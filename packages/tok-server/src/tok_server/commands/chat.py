@@ -20,17 +20,17 @@ GREETING = "/help lists the commands, /exit or Ctrl-D ends"
 
 
 class Talker(Protocol):
-    """Whoever answers."""
+    """Interface of a chat back end."""
 
     def reply(self, messages: list[Message]) -> Generator[str]:
-        """The answer, piece by piece. Leaving early aborts it."""
+        """Yield the answer piece by piece. Closing the generator early aborts the request."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Release the back end."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Talks until the input ends. Errors: InvalidField, TokError."""
+    """Run the conversation until the input ends. Errors: InvalidField, TokError."""
     try:
         talker = _talker(options)
     except tok_client.TokError as error:
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 class Terminal:
-    """Where it is talked: answers go to the output as they are, notes on them to the error output."""
+    """The terminal of a chat: answers are written to standard output, notes to standard error."""
 
     def __init__(self) -> None:
         self._prompt = Console(highlight=False)
@@ -50,18 +50,18 @@ class Terminal:
         self._manual = sys.stdin.isatty()
 
     def read(self) -> str | None:
-        """The next line; None at the end of the input."""
+        """Return the next line; None at the end of the input."""
         try:
             return (self._prompt.input(PROMPT) if self._manual else input()).strip()
         except EOFError:
             return None
 
     def say(self, piece: str) -> None:
-        """A piece of an answer."""
+        """Print a piece of an answer."""
         print(piece, end="", flush=True)
 
     def note(self, text: str, style: str = "dim") -> None:
-        """Something that nobody said. Where input comes from a file, only what went wrong is told."""
+        """Print a note. Without a terminal as input, notes in the default style are suppressed."""
         if self._manual or style != "dim":
             self._notes.print(text, style=style, markup=False)
 
@@ -76,7 +76,7 @@ def _talker(options: argparse.Namespace) -> LocalChatBackend | RemoteChatBackend
 
 
 def _check_remote(options: argparse.Namespace) -> None:
-    """Raises InvalidField for what only a model loaded here can be told."""
+    """Raise InvalidField for flags that apply only to a model loaded here."""
     for name in ("device", "dtype"):
         value = getattr(options, name)
         if value != "auto":
@@ -84,7 +84,7 @@ def _check_remote(options: argparse.Namespace) -> None:
 
 
 def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
-    """Reads, answers and does what commands say until the input ends."""
+    """Read lines, answer them and run commands until the input ends."""
     terminal.note(GREETING)
     while True:
         try:
@@ -100,7 +100,7 @@ def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
 
 
 def _answer(talker: Talker, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
-    """Shows the answer as it comes; a question that fails is taken back. Ctrl-C ends the answer."""
+    """Print the answer as it arrives; Ctrl-C ends it. A question that fails is removed from the dialogue."""
     dialogue.add("user", said)
     answer: list[str] = []
     try:
@@ -120,7 +120,7 @@ def _answer(talker: Talker, dialogue: Dialogue, terminal: Terminal, said: str) -
 
 
 def _advised(error: Exception) -> str:
-    """What went wrong, and what may help."""
+    """Return the error's message with advice."""
     match error:
         case tok_client.AuthenticationError():
             return f"{error}\ngive the server's key with --api-key"

@@ -21,12 +21,12 @@ Message = dict[str, str]
 
 
 class LocalChatBackend:
-    """A model in this program. The engine has its event loop in a thread, so that the terminal may block."""
+    """A model in this process. The engine's event loop runs in a separate thread, so that the terminal may block."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         config = engine_config(options)
         given = {} if options.temperature is None else {"temperature": options.temperature}
-        SamplingParams(**given, max_tokens=options.max_tokens)  # names what is not allowed, before the model is loaded
+        SamplingParams(**given, max_tokens=options.max_tokens)  # raises InvalidField before the model is loaded
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
@@ -42,7 +42,10 @@ class LocalChatBackend:
             raise
 
     def reply(self, messages: list[Message]) -> Generator[str]:
-        """The answer, piece by piece. Leaving early aborts it. Errors: InvalidField, EngineError."""
+        """Yield the answer piece by piece. Closing the generator early aborts the request.
+
+        Errors: InvalidField, EngineError.
+        """
         engine = self._engine
         assert engine.chat_template is not None
         assert engine.tokenizer is not None
@@ -60,7 +63,7 @@ class LocalChatBackend:
             stream.abort()
 
     def close(self) -> None:
-        """Ends the engine and its thread."""
+        """Close the engine and end its thread."""
         self._run(self._engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -74,7 +77,10 @@ class LocalChatBackend:
 
 
 def _next(pieces: queue.SimpleQueue[Piece]) -> Piece:
-    """Wait for the next piece, and now and then look for signals: one that comes just before a wait does not end it."""
+    """Return the next piece.
+
+    The wait is split into intervals of 0.5 s, because a signal that arrives just before a wait does not interrupt it.
+    """
     while True:
         with suppress(queue.Empty):
             return pieces.get(timeout=0.5)
@@ -91,7 +97,7 @@ async def _forward(stream: RequestStream, pieces: queue.SimpleQueue[Piece]) -> N
 
 
 class RemoteChatBackend:
-    """The model of an OpenAI-compatible server: the first that it lists, if none is named."""
+    """The model of an OpenAI-compatible server; the first one that it lists if none is named."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         try:
@@ -107,7 +113,7 @@ class RemoteChatBackend:
             raise
 
     def reply(self, messages: list[Message]) -> Generator[str]:
-        """The answer, piece by piece. Leaving early disconnects. Errors: tok_client.TokError."""
+        """Yield the answer piece by piece. Closing the generator early disconnects. Errors: tok_client.TokError."""
         chunks = self._client.chat.completions.create(
             model=self._model,
             messages=messages,
@@ -122,5 +128,5 @@ class RemoteChatBackend:
                         yield choice.delta.content
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""Dialogue: what has been said in a terminal chat, and the commands that change it."""
+"""The messages of a terminal chat, and the slash commands that change them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ EXIT = "/exit"
 
 @dataclass(slots=True)
 class Dialogue:
-    """A conversation. `system`: instructions ahead of it."""
+    """A conversation. `system` holds instructions that precede it."""
 
     system: str | None = None
     said: list[Message] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:
-        """As a model is asked."""
+        """Return the messages to send to the model."""
         opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         return opening + self.said
 
     def add(self, role: str, content: str) -> None:
-        """Somebody has said something."""
+        """Append a message."""
         self.said.append({"role": role, "content": content})
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with "/" says; what to tell of it."""
+        """Run a line that begins with "/". Returns the text to show."""
         name, _, rest = line.partition(" ")
         done = self._commands().get(name)
         if done is None:

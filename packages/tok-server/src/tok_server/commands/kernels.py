@@ -1,4 +1,4 @@
-"""`tok kernels`: which kernels compute a model's attention on this machine, and the times that decided it."""
+"""`tok kernels`: show which kernels compute a model's attention on this machine, and the times that decided it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, unless it is known, and prints. Errors: InvalidField, TokError."""
+    """Print the chosen kernels, measuring them unless the result is cached. Errors: InvalidField, TokError."""
     from tok_core.worker.startup.kernel_choice import phases
 
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def show(report: PhaseReport, console: Console) -> None:
-    """Prints the report."""
+    """Print the report."""
     shape = report.shape.as_json()
     of = f"{report.device}, rank 0 of {report.tp}" if report.tp > 1 else report.device
     console.print(f"{of}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)

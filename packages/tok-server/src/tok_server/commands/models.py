@@ -1,4 +1,4 @@
-"""`tok models`: which models can be served, or what a model directory holds."""
+"""`tok models`: list the supported architectures, or show the contents of a model directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = "none"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints; 1 for a directory without weights. Errors: ModelError for one that holds no model that is known."""
+    """Print the models. Returns 1 for a directory without weights. Errors: ModelError for an unsupported model."""
     if not options.model:
         print(_known())
         return 0
@@ -61,7 +61,7 @@ def _show(path: Path) -> int:
 
 
 def _weights(path: Path) -> tuple[str, str]:
-    """What is there, or "" and what is wrong with it."""
+    """Return a description of the weights, or "" and the problem with them."""
     try:
         return f"{stored_tensors(path)} tensors", ""
     except ModelError as error:

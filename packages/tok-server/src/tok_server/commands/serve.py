@@ -1,4 +1,4 @@
-"""`tok serve`: the server, from its flags to its ready line."""
+"""`tok serve`: run the server and print a line once it is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. 
 
 
 def main(options: argparse.Namespace) -> int:
-    """Serves until stopped. Errors: InvalidField, TokError."""
+    """Serve until stopped. Errors: InvalidField, TokError."""
     config, settings = engine_config(options), server_settings(options)
     log_to_stderr(options.log_level, options.log_format)
 
@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def ready_lines(engine: AsyncEngine, settings: Settings, port: int) -> str:
-    """The line that says where the server is, and a command to paste."""
+    """Return the line with the server's address, and a curl command to paste."""
     url = f"{'https' if settings.tls_cert else 'http'}://{_reachable(settings.host)}:{port}"
     path, members = _example(engine)
     body = json.dumps({"model": settings.model_name, "temperature": 0, **members})
@@ -57,7 +57,7 @@ def _example(engine: AsyncEngine) -> tuple[str, dict[str, object]]:
 
 
 def _reachable(host: str) -> str:
-    """The host as it stands in a URL; the address "all" is reached as this machine's own."""
+    """Return the host as a URL needs it; an unspecified address such as 0.0.0.0 becomes 127.0.0.1."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

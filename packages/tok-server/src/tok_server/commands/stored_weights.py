@@ -1,4 +1,4 @@
-"""What a model directory stores as weights, read off the headers of its safetensors files alone."""
+"""Check the weights of a model directory by reading only the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tok_core.errors import ModelError
 
 
 class _Entry(msgspec.Struct):
-    """One tensor of a header: element type, shape, and its bytes' place behind the header."""
+    """A tensor in a header: element type, shape, and first and end byte, counted from the end of the header."""
 
     dtype: str
     shape: list[int]
@@ -18,14 +18,17 @@ class _Entry(msgspec.Struct):
 
 
 def stored_tensors(directory: Path) -> int:
-    """How many tensors the files hold, their bytes all there. Errors: ModelError naming the file at fault."""
+    """Return the number of tensors, having checked that no file is truncated. Errors: ModelError naming the file."""
     from tok_core.models.weights.loading import checkpoint_files
 
     return sum(map(_tensors_of, checkpoint_files(directory)))
 
 
 def _tensors_of(file: Path) -> int:
-    """The format: 8 bytes, little-endian, the header's length; the header, JSON; the tensors."""
+    """Return the number of tensors in one file.
+
+    File format: 8 bytes with the header's length (little-endian), the header (JSON), the tensors.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""The dashboard at /: how the server does, live, and a chat with its model."""
+"""The dashboard at /: live statistics of the server, and a chat with its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/dashboard/events: the history once, then a sample a second, as server-sent events."""
+"""/dashboard/events: the history once, then one sample per second, as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FEED = web.AppKey("FEED", Feed)
 
 
 def add_dashboard(app: web.Application, context: Context, stats: Callable[[], EngineStats]) -> None:
-    """Serves the page at / and what it shows. These are no part of the API, nor of /openapi.json."""
-    context.keys.open_paths(page.FILES)  # they tell nothing of the server
+    """Serve the page at / and its event stream. Neither is part of the API or of /openapi.json."""
+    context.keys.open_paths(page.FILES)  # static files reveal nothing about the server
     app.add_routes([*page.routes(), web.get("/dashboard/events", events, allow_head=False)])
     app.cleanup_ctx.append(partial(_feeding, context, stats))
     app.on_shutdown.append(_close)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
-    """Answers until the viewer goes, or the server."""
+    """Stream events until the viewer disconnects or the server stops."""
     feed = request.app[FEED]
     response = web.StreamResponse(headers={**STREAM_HEADERS, "Cache-Control": "no-store"})
     await response.prepare(request)
     await response.write(feed.opening())
     while not feed.over:
         await feed.following()
-        # A viewer too slow for one a second misses some: what waits for it does not grow.
+        # A viewer too slow for one sample per second misses some, so that no queue grows.
         await response.write(feed.sample())
     await response.write_eof()
     return response

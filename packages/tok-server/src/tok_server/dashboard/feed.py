@@ -1,4 +1,4 @@
-"""Feed: one look at the engine a second, written down once for all who watch."""
+"""Feed: sample the engine's statistics once per second, encoded once for all viewers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tok_server.observability import EngineStats
 if TYPE_CHECKING:
     from tok_core.replicas import Health
 
-EVERY = 1.0  # second
+EVERY = 1.0  # seconds between samples
 Row = list[float | None]
 
 
 class ReplicaSample(msgspec.Struct):
-    """How one replica does, in a word and in a sentence."""
+    """State of one replica: a word, a sentence, and the number of its restarts."""
 
     state: str
     detail: str
@@ -31,13 +31,13 @@ class ReplicaSample(msgspec.Struct):
 
 
 class Sample(msgspec.Struct, omit_defaults=True):
-    """One second.
+    """Statistics of one second.
 
-    device   what computes, and how; "" before the engine has started
-    row      as of `History`; None where a cell has no value
-    tens     the row of ten seconds, if one has just become full
+    device   device, dtype and kernel backend; "" before the engine has started
+    row      a row of `History`; None for cells without a value
+    tens     the ten-second row, if one has just been completed
     latency  `LATENCY` of the last hour, in seconds
-    ended    requests of the last hour that these are of
+    ended    number of requests in `latency`
     """
 
     state: str
@@ -52,7 +52,7 @@ class Sample(msgspec.Struct, omit_defaults=True):
 
 
 class Opening(msgspec.Struct):
-    """What a viewer gets first: what is served, what rows hold, and those there are."""
+    """First event of a viewer: the model, the names of the columns, and all rows so far."""
 
     model: str
     version: str
@@ -64,7 +64,7 @@ class Opening(msgspec.Struct):
 
 
 class Feed:
-    """The history of one server, and what its viewers are told."""
+    """The history of one server, and the events for its viewers."""
 
     def __init__(self, context: Context, stats: Callable[[], EngineStats]) -> None:
         self._context = context
@@ -77,15 +77,15 @@ class Feed:
         self.closed = False
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Take a sample every second until cancelled."""
         following = time.monotonic()
         while True:
             self.tick()
-            following = max(following + EVERY, time.monotonic())  # no hurry after a pause
+            following = max(following + EVERY, time.monotonic())  # do not catch up after a pause
             await asyncio.sleep(following - time.monotonic())
 
     def tick(self) -> None:
-        """A second is over."""
+        """Take the sample of the second that ends now, and wake the viewers."""
         context, stats, now = self._context, self._stats(), time.monotonic()
         context.latencies.tick()
         full = self._history.add(stats, context.latencies.recent(), time=time.time(), clock=now)
@@ -104,27 +104,27 @@ class Feed:
         self._wake()
 
     def close(self) -> None:
-        """Sends the viewers away."""
+        """Disconnect the viewers."""
         self.closed = True
         self._wake()
 
     async def following(self) -> None:
-        """Returns after the next tick, or when closed."""
+        """Wait for the next tick, or until the feed is closed."""
         if not self.closed:
             await self._ticked.wait()
 
     @property
     def over(self) -> bool:
-        """Viewers are to go: they would keep a server that drains from stopping."""
+        """Return whether viewers must disconnect: they would keep a draining server from stopping."""
         return self.closed or self._context.draining
 
     def opening(self) -> bytes:
-        """The event a viewer gets first."""
+        """Return the first event of a viewer."""
         self._opening_event = self._opening_event or _event("opening", self._open())
         return self._opening_event
 
     def sample(self) -> bytes:
-        """The event of the latest tick."""
+        """Return the event of the latest tick."""
         assert self._latest is not None
         self._sample_event = self._sample_event or _event("sample", self._latest)
         return self._sample_event
@@ -155,7 +155,7 @@ def _device(context: Context) -> str:
 
 def _replicas(health: Health, stats: EngineStats) -> list[ReplicaSample]:
     restarts = [int(one.get("restarts", 0)) for one in stats.replicas] or [0] * len(health.replicas)
-    # A closed engine has no replicas any more, but still what they counted.
+    # A closed engine reports no replicas any more, but still their counters.
     return [ReplicaSample(one.state, one.detail, count) for one, count in zip(health.replicas, restarts, strict=False)]
 
 

@@ -1,7 +1,7 @@
-"""History: what the engine did in each of the last 120 seconds, and in every ten seconds of the last hour.
+"""History: statistics of each of the last 120 seconds, and of every ten seconds of the last hour.
 
-A row: Unix time, `COLUMNS` of all replicas together, `LATENCY` of the last ten seconds, and with several replicas
-`COLUMNS` of each. Cells that have no value are NaN.
+A row holds Unix time, `COLUMNS` of all replicas together, and `LATENCY` of the last ten seconds. With several replicas,
+`COLUMNS` of each replica follow. Cells without a value are NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ Floats = npt.NDArray[np.float64]
 Stats = Mapping[str, float]
 
 COLUMNS = ("input", "output", "requests", "samples", "queued", "pages", "hits", "ahead", "busy")
-"""Tokens per second of prompts and of answers; requests and samples that run, requests that wait; shares of the pages
-in use, of prompt tokens found in the prefix cache (of ten seconds); steps queued; share of the time the device worked.
+"""Columns of a row, for one replica or for all together:
+
+input, output      prompt and output tokens per second
+requests, samples  running requests and samples
+queued             waiting requests
+pages              share of the pages in use
+hits               share of prompt tokens found in the prefix cache, over ten seconds
+ahead              steps queued at the worker
+busy               share of the time that the device worked
 """
 LATENCY = tuple(f"{kind}_p{share * 100:.0f}" for kind in KINDS for share in SHARES)
 
 SECONDS = 120
-EACH = 10  # seconds that one row of the hour stands for
+EACH = 10  # seconds per row of the hour
 HOUR = 3600 // EACH
 
 COUNTERS = ("prompt_tokens", "output_tokens", "cached_tokens", "device_seconds")
@@ -32,7 +39,7 @@ PROMPT, OUTPUT, CACHED, DEVICE = range(len(COUNTERS))
 
 
 class History:
-    """The rows of one server with so many replicas."""
+    """Rows of statistics of one server with `replicas` replicas."""
 
     def __init__(self, replicas: int) -> None:
         self._own = replicas if replicas > 1 else 0
@@ -43,7 +50,7 @@ class History:
         self._rows = 0
 
     def add(self, stats: EngineStats, latency: Sequence[float], *, time: float, clock: float) -> bool:
-        """The second that ends now: at Unix `time`, monotonic `clock`. Whether a row of ten seconds is full."""
+        """Add the second that ends at Unix `time`, monotonic `clock`. Return whether it completes a ten-second row."""
         scopes: list[Stats] = [stats.whole, *list(stats.replicas)[: self._own]]
         scopes += [{}] * (1 + self._own - len(scopes))
         counters = np.array([[scope.get(name, 0.0) for name in COUNTERS] for scope in scopes])
@@ -51,7 +58,7 @@ class History:
             self._before.clear()
         rates = self._rates(counters, clock)
         if self._own:
-            rates[0, -1] = rates[1:, -1].mean()  # each has devices of its own
+            rates[0, -1] = rates[1:, -1].mean()  # the mean, since each replica has devices of its own
         self._before.append((clock, counters))
         cells = [_cells(scope, rate) for scope, rate in zip(scopes, rates, strict=True)]
         self.seconds.push(np.concatenate([[time], cells[0], latency, *cells[1:]]))
@@ -62,7 +69,7 @@ class History:
         return True
 
     def _rates(self, counters: Floats, clock: float) -> Floats:
-        """`[scope, (input, output, hits, busy)]`."""
+        """Return the rates `[scope, (input, output, hits, busy)]`."""
         found = np.zeros((len(counters), 4))
         found[:, 2] = np.nan
         if not self._before:
@@ -77,7 +84,7 @@ class History:
 
 
 def _cells(stats: Stats, rate: Floats) -> list[float]:
-    """One scope's `COLUMNS`."""
+    """Return one scope's `COLUMNS`."""
     total = stats.get("pages_total", 0.0)
     return [
         rate[0],
@@ -93,7 +100,7 @@ def _cells(stats: Stats, rate: Floats) -> list[float]:
 
 
 def _joined(rows: Floats) -> Floats:
-    """The mean of what has values; time and latencies, which look back by themselves, are the last row's."""
+    """Return the mean of cells with values. Time and latencies, which span ten seconds already, are the last row's."""
     known = ~np.isnan(rows)
     count = known.sum(0)
     mean: Floats = np.where(known, rows, 0.0).sum(0) / np.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""The page: static files that load nothing from elsewhere."""
+"""The dashboard's page: static files that load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = {
     "/dashboard/events.js": ("events.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""URL -> file and content type. Open to all (`ApiKeys.open_paths`)."""
+"""URL -> file and content type. Served without a key (`ApiKeys.open_paths`)."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -27,7 +27,7 @@ HEADERS = {
 
 
 def routes() -> list[web.RouteDef]:
-    """A route a file. They are read once."""
+    """Return a route for each file. The files are read once, here."""
     return [web.get(url, _handler(name, kind)) for url, (name, kind) in FILES.items()]
 
 

@@ -10,4 +10,4 @@ MODEL_DIR = Path(__file__).parent / "model"
 """Directory of the model in Hugging Face's layout."""
 
 HELD_OUT_FILE = Path(__file__).parent / "held_out.jsonl"
-"""Problems that training never sees, one `{"question", "answer"}` a line."""
+"""Problems that training never sees, one `{"question", "answer"}` per line."""

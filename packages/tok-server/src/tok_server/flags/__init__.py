@@ -1,4 +1,4 @@
-"""Flags of the commands, and what they become."""
+"""Flags of the commands, and their conversion to configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `tok batch`."""
+"""Flags of `tok batch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ exit codes: 0 all lines answered, 1 some failed or nothing was run, 2 bad flags 
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok batch`."""
+    """Add the flags of `tok batch`."""
     parser.add_argument("file", metavar="FILE.jsonl", help="requests, one a line")
     parser.add_argument(
         "-o", "--output", required=True, metavar="OUT.jsonl", help="answers, in the order of the requests"

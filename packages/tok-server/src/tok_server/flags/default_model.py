@@ -1,4 +1,4 @@
-"""The model that is served when none is named: the demo model within this package."""
+"""The default model: the demo model within this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
 
 def model_and_name(model: str | None) -> tuple[str, str]:
-    """What the engine shall load, and the name under which it is served."""
+    """Return the model that the engine loads, and the name under which it is served."""
     if model is None:
         return str(DEMO_MODEL), DEMO_NAME
     directory = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""The flags of `tok serve` and `tok chat`, and what they become: engine configuration and server settings."""
+"""Flags of `tok serve` and `tok chat`, and their conversion to an engine configuration and server settings."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ ENGINE_FLAGS = (
 CHAT_TEMPERATURE = 0.7
 
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
-"""What the engine does without the flag."""
+"""Default of each engine flag."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok serve`."""
+    """Add the flags of `tok serve`."""
     _add_model(parser, "serve")
     server = parser.add_argument_group("server")
     add_server(server)
@@ -90,9 +90,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] = ENGINE_FLAGS, **help: str) -> None:
-    """Adds the very flags that `tok serve` has for the engine: their names, types, defaults, and `help` but for these.
+    """Add the engine flags of `tok serve` that are in `names`, with the help texts in `help` replacing its own.
 
-    For commands that serve nothing: in their data directory are models only.
+    The flags are for commands that serve nothing, so the help of `data_dir` mentions models only.
     """
     texts = {"data_dir": "where fetched models are kept (default: the hub library's own cache)", **help}
     serve = argparse.ArgumentParser(add_help=False)
@@ -150,7 +150,7 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok chat`."""
+    """Add the flags of `tok chat`."""
     _add_model(parser, "talk to")
     parser.add_argument("--url", help="talk to the server at this base URL instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key, with --url")
@@ -188,7 +188,7 @@ def _number(
     metavar: str = "N",
     unset: str | None = None,
 ) -> None:
-    """`unset`: what happens without the flag, where that is no number."""
+    """Add a numeric flag. `unset` describes the default if that is not a number."""
     default = DEFAULTS[field]
     shown = f"{text} (default: {unset or f'{default:g}'})"
     group.add_argument(_flag(field), type=kind, default=default, metavar=metavar, help=shown)
@@ -203,13 +203,13 @@ def _flag(field: str) -> str:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """From the flags of a command that loads a model. Errors: InvalidField."""
+    """Return the engine configuration from the flags of a command that loads a model. Errors: InvalidField."""
     model, _ = model_and_name(options.model)
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if hasattr(options, name)}
     return EngineConfig(model=model, **given)
 
 
 def server_settings(options: argparse.Namespace) -> Settings:
-    """From the flags of `tok serve`. Errors: InvalidField."""
+    """Return the server settings from the flags of `tok serve`. Errors: InvalidField."""
     _, name = model_and_name(options.model)
     return settings_of(options, name)

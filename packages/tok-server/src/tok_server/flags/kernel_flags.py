@@ -1,4 +1,4 @@
-"""The flags of `tok kernels` and `tok bench kernels`."""
+"""Flags of `tok kernels` and `tok bench kernels`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BENCH_EXAMPLES = """examples:
 """
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
 SHARED = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir", "tp")
-"""The engine's flags that decide which kernels compute."""
+"""Engine flags that influence which kernels are chosen."""
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok kernels`."""
+    """Add the flags of `tok kernels`."""
     _add_model(parser)
     sizes = parser.add_argument_group("sizes, instead of the model's").add_argument
     sizes("--heads", type=int, metavar="N", help="query heads")
@@ -33,7 +33,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bench_kernels(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok bench kernels`."""
+    """Add the flags of `tok bench kernels`."""
     _add_model(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
     _add_engine(parser)

@@ -1,4 +1,4 @@
-"""The flags of `tok serve` that make its `Settings`: where it listens, whom it serves, its limits, its log."""
+"""Flags of `tok serve` that make its `Settings`: address, access, limits, logging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
 API_KEYS = "TOK_API_KEY"
-"""Environment variable with API keys, commas between them."""
+"""Environment variable with API keys, separated by commas."""
 ADMIN_KEY = "TOK_ADMIN_KEY"
 """Environment variable with the key for /admin/."""
 
@@ -57,7 +57,7 @@ DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Limits
 
 
 def add_server(group: argparse._ActionsContainer) -> None:
-    """Where it listens, whom it serves, and what it logs."""
+    """Add the flags for the address, access and logging."""
     group.add_argument(
         "--host",
         default="127.0.0.1",
@@ -84,7 +84,7 @@ def add_server(group: argparse._ActionsContainer) -> None:
 
 
 def add_formats(group: argparse._ActionsContainer) -> None:
-    """What the model's answers may hold beside content."""
+    """Add the flags for tool calls and reasoning in the model's answers."""
     text = "how the model writes {}; auto: as its chat template shows (default: auto)"
     for flag, kind, what in (
         ("--tool-call-parser", ToolCallParser, "tool calls"),
@@ -94,7 +94,7 @@ def add_formats(group: argparse._ActionsContainer) -> None:
 
 
 def add_limits(group: argparse._ActionsContainer) -> None:
-    """How much it takes, and for how long it waits."""
+    """Add the flags for limits and timeouts."""
     for name, (metavar, text) in LIMITS.items():
         default = DEFAULTS[name]
         shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else default
@@ -104,7 +104,7 @@ def add_limits(group: argparse._ActionsContainer) -> None:
 
 
 def settings_of(options: argparse.Namespace, model_name: str) -> Settings:
-    """From the flags of `tok serve`, and the environment. Errors: InvalidField."""
+    """Return the settings from the flags of `tok serve` and the environment. Errors: InvalidField."""
     same = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
     return Settings(
         model_name=model_name,
@@ -122,7 +122,7 @@ def _several(group: argparse._ActionsContainer, flag: str, metavar: str, text: s
 
 
 def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
-    """Of the flags, the file and the environment, each key once."""
+    """Return the keys of the flags, the environment and the file, each once."""
     keys = list(options.api_key or ())
     keys += filter(None, (key.strip() for key in os.environ.get(API_KEYS, "").split(",")))
     if options.api_key_file is not None:
@@ -131,12 +131,12 @@ def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _keys_of_file(name: str) -> list[str]:
-    """One a line; empty lines and those that begin with # are none."""
+    """Return the keys of a file, one per line; empty lines and lines that begin with # are skipped."""
     try:
         lines = [line.strip() for line in Path(name).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField("api_key_file", name, f"a text file that can be read ({error})") from error
     keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:  # else a file that is empty by mistake would serve everyone
+    if not keys:  # with no key at all, the server would serve everyone
         raise InvalidField("api_key_file", name, "a file with at least one key")
     return keys

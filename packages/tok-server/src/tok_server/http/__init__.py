@@ -1,4 +1,4 @@
-"""The HTTP server: connections, middleware, what handlers share, who may ask."""
+"""The HTTP server: connections, middleware, access checks, and the context that handlers share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """AllowedHosts: the host names that the server answers to.
 
-A web page can have its own name resolve to 127.0.0.1 (DNS rebinding). To the browser, this server's answers are
-then of the page's own origin. Requests by other names than the server's own are refused.
+A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server's answers for
+the page's own origin. Requests for other names than the server's own are therefore refused.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from aiohttp import web
 from tok_server.wire import ApiError
 
 ANY = "*"
-MAX_KNOWN = 256  # values of the header that are remembered
+MAX_KNOWN = 256  # `Host` values that are remembered
 
 
 class AllowedHosts:
-    """The names by which a server that listens on `host` may be asked.
+    """Host names under which clients may address a server that listens on `host`.
 
-    allowed  names beside localhost and addresses. Without any, a server that others can reach answers to every name
+    allowed  names besides localhost and IP addresses; "*": any. If empty, a server on a loopback address accepts no
+             other name, a server on any other address every name
     """
 
     def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
         self._names = frozenset(_name(one) for one in (*allowed, "localhost", host))
         self._restricted = ANY not in allowed and (bool(allowed) or _is_loopback(_name(host)))
-        self._everywhere = bool(allowed)  # else only connections that end at loopback are looked at
-        self._known: set[str] = set()  # values of the header that are allowed
+        self._everywhere = bool(allowed)  # else only connections to a loopback address are checked
+        self._known: set[str] = set()  # `Host` values that are allowed
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise ApiError (403) for a request by a name that is not the server's."""
+        """Raise ApiError (403) for a request whose `Host` is not a name of the server."""
         given = request.headers.get("Host", "")
         if not self._restricted or given in self._known:
             return
@@ -52,7 +53,7 @@ def _name(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    # No name can be made to resolve to an address: a page at one is served by whoever has it.
+    # Rebinding needs a name: a page loaded from an address comes from the host with that address.
     try:
         ip_address(name)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Who may ask: with API keys set, all but /health, /ready and the dashboard's page wants one; /admin/ always its own.
+"""Authentication: check the API keys of requests, and the admin key of requests below /admin/.
 
-The page by itself tells nothing of the server: what it shows, /dashboard/events, wants a key.
+If API keys are set, every path needs one except /health, /ready and the dashboard's page. /admin/ always needs the
+admin key. The page by itself reveals nothing about the server: its data, /dashboard/events, needs a key.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from tok_server.wire import ApiError
 
 ADMIN = "/admin/"
 ANYONE = -1
-"""The number of the key that is needed where none is."""
+"""Number of the key of a request that needs none."""
 
 
 def salted(tenant: str, cache_salt: str | None, *, share_prefixes: bool) -> str | None:
-    """Return the engine's salt for a request: other keys cannot tell from its cached tokens what it has sent.
+    """Return the engine's cache salt for a request: other keys cannot detect its tokens in the prefix cache.
 
-    cache_salt      the request's own, which separates requests of one key, too
-    share_prefixes  the tenant does not matter
+    cache_salt      the request's own salt, which also separates requests of one key
+    share_prefixes  leave the tenant out of the salt
     """
     owner = "" if share_prefixes else tenant
     return None if not owner and cache_salt is None else f"{owner}\0{cache_salt or ''}"
 
 
 class ApiKeys:
-    """The keys that clients may send as bearer token."""
+    """The API keys, and the admin key, that clients may send as bearer token."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:
         self._api_keys = [key.encode() for key in api_keys]
@@ -36,11 +37,11 @@ class ApiKeys:
         self._open_paths = {"/health", "/ready"}
 
     def open_paths(self, paths: Iterable[str]) -> None:
-        """Answer these paths without a key."""
+        """Serve these paths without a key."""
         self._open_paths.update(paths)
 
     def check(self, path: str, headers: Mapping[str, str]) -> int:
-        """The number of the API key in `headers`, `ANYONE` if none is needed. Errors: ApiError 401, 403."""
+        """Return the number of the API key in `headers`, `ANYONE` if none is needed. Errors: ApiError 401, 403."""
         if path.startswith(ADMIN):
             return self._check_admin(headers)
         if not self._api_keys or path in self._open_paths:
@@ -51,9 +52,9 @@ class ApiKeys:
         return number
 
     def tenant(self, number: int) -> str:
-        """Return the name by which the engine, caches and files know a key's owner: a hash, the same after a restart.
+        """Return the name of a key's owner for the engine, caches and files: a hash that a restart does not change.
 
-        number  as `check` returned it; "" for `ANYONE`
+        number  as `check` returned it; `ANYONE` has the name ""
         """
         return "" if number == ANYONE else self._tenants[number]
 
@@ -66,7 +67,7 @@ class ApiKeys:
 
 
 def _find(keys: Sequence[bytes], headers: Mapping[str, str]) -> int | None:
-    """Which of the keys was sent. Takes as long for each: the time must not tell how much of a guess was right."""
+    """Return the number of the key that was sent. Comparing takes constant time, against timing attacks."""
     scheme, _, given = headers.get("Authorization", "").partition(" ")
     sent = given.strip().encode(errors="surrogateescape")
     found = None

@@ -1,4 +1,4 @@
-"""A request's body: read within limits of size and time, and split into its members."""
+"""Read a request's body within limits of size and time, and split it into its members."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tok_server.wire import ApiError, BadJson, check_json, decode, invalid, limi
 Members = dict[str, msgspec.Raw]
 
 JSON = "application/json"
-MAX_RATIO = 100  # unpacked bytes for each packed one; JSON lines have 5 to 40, DEFLATE can make it 1,032
-UNPACKED_FREELY = 1 << 20  # bytes, of any ratio
+MAX_RATIO = 100  # unpacked bytes per packed byte; JSON lines have 5 to 40, DEFLATE reaches 1,032
+UNPACKED_FREELY = 1 << 20  # bytes that may be unpacked at any ratio
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
 async def read_body(request: web.Request, context: Context) -> bytes:
-    """The body's bytes. Errors: ApiError 400 (content type, cut short), 408 (slow), 413 (large), 503 (too many)."""
+    """Return the body's bytes. Errors: ApiError 400 (type, truncated), 408 (slow), 413 (large), 503 (too many held)."""
     given = request.headers.get("Content-Type", JSON)
     if given != JSON and (kind := request.content_type) != JSON:
         raise invalid("Content-Type", f"Content-Type is {kind!r}; allowed: {JSON}")
     try:
-        if request.content.is_eof():  # it has come together with the head
+        if request.content.is_eof():  # the body arrived together with the head
             return _taken(request, context)
         async with asyncio.timeout(context.settings.body_timeout):
             return await _read(request, context)
@@ -61,7 +61,7 @@ async def _read(request: web.Request, context: Context) -> bytes:
 
 
 def hold(request: web.Request, context: Context, size: int) -> None:
-    """So many bytes more of the body are held until the request ends. Errors: ApiError 503 where all are too many."""
+    """Count `size` more bytes of the body as held until the request ends. Errors: ApiError 503 beyond `max_bodies`."""
     most = context.settings.max_bodies
     if context.held_bytes + size > most:
         raise limited("max_bodies", 503, f"the bodies of open requests have {most} bytes already", retry_after=1)
@@ -70,7 +70,7 @@ def hold(request: web.Request, context: Context, size: int) -> None:
 
 
 def check_encoding(request: web.Request) -> None:
-    """Raises ApiError (415) for a body packed in a way that nobody unpacks. Others are measured unpacked."""
+    """Raise ApiError (415) for a body in an unsupported encoding. Size limits apply to the unpacked body."""
     encoding = request.headers.get("Content-Encoding")
     if encoding is not None and encoding.strip().lower() not in ENCODINGS:
         message = f"Content-Encoding is {encoding[:80]!r}; allowed: identity, gzip, deflate"
@@ -78,7 +78,7 @@ def check_encoding(request: web.Request) -> None:
 
 
 def check_ratio(request: web.Request) -> None:
-    """Raise ApiError (413) for a compressed body that unpacks to far more than any text of requests does."""
+    """Raise ApiError (413) for a compressed body that unpacks to far more than the text of requests does."""
     packed, unpacked = request.content.total_compressed_bytes, request.content.total_bytes
     if packed is not None and unpacked > UNPACKED_FREELY + MAX_RATIO * packed:
         message = f"the body unpacks to more than {MAX_RATIO} times its size; send it with less compression, or none"
@@ -86,12 +86,12 @@ def check_ratio(request: web.Request) -> None:
 
 
 def members(body: bytes) -> Members:
-    """The body's members by name, their values not yet decoded. Errors: ApiError 400."""
+    """Return the body's members by name, with values not yet decoded. Errors: ApiError 400."""
     if not body:
         raise invalid(None, "the body is empty; expected is a JSON object")
     check_json(body)
     try:
-        body.decode()  # also what no field reads is to be valid
+        body.decode()  # members that no field reads must be valid, too
         return decode(body, Members)
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error

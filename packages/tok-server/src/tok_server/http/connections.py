@@ -1,8 +1,8 @@
-"""Connections: what clients that are slow, idle or too many can hold of the server is bounded, one by one.
+"""Connections: bound the resources that slow, idle or too many clients can hold.
 
-A request's head must arrive in `header_timeout`, and a client must go on reading what it asked for: within each
-`write_timeout` it takes `LEAST_TAKEN` bytes, or all there is, or is cut off. A connection without a request is closed
-after `idle_timeout`. How long bodies may take, `tok_server.http.body` knows.
+A request's head must arrive within `header_timeout`. A client must keep reading its response: within each
+`write_timeout` it takes `MIN_READ_BYTES` bytes, or all there are, or the server closes its connection. A connection
+without a request is closed after `idle_timeout`. `tok_server.http.body` limits how long bodies may take.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tok_server.wire import ApiError, invalid, limited
 
 log = logging.getLogger("tok.server")
 
-MIN_READ_BYTES = 16_384  # bytes
+MIN_READ_BYTES = 16_384  # bytes that a client must read of a response, or send of an upload, within its timeout
 MAX_HEADERS = 128
-LINGER = 2.0  # seconds to read on where an answer was given before the request's body had arrived
-LOOKS = 8  # at each connection within the shortest timeout
-BATCH = 256  # connections looked at before others get their turn
-SPARE_FILES = 512  # descriptors for everything but clients
+LINGER = 2.0  # seconds to read on if the response was sent before the request's body had arrived
+LOOKS = 8  # checks of each connection within the shortest timeout
+BATCH = 256  # connections checked before other tasks get their turn
+SPARE_FILES = 512  # file descriptors for everything but clients
 
 
 class Connection(web.RequestHandler):
@@ -54,17 +54,17 @@ class Connection(web.RequestHandler):
         self._listener = listener
         self._socket: asyncio.Transport | None = None
         self._busy = self._held = False
-        self._begun: float | None = None  # when the head came, of which not all has come
+        self._begun: float | None = None  # when a head began to arrive that is still incomplete
         self._writer: AbstractStreamWriter | None = None  # of the latest request
-        self._body: StreamReader | None = None  # of it, too
+        self._body: StreamReader | None = None  # of the latest request
         self._taken, self._taken_at = 0, 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._socket = cast("asyncio.Transport", transport)  # of another loop than asyncio's it need not be one by type
+        self._socket = cast("asyncio.Transport", transport)  # other loops' transports may not inherit from it
         if self._listener.open(self):
             super().connection_made(transport)
         else:
-            # Nothing of a request has been read; whoever asks too soon may still hear why.
+            # No request has been read yet; a client that sends one early may still receive the reason.
             self._socket.write(_raw(self._listener.refuse_connection()))
             self._socket.close()
 
@@ -74,9 +74,9 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # An answer may be given before the body has come: what then comes of it is no head.
+        # A response may precede the end of the body: the rest of the body is not a head.
         rest = self._body is not None and not self._body.is_eof()
-        if data and self._begun is None and not self._busy and not rest:  # aiohttp itself sends b"", to go on
+        if data and self._begun is None and not self._busy and not rest:  # aiohttp itself passes b"" to resume
             self._begun = self._listener.now()
         super().data_received(data)
 
@@ -85,24 +85,24 @@ class Connection(web.RequestHandler):
         super().pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        # Called for each part of a body that is read, but only where reading was paused is the transport to resume.
+        # Called for each part of a body that is read. The transport must resume only if reading was paused.
         if self._held:
-            self._held = not resume_parser  # else it holds back what it has got
+            self._held = not resume_parser  # else the parser holds back received data
             super().resume_reading(resume_parser)
         elif resume_parser and not self._upgraded:
-            self.data_received(b"")  # the parser may hold back some of what has come without a pause
+            self.data_received(b"")  # the parser may hold back received data even without a pause
 
     def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
-        """A request is handled now; its head has come."""
+        """Mark the start of a request's handling; its head has arrived."""
         self._busy, self._begun, self._writer, self._body = True, None, writer, body
         self._taken, self._taken_at = 0, self._listener.now()
 
     def end(self) -> None:
-        """It has been."""
+        """Mark the end of the request's handling."""
         self._busy = False
 
     def check(self, now: float) -> None:
-        """Ends the connection if its client keeps it waiting for too long."""
+        """Close the connection if its client has exceeded `header_timeout` or `write_timeout`."""
         limits = self._listener.context.settings
         if self._begun is not None and now - self._begun > limits.header_timeout:
             self._begun = None
@@ -117,7 +117,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, in the shape of all errors."""
+        """Return the response to malformed HTTP, or to a failure outside of a handler, in the shape of all errors."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun: there is no room for another")
         failure = _malformed(status, exc, message, self._listener.context.settings.max_header)
@@ -138,7 +138,7 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _stuck(self, now: float, patience: float) -> bool:
-        """Whether something waits to be sent, and its client has taken too little of it for too long."""
+        """Return whether data waits to be sent and the client has taken too little for more than `patience` seconds."""
         waiting = 0 if self._socket is None else _waiting(self._socket)
         taken = (0 if self._writer is None else self._writer.output_size) - waiting
         if not waiting or taken >= self._taken + MIN_READ_BYTES:
@@ -149,7 +149,7 @@ class Connection(web.RequestHandler):
         log.warning("a client that does not read its answer was cut off")
         self._listener.context.metrics.refuse("write_timeout")
         if self._socket is not None:
-            self._socket.abort()  # which cancels the handler, and that the engine's work
+            self._socket.abort()  # cancels the handler, which aborts the engine's work
 
 
 class Listener:
@@ -163,35 +163,35 @@ class Listener:
         self._stalled = 0.0
 
     def now(self) -> float:
-        """Seconds, those aside in which the loop was held up and could read nothing of what clients had sent."""
+        """Return the loop's time in seconds, minus the time in which the loop was blocked and could not read."""
         return self._time() - self._stalled
 
     def __call__(self) -> Connection:
-        """For `create_server`."""
+        """Return the protocol of a new connection, for `create_server`."""
         return Connection(self, self._server)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, connection: Connection) -> bool:
-        """Whether there is room for one more."""
+        """Register a connection. Return False if `max_connections` are open already."""
         if len(self._open) >= self.context.settings.max_connections:
             return False
         self._open.add(connection)
         return True
 
     def closed(self, connection: Connection) -> None:
-        """It has been lost."""
+        """Remove a lost connection."""
         self._open.discard(connection)
 
     def refuse_connection(self) -> ApiError:
-        """Why there is no room."""
+        """Count a refused connection and return its error."""
         most = self.context.settings.max_connections
         self.context.metrics.refuse("max_connections")
         return limited("max_connections", 503, f"{most} connections are open already", retry_after=1)
 
     async def look(self) -> None:
-        """Looks at every connection, again and again."""
+        """Check every connection periodically."""
         limits = self.context.settings
         pause = min(1.0, min(limits.header_timeout, limits.write_timeout) / LOOKS)
         while True:
@@ -208,7 +208,7 @@ class Listener:
 async def listening(
     runner: web.AppRunner, context: Context, port: socket.socket, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Listener]:
-    """Takes connections at `port` while the context lasts. Open ones end with the runner's cleanup."""
+    """Accept connections at `port` while the context lasts. The runner's cleanup ends open ones."""
     assert runner.server is not None
     listener = Listener(context, runner.server)
     context.metrics.connections.set_function(listener.__len__)
@@ -226,7 +226,7 @@ async def listening(
 
 
 def allow_files(connections: int) -> None:
-    """Lets the process open as many files as that many connections need, or says in the log that it may not."""
+    """Raise the process's limit of open files to what `connections` need; log a warning if the system forbids it."""
     wanted = connections + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -237,7 +237,10 @@ def allow_files(connections: int) -> None:
 
 
 def _waiting(transport: asyncio.Transport) -> int:
-    """Bytes that the system has not taken yet. Of TLS, asyncio tells only those that are not packed yet."""
+    """Return the bytes that the system has not taken yet.
+
+    With TLS, asyncio's own count has only unencrypted bytes; the encrypted ones are in the transport below.
+    """
     below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
     return transport.get_write_buffer_size() + (0 if below is None else int(below.get_write_buffer_size()))
 
@@ -251,7 +254,7 @@ def _malformed(status: int, exc: BaseException | None, message: str | None, most
 
 
 def _raw(error: ApiError) -> bytes:
-    """A whole response, for a connection that has no request."""
+    """Return a whole HTTP response, for a connection that has no request."""
     body = error.body()
     named = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **error.headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in named.items())

@@ -1,4 +1,4 @@
-"""Context: what all handlers of one server share."""
+"""Context: state that all handlers of one server share."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Context:
-    """What all handlers of one server share.
+    """State that all handlers of one server share.
 
-    pool           threads for reading requests (JSON, template, tokens) and writing whole answers. What takes less
-                   time than handing it to a thread would, stays on the event loop: short prompts of token ids, answers
-                   of few choices, events of a stream
-    ready          the engine has started: it knows its sizes and takes requests
-    draining       the server is about to stop: new requests are turned away
+    pool           threads that parse requests (JSON, template, tokens) and encode whole responses. Work shorter than a
+                   thread hand-over stays on the event loop: short prompts of token ids, responses of few choices,
+                   events of a stream
+    ready          the engine has started, so that its sizes are known and it takes requests
+    draining       the server is stopping; new requests are refused
     open_requests  requests being answered now
-    open_prompts   prompts that the engine has got from callers who wait, by tenant
-    held_bytes     bytes of their bodies
-    keys, origins, hosts, rates  who may ask, from where, by which name, and how often
-    deadlines      until when requests must be answered
-    turns          how many of them begin in one turn of the event loop
-    unhurried      how many requests the engine has got that nobody waits for
-    telemetry      where spans of requests go
-    latencies      how long requests took lately
-    background     work that goes on when whoever asked for it has gone
+    open_prompts   prompts submitted to the engine for waiting clients, by tenant
+    held_bytes     bytes of the open requests' bodies
+    keys, origins, hosts, rates  checks of API key, web origin, host name and rate limits
+    deadlines      time limits of open requests
+    turns          limit of requests that begin in one turn of the event loop
+    unhurried      returns how many of the engine's requests belong to batches, for which no client waits
+    telemetry      exporter of request spans
+    latencies      durations of recent requests
+    background     tasks that continue after the requesting client has disconnected
     warned         unknown fields that the log has mentioned already
     """
 
@@ -81,21 +81,21 @@ class Context:
 
     @property
     def state(self) -> str:
-        """What /health says in one word: "draining", or the engine's own state."""
+        """Return the status for /health: "draining", "starting" or the engine's own state."""
         if self.draining:
             return "draining"
         return self.engine.health().state if self.ready else "starting"
 
     def admit(self, tenant: str) -> None:
-        """Raises ApiError while no request can be taken (503), or too many wait already (429).
+        """Raise ApiError if no request can be accepted (503), or too many wait already (429).
 
-        Callers who have fewer prompts open than their part of those that may wait are let in: others fill the queue.
+        A tenant with fewer open prompts than an equal share of `max_queued` is admitted: others fill the queue.
         """
         if self.draining:
             raise unavailable("the server is stopping", "draining")
         self.await_start()
         most = self.settings.max_queued
-        # Asked for only where it can matter: the engine's own figures take their time.
+        # `waiting` is evaluated only if it can matter: reading the engine's statistics takes time.
         if self.engine.open_requests >= most and self.waiting >= most:
             if self.open_prompts[tenant] < most // len({tenant, *(+self.open_prompts)}) and tenant:
                 return
@@ -103,7 +103,7 @@ class Context:
 
     @contextmanager
     def having(self, tenant: str, prompts: int) -> Iterator[None]:
-        """So many more of the tenant's are open meanwhile."""
+        """Count `prompts` more open prompts of the tenant while the context lasts."""
         self.open_prompts[tenant] += prompts
         try:
             yield
@@ -114,20 +114,20 @@ class Context:
 
     @property
     def waiting(self) -> int:
-        """Requests that the engine has got and does not compute yet, those aside that nobody waits for.
+        """Return how many client requests wait in the engine. Each prompt counts as a request.
 
-        A prompt is a request. Those nobody waits for that run count as if somebody did: they give way soon.
+        Batch requests do not count. Each one that runs lowers the result by one, since it soon gives way to a client.
         """
         waiting = self.engine.open_requests - int(self.engine.stats()["requests_running"])
         return max(0, waiting - self.unhurried())
 
     def await_start(self) -> None:
-        """Raises ApiError (503) until the model can be asked for the first time."""
+        """Raise ApiError (503) until the engine has started."""
         if not self.ready:
             raise unavailable("the engine is starting", "starting")
 
     async def work(self, function: Callable[[], T]) -> T:
-        """What `function` returns, computed in a thread: not worth it for what takes less than some 0.2 ms."""
+        """Return the result of `function`, run in a thread. Not worthwhile for work of less than about 0.2 ms."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
 

@@ -1,4 +1,4 @@
-"""The event loop that a server runs on: uvloop's where it is installed, which takes less of the CPU a request."""
+"""The server's event loop: uvloop's if it is installed, since it takes less CPU time per request."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[object, object, T], *, tls: bool = False) -> T:
-    """As `asyncio.run`.
+    """Run `work` as `asyncio.run` does.
 
-    tls  connections are encrypted: asyncio's own loop then, the only one that tells what waits below the encryption
-         (`connections`)
+    tls  connections are encrypted, so use asyncio's own loop: only it reports the bytes that wait below the encryption
+         (`tok_server.http.connections`)
     """
     with asyncio.Runner(loop_factory=asyncio.new_event_loop if tls else new_event_loop) as runner:
         return runner.run(work)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest that there is."""
+    """Return uvloop's event loop if it is installed, else asyncio's."""
     try:
         import uvloop
-    except ImportError:  # there is none for Windows, nor for every interpreter
+    except ImportError:  # not available for Windows, nor for every interpreter
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -1,4 +1,4 @@
-"""What all answers have in common: requests are named, let in or not, counted and logged, and errors look alike."""
+"""Middleware of all requests: ids, access checks, counts, logging, and a common shape of errors and headers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tok_server.wire import NOT_SERVED, new_id, of_exception, unavailable
 log = logging.getLogger("tok.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CLIENT_GONE = 499  # in log and metrics only: nobody is left to read a status
-QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
-RATED = ("/v1/", "/tokenize", "/detokenize")  # beginnings of paths that count against the rate limits
+CLIENT_GONE = 499  # in log and metrics only: the client has disconnected
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled by machines, so logged at DEBUG only
+RATED = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths that count against the rate limits
 
 
 @web.middleware
 async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Around every handler."""
+    """Run around every handler: check, count and log the request, and turn exceptions into error responses."""
     context = request.app[CONTEXT]
     counts = request[COUNTS] = RequestCounts(new_id("req"))
     connection = request.protocol
@@ -64,7 +64,7 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> None:
-    """Raises ApiError for a request that is turned away whatever it asks."""
+    """Raise ApiError for a request that is refused regardless of its body."""
     context.origins.check(request.method, request.headers)
     counts.key = context.keys.check(request.path, request.headers)
     counts.tenant = context.keys.tenant(counts.key)
@@ -77,11 +77,11 @@ def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> No
 
 
 async def dress(request: web.Request, response: web.StreamResponse) -> None:
-    """The headers of every answer. For `on_response_prepare`."""
+    """Set the headers of every response, for `on_response_prepare`."""
     context = request.app[CONTEXT]
     headers = response.headers
     headers["x-request-id"] = request[COUNTS].id
-    headers["Server"] = "tok"  # and not what it is built of
+    headers["Server"] = "tok"  # hides which libraries the server uses
     headers["X-Content-Type-Options"] = "nosniff"
     if more := context.origins.headers(request.headers.get("Origin")):
         headers.update(more)
@@ -94,7 +94,7 @@ async def dress(request: web.Request, response: web.StreamResponse) -> None:
 
 def _record(context: Context, request: web.Request, counts: RequestCounts, status: int) -> None:
     resource = request.match_info.route.resource
-    endpoint = resource.canonical if resource else "other"  # not the path: those have no bound
+    endpoint = resource.canonical if resource else "other"  # not the path: the number of paths is unbounded
     now = time.monotonic()
     seconds = now - counts.started
     context.metrics.ended(endpoint, status, seconds)
@@ -105,7 +105,7 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
     level = logging.DEBUG if endpoint in QUIET else logging.INFO
     if not log.isEnabledFor(level):
         return
-    path = request.rel_url.raw_path[:500]  # as it was sent: what it stands for may hold line breaks
+    path = request.rel_url.raw_path[:500]  # as sent: decoded, it may contain line breaks
     log.log(
         level,
         "%s %s %s: %d, %.3f s",
@@ -119,7 +119,7 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
 
 
 def _fields(request: web.Request, counts: RequestCounts, status: int, seconds: float, path: str) -> dict[str, object]:
-    """What a structured log says of a request beside its line."""
+    """Return the fields that a structured log adds to a request's line."""
     found: dict[str, object] = {
         "request_id": counts.id,
         "method": request.method,

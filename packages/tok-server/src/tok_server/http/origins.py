@@ -1,7 +1,7 @@
-"""Origins: which web pages may use the server from a browser (CORS): none, unless allowed.
+"""Origins: which web pages may use the server from a browser (CORS); none by default.
 
-A browser asks before it sends JSON across origins, but not before it sends a body without a type: what comes from a
-page that is not allowed is refused, not only its answer withheld.
+A browser sends a preflight before JSON across origins, but not before a body without a content type. Requests from
+pages that are not allowed are therefore refused; withholding the response would not be enough.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ EXPOSED = (
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
-MAX_AGE = "600"  # seconds for which a browser need not ask again
+MAX_AGE = "600"  # seconds for which a browser may cache a preflight's response
 
 
 class Origins:
-    """The origins that are allowed, as browsers write them: "https://example.org"."""
+    """The allowed origins, as browsers write them: "https://example.org"."""
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
         self._allowed = frozenset(one.rstrip("/").lower() for one in allowed)
 
     def check(self, method: str, headers: Mapping[str, str]) -> None:
-        """Raises ApiError (403) for a request by which a page of another origin would change something."""
+        """Raise ApiError (403) for a request by which a page of a forbidden origin could change something."""
         origin = headers.get("Origin")
         if origin is None or method in SAFE or self._allows(origin) or _same(origin, headers.get("Host", "")):
             return
@@ -38,7 +38,7 @@ class Origins:
         raise ApiError(403, message, code="origin_not_allowed")
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> web.Response | None:
-        """The answer to a browser that asks what a page of an allowed origin may send; None: it is no such question."""
+        """Return the response to a CORS preflight from an allowed origin; None for any other request."""
         origin, wanted = headers.get("Origin"), headers.get("Access-Control-Request-Method")
         if method != "OPTIONS" or origin is None or wanted is None or not self._allows(origin):
             return None
@@ -50,7 +50,7 @@ class Origins:
         return web.Response(status=204, headers=answer)
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """What lets a page of the origin read an answer."""
+        """Return the headers that let a page of `origin` read a response."""
         if origin is None or not self._allows(origin):
             return {"Vary": "Origin"} if self._allowed else {}
         return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED, "Vary": "Origin"}

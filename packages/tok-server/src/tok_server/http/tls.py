@@ -1,4 +1,4 @@
-"""TLS: HTTPS from two PEM files."""
+"""TLS contexts for HTTPS, from two PEM files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tok_core import InvalidField
 
 
 def server_context(cert: str, key: str | None) -> ssl.SSLContext:
-    """TLS 1.2 or later with that certificate. Errors: InvalidField naming the file that cannot be used."""
+    """Return a context of TLS 1.2 or later with this certificate. Errors: InvalidField naming the unusable file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     for field, name in (("tls_cert", cert), ("tls_key", key)):
         if name is not None:
             _check_readable(field, name)
     try:
-        # Never asks the terminal: a server starts without anybody there.
+        # An empty password keeps OpenSSL from prompting on the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
         why = getattr(error, "reason", None) or str(error)

@@ -1,4 +1,4 @@
-"""How much of anything the server takes, and for how long."""
+"""Limits on the rate, size and duration of requests."""
 
 from __future__ import annotations
 

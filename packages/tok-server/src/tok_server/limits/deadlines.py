@@ -1,6 +1,6 @@
-"""Deadlines: requests that take too long are ended, with one timer for all that are open.
+"""Deadlines: end requests that take too long, with one timer for all open requests.
 
-A timer for each, as of `asyncio.timeout`, costs more than all else that is known of a request's time.
+A timer for each request, as in `asyncio.timeout`, costs more than all other tracking of a request's time.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from tok_server.wire import limited
 
 
 class Deadlines:
-    """Of all requests of one event loop. `seconds`: what each may take."""
+    """Deadlines of all requests of one event loop. `seconds`: time limit of each request."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: set[Deadline] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._rings = 0.0  # when the timer does
+        self._rings = 0.0  # when the timer fires, by `time.monotonic`
 
     def since(self, started: float) -> Deadline:
-        """`with deadlines.since(request's start, as of time.monotonic):` raises ApiError (504) once it is over."""
+        """Return a context manager that raises ApiError (504) once the request's time is over.
+
+        started  start of the request, by `time.monotonic`
+        """
         return Deadline(self, started + self.seconds)
 
     def add(self, deadline: Deadline) -> None:
-        """It is to be kept from now on."""
+        """Start to watch a deadline."""
         self._open.add(deadline)
         if self._timer is None or deadline.when < self._rings:
             self._wait_until(deadline.when)
 
     def remove(self, deadline: Deadline) -> None:
-        """It has no meaning any more."""
+        """Stop watching a deadline."""
         self._open.discard(deadline)
 
     def _wait_until(self, when: float) -> None:
@@ -52,7 +55,7 @@ class Deadlines:
 
 
 class Deadline:
-    """Of the task that enters it."""
+    """Time limit of the task that enters this context manager."""
 
     __slots__ = ("_all", "_asked", "_passed", "_task", "when")
 
@@ -65,19 +68,19 @@ class Deadline:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._asked = task.cancelling()  # to end, by others
+        self._asked = task.cancelling()  # cancellation requests by others
         self._all.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._all.remove(self)
-        # Others may have cancelled the task, too: then that is what happened.
+        # If others have cancelled the task, too, the cancellation propagates instead.
         if self._passed and self._task.uncancel() <= self._asked and kind is asyncio.CancelledError:
             most = self._all.seconds
             raise limited("request_timeout", 504, f"the request was not answered within {most:g} seconds") from error
 
     def pass_by(self) -> None:
-        """It is over: whatever the task waits for ends."""
+        """Cancel the task: its time is over."""
         self._passed = True
         self._task.cancel()

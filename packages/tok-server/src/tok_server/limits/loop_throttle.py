@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MAX_REQUESTS_PER_TURN = 16  # requests; each takes some 0.2 ms. Fewer would reach the engine in pieces, and cost it more
+MAX_REQUESTS_PER_TURN = 16  # each takes about 0.2 ms. Fewer would reach the engine in smaller groups, at a higher cost
 
 
 class LoopThrottle:
-    """Of one event loop. Requests beyond `most` wait for the next turn, first come, first served."""
+    """Admission limit of one event loop: requests beyond `most` wait for the next turn, in order of arrival."""
 
     def __init__(self, most: int = MAX_REQUESTS_PER_TURN) -> None:
         self._most = self._left = most
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def begin(self) -> None:
-        """Returns when it is the request's turn."""
+        """Wait until the request may begin."""
         if self._left == self._most:
             asyncio.get_running_loop().call_soon(self._next)
         if self._left:
@@ -27,7 +27,7 @@ class LoopThrottle:
         await turn
 
     def _next(self) -> None:
-        """A new turn of the loop: it is that of those who have waited longest."""
+        """Begin a new turn of the loop: admit the requests that have waited longest."""
         self._left = self._most
         while self._waiting and self._left:
             turn = self._waiting.popleft()

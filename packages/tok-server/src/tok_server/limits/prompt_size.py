@@ -1,6 +1,6 @@
-"""A text that cannot be a prompt is refused by its size, before all of it goes through the tokenizer.
+"""Reject texts that are too long for a prompt by their size, before all of a text goes through the tokenizer.
 
-Tokenising takes hundreds of bytes of memory a byte of text, so that a body far below its own limit could exhaust it.
+Tokenising takes hundreds of bytes of memory per byte of text. A body far below its own limit could exhaust memory.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from functools import lru_cache
 from tok_core.text import Tokenizer
 from tok_server.wire import ApiError, invalid
 
-# Normalisers may shrink a text: decomposed letters, runs of spaces.
+# A factor and bytes of slack: normalisers may shrink a text (decomposed letters, runs of spaces).
 SLACK, EXTRA = 4, 1024
-# Characters a token from which on a text is counted first; texts that fit seldom have more than five.
+# Characters per token above which a text's tokens are counted first; texts that fit rarely have more than five.
 LIKELY = 8
 SLICE = 1 << 16  # characters
 
 
 def check_size(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
-    """Raises ApiError (400) naming `field` for a text that makes far more than `max_model_len` tokens.
+    """Raise ApiError (400) naming `field` for a text of far more than `max_model_len` tokens.
 
-    Takes no longer than tokenising about 2 × max_model_len tokens. InvalidField("text"): lone surrogates.
+    Takes no longer than tokenising about 2 × max_model_len tokens. Errors: InvalidField("text") for lone surrogates.
     """
     size, most = len(text.encode(errors="replace")), most_bytes(tokenizer, max_model_len)
     if size > most:
@@ -30,7 +30,7 @@ def check_size(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) 
 
 
 def most_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
-    """Bytes of UTF-8 that `max_model_len` tokens can stand for."""
+    """Return an upper bound of the UTF-8 bytes that `max_model_len` tokens can stand for."""
     return SLACK * max_model_len * _longest_piece(tokenizer) + EXTRA
 
 
@@ -40,7 +40,7 @@ def _longest_piece(tokenizer: Tokenizer) -> int:
 
 
 def _far_longer(text: str, tokenizer: Tokenizer, max_model_len: int) -> bool:
-    """Whether slices of the text make more than twice as many tokens: each cut can only add a few."""
+    """Return whether slices of the text make more than twice `max_model_len` tokens. Each cut adds only a few."""
     count = 0
     for start in range(0, len(text), SLICE):
         count += len(tokenizer.encode(text[start : start + SLICE], add_special_tokens=False))

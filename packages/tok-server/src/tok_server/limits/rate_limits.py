@@ -12,7 +12,7 @@ MINUTE = 60.0
 
 
 class TokenBucket:
-    """Holds up to a minute's worth. What is spent beyond is a debt, which must be over before more is given."""
+    """A minute's budget that refills continuously. Spending beyond it leaves a debt, which must refill first."""
 
     def __init__(self, a_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.a_minute = a_minute
@@ -22,23 +22,23 @@ class TokenBucket:
 
     @property
     def left(self) -> float:
-        """What can be spent now; below 0: a debt."""
+        """Return the amount that can be spent now; below 0: a debt."""
         now = self._clock()
         self._left = min(self._left + max(0.0, now - self._at) * self.a_minute / MINUTE, self.a_minute)
         self._at = now
         return self._left
 
     def spend(self, amount: float) -> None:
-        """Takes it out, whether or not it is there."""
+        """Subtract `amount`, even if less is left."""
         self._left = self.left - amount
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much, at most a minute's worth, can be spent."""
+        """Return the seconds until `amount`, at most a minute's budget, can be spent."""
         return max(0.0, (min(amount, self.a_minute) - self.left) * MINUTE / self.a_minute)
 
 
 class RateLimits:
-    """The buckets of every key. One for all clients, where no keys are needed."""
+    """Token buckets of all API keys; without API keys, all clients share one."""
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         limits = {"requests": requests, "tokens": tokens}
@@ -47,11 +47,11 @@ class RateLimits:
         self._buckets: dict[tuple[str, int], TokenBucket] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is limited."""
+        """Return whether any limit is set."""
         return bool(self._limits)
 
     def admit(self, key: int) -> None:
-        """Counts a request. Errors: ApiError 429."""
+        """Count a request of a key. Errors: ApiError 429 if its requests or tokens are used up."""
         for name in ("tokens", "requests"):
             bucket = self._bucket(name, key)
             if bucket is not None and (seconds := bucket.wait(1)) > 0:
@@ -60,12 +60,12 @@ class RateLimits:
             bucket.spend(1)
 
     def charge(self, key: int, tokens: int) -> None:
-        """Counts tokens."""
+        """Count tokens of a key."""
         if (bucket := self._bucket("tokens", key)) is not None:
             bucket.spend(tokens)
 
     def headers(self, key: int) -> dict[str, str]:
-        """What is left to the key, as OpenAI's clients read it. Empty where nothing is limited."""
+        """Return the key's limits and remaining budget as headers in OpenAI's format; empty if nothing is limited."""
         found = {}
         for name in self._limits:
             if (bucket := self._bucket(name, key)) is not None:

@@ -1,7 +1,7 @@
-"""Latencies: how long requests took, as histograms of the last seconds and of the last hour.
+"""Latencies: histograms of request durations, over the last seconds and over the last hour.
 
-B buckets, each `RATIO` times as wide as the one before: a percentile is off by at most half of that, and what is kept
-does not grow with the requests.
+Each bucket is `RATIO` times as wide as the one before. A percentile always lies in the right bucket. Memory does not
+grow with the number of requests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SHARES = (0.5, 0.9, 0.99)
 LOW, HIGH = 1e-4, 1e4  # seconds
 RATIO = 1.15
 BUCKETS = 2 + math.ceil(math.log(HIGH / LOW) / math.log(RATIO))
-BOUNDS = [LOW * RATIO**bucket for bucket in range(BUCKETS - 1)]  # the most seconds of each bucket but the last
+BOUNDS = [LOW * RATIO**bucket for bucket in range(BUCKETS - 1)]  # upper bound, in seconds, of each bucket but the last
 
 RECENT = 10  # seconds
-SLICES = 360  # of RECENT seconds: an hour
+SLICES = 360  # slices of RECENT seconds: one hour
 
 Counts = npt.NDArray[np.uint32]
 
 
 class Took(NamedTuple):
-    """Seconds that one request took: to its first token, for each token after it, in all. None: it has none."""
+    """Seconds that one request took: to its first token, per token after it (None without any), and in total."""
 
     ttft: float
     token: float | None
@@ -38,7 +38,7 @@ class Took(NamedTuple):
 
 
 class Latencies:
-    """What `observe` was told. `tick` is to be called once a second."""
+    """Histograms of the durations passed to `observe`. Call `tick` once a second."""
 
     def __init__(self) -> None:
         self._now = _none()
@@ -47,13 +47,13 @@ class Latencies:
         self._ticks = 0
 
     def observe(self, took: Took) -> None:
-        """One request has ended well."""
+        """Count a request that has ended successfully."""
         for kind, seconds in enumerate(took):
             if seconds is not None:
                 self._now[kind][bisect_left(BOUNDS, seconds)] += 1
 
     def tick(self) -> None:
-        """A second is over."""
+        """End the current second; every `RECENT` seconds, add their sum to the hour."""
         self._seconds.push(np.array(self._now, np.uint32))
         self._now = _none()
         self._ticks += 1
@@ -61,15 +61,15 @@ class Latencies:
             self._slices.push(_sum(self._seconds.rows()))
 
     def recent(self) -> list[float]:
-        """Each kind's `SHARES` percentiles, seconds, of the last `RECENT` seconds; NaN where nothing ended."""
+        """Return each kind's `SHARES` percentiles, in seconds, of the last `RECENT` seconds; NaN without requests."""
         return _percentiles(_sum(self._seconds.rows()))
 
     def hour(self) -> list[float]:
-        """The same of the last hour."""
+        """Return each kind's `SHARES` percentiles, in seconds, of the last hour."""
         return _percentiles(self._whole())
 
     def ended(self) -> int:
-        """Requests that ended in the last hour."""
+        """Return the number of requests that ended in the last hour."""
         return int(self._whole()[-1].sum())
 
     def _whole(self) -> Counts:
@@ -78,7 +78,7 @@ class Latencies:
 
 
 def _none() -> list[list[int]]:
-    """As lists: to add one to an array's element takes longer than all else that is done about it."""
+    """Return zero counts as lists: incrementing an array's element takes longer than all the rest of `observe`."""
     return [[0] * BUCKETS for _ in KINDS]
 
 
@@ -92,7 +92,7 @@ def _percentiles(counts: Counts) -> list[float]:
 
 
 def _percentile(counts: Counts, share: float) -> float:
-    """Within its bucket by geometric interpolation; NaN without any."""
+    """Return the percentile, interpolated geometrically within its bucket; NaN if all counts are zero."""
     below = counts.cumsum(dtype=np.int64)
     if below[-1] == 0:
         return math.nan

@@ -1,4 +1,4 @@
-"""The log as lines of text, or of JSON objects. Both tell of a request by its id."""
+"""Write the log as lines of text or JSON objects; both identify a request by its id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FIELDS", "log_to_stderr"]
 
 
 def log_to_stderr(level: str, form: str) -> None:
-    """Sends the log of this process, and that of the processes it starts, to standard error: as "text" or "json"."""
+    """Send the log of this process, and of the processes it starts, to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(handlers=[handler])

@@ -1,7 +1,7 @@
-"""What the server counts, as Prometheus reads it at /metrics.
+"""Metrics of the server for Prometheus, served at /metrics.
 
-The engine's statistics are there twice: `tok_steps_total` is of all replicas together, `tok_replica_steps_total` of the
-one that its label `replica` names, and so are the others.
+The engine's statistics appear twice. For example, `tok_steps_total` sums all replicas; `tok_replica_steps_total` is for
+the replica in its label `replica`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from tok_server.observability.seconds_histogram import SecondsHistogram
 
-# name of the engine's statistic -> what it is; names without "_total" there, Prometheus adds it to counters
+# Name of the engine's statistic -> help text. Prometheus appends "_total" to the names of counters.
 COUNTERS = {
     "requests_finished": "Requests the engine has ended.",
     "prompt_tokens": "Tokens of prompts.",
@@ -32,7 +32,7 @@ COUNTERS = {
     "output_seconds": "Time taken to take in what came of them.",
     "restarts": "Times a replica was started anew.",
 }
-DEFERRED = "deferred_"  # begins the engine's statistics of work put off; the kind of work follows
+DEFERRED = "deferred_"  # prefix of the engine's statistics of deferred work; the kind of work follows
 GAUGES = {
     "requests_running": "Requests of which at least one sample runs.",
     "requests_waiting": "Requests waiting to run.",
@@ -50,14 +50,14 @@ REPLICA = "replica"
 
 
 class EngineStats(NamedTuple):
-    """The engine's statistics: of all replicas together, and of each by its number. Empty while it has none."""
+    """Statistics of the engine: for all replicas together, and for each by its number. Empty before it has started."""
 
     whole: Mapping[str, float] = {}
     replicas: Sequence[Mapping[str, float]] = ()
 
 
 class Metrics:
-    """Counters and histograms of the HTTP side, beside the engine's own statistics, as `stats` returns them."""
+    """Counters and histograms of the HTTP server, with the engine's own statistics as returned by `stats`."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
@@ -83,28 +83,28 @@ class Metrics:
         self.connections = Gauge("tok_connections", "Connections of clients.", registry=self._registry)
 
     def add(self, more: Collector) -> None:
-        """Renders these, too."""
+        """Render this collector's metrics, too."""
         self._registry.register(more)
 
     def ended(self, endpoint: str, status: int, seconds: float) -> None:
-        """Counts a request that was answered."""
+        """Count an answered request."""
         found = self._by_answer.get((endpoint, status))
-        if found is None:  # looked up once: that takes longer than to count
+        if found is None:  # cached: the lookup takes longer than the increment
             found = self._by_answer[endpoint, status] = self.requests.labels(endpoint, str(status))
         found.inc()
         self._seconds.observe(seconds, endpoint)
 
     def began(self, seconds: float) -> None:
-        """Counts the first token of a request, so long after that came."""
+        """Record a request's time to first token, in seconds."""
         self._first_token.observe(seconds)
 
     def refuse(self, limit: str | None) -> None:
-        """Counts what a limit has refused; None: it was no limit."""
+        """Count a request or connection refused by a limit; None: no limit was the reason."""
         if limit is not None:
             self.refused.labels(limit).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -122,7 +122,7 @@ class _EngineCollector(Collector):
 def _families(
     prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...], gauges: Mapping[str, str]
 ) -> Iterable[Metric]:
-    """Statistics by the value of the one label, if there is one: a family for each of those that are there."""
+    """Yield a family for each statistic that is present. `stats`: label value -> statistics; "" without labels."""
     for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, gauges)):
         for name, text in texts.items():
             family = kind(prefix + name, text, labels=labels)

@@ -14,14 +14,14 @@ from tok_server.observability.latency import Took
 
 @dataclass(slots=True)
 class RequestCounts:
-    """What is known of one HTTP request so far. Times are those of `time.monotonic`.
+    """State and cost of one HTTP request so far. Times are those of `time.monotonic`.
 
-    id            tells it apart from others, in the log and to its client
-    key           number of the API key that it came with; `auth.ANYONE`: none was needed
-    tenant        name of that key's owner for the engine; "": nobody in particular
-    queued        when the engine got it
+    id            identifies the request in the log and to its client
+    key           number of the API key it came with; `tok_server.http.auth.ANYONE`: none was needed
+    tenant        the engine's name for the key's owner; "": no owner
+    queued        when the engine had received all its prompts
     first_token   when its first token came
-    held_bytes    of its body, as far as it has been read
+    held_bytes    bytes of its body read so far
     failed        status of an error that happened after "200 OK" was sent
     """
 
@@ -39,7 +39,10 @@ class RequestCounts:
     failed: int | None = None
 
     def took(self, now: float) -> Took | None:
-        """How long it took, ending now; None: it made no tokens. A token's time is that of samples of mean length."""
+        """Return the durations of a request that ends now; None if it produced no tokens.
+
+        The time per token assumes that all samples have the mean length.
+        """
         if self.first_token is None:
             return None
         more = self.output_tokens / self.samples - 1 if self.samples else 0.0
@@ -48,17 +51,17 @@ class RequestCounts:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers."""
+        """Return the number of prompt and output tokens."""
         return self.prompt_tokens + self.output_tokens
 
     def submitted(self, streams: Sequence[RequestStream], drawn: int) -> None:
-        """The engine has got all prompts, `drawn` samples of each."""
+        """Record that the engine has received all prompts, with `drawn` samples of each."""
         self.queued = time.monotonic()
         self.samples += drawn * len(streams)
         self.prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
     def ended(self, streams: Iterable[RequestStream]) -> None:
-        """It is over, well or not: what it has cost is known."""
+        """Add the cost of streams that have ended, successfully or not."""
         for stream in streams:
             self.output_tokens += stream.output_tokens
             self.cached_tokens += stream.cached_tokens

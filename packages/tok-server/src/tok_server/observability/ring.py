@@ -1,4 +1,4 @@
-"""Ring: the last rows that were pushed, in memory that does not grow."""
+"""Ring: the most recent rows that were pushed, in constant memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = TypeVar("Kind", bound=np.generic)
 
 
 class Ring(Generic[Kind]):
-    """At most `size` rows of one shape."""
+    """Ring buffer of at most `size` rows of one shape."""
 
     def __init__(self, size: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
         self._rows: npt.NDArray[Kind] = np.zeros((size, *shape), dtype)
@@ -21,12 +21,12 @@ class Ring(Generic[Kind]):
         return min(self._pushed, len(self._rows))
 
     def push(self, row: npt.NDArray[Kind]) -> None:
-        """The oldest goes where there is no room."""
+        """Append a row, in place of the oldest one if the buffer is full."""
         self._rows[self._pushed % len(self._rows)] = row
         self._pushed += 1
 
     def rows(self) -> npt.NDArray[Kind]:
-        """Those that are there, the oldest first."""
+        """Return the rows, oldest first."""
         if self._pushed <= len(self._rows):
             return self._rows[: self._pushed]
         return np.roll(self._rows, -(self._pushed % len(self._rows)), axis=0)

@@ -9,12 +9,13 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+# Upper bounds of the buckets, in seconds.
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 NAMES = (*map(str, BOUNDS), "+Inf")
 
 
 class SecondsHistogram(Collector):
-    """One histogram, or one for each value of `label`. For one thread; others may collect."""
+    """A histogram, or one for each value of `label`. Only one thread may observe; others may collect."""
 
     def __init__(self, name: str, text: str, *, label: str | None = None) -> None:
         self._name, self._text = name, text
@@ -23,7 +24,7 @@ class SecondsHistogram(Collector):
         self._sums: dict[str, float] = dict.fromkeys(self._counts, 0.0)
 
     def observe(self, seconds: float, of: str = "") -> None:
-        """One more, of the label's value `of`."""
+        """Count an observation for the label value `of`."""
         counts = self._counts.get(of)
         if counts is None:
             counts = self._counts[of] = [0] * len(NAMES)

@@ -1,4 +1,4 @@
-"""Telemetry: a span a request, sent to an OpenTelemetry collector. Nothing of it is loaded unless that is asked for."""
+"""Telemetry: send a span per request to an OpenTelemetry collector. OpenTelemetry is imported only if it is enabled."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PATH = "/v1/traces"
 
 
 class Telemetry:
-    """Spans of requests on their way to a collector, in a thread of its own.
+    """Exporter that sends spans of requests to a collector, in a thread of its own.
 
-    endpoint  URL of the collector; without a path, `PATH` is taken
-    model     the name that spans tell
-    Errors: InvalidField("otlp_endpoint") for what is no URL, or where OpenTelemetry is not installed.
+    endpoint  URL of the collector; `PATH` is appended to a URL without a path
+    model     name of the model in the spans
+    Errors: InvalidField("otlp_endpoint") for an invalid URL, or if OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -41,7 +41,7 @@ class Telemetry:
         self._model = model
 
     def record(self, request: web.Request, endpoint: str, counts: RequestCounts, status: int) -> None:
-        """A request has ended, just now: its span, as part of the trace that its `traceparent` names."""
+        """Send the span of a request that ends now, as part of the trace that its `traceparent` names."""
         now = time.time_ns()
         later = time.monotonic()
 
@@ -72,7 +72,7 @@ class Telemetry:
         span.end(now)
 
     def close(self) -> None:
-        """Sends what has not been sent. Blocks for some seconds where the collector does not answer."""
+        """Send the remaining spans. Blocks for some seconds if the collector does not answer."""
         self._provider.shutdown()
 
     def _costs(self, counts: RequestCounts) -> dict[str, str | int]:
@@ -91,14 +91,14 @@ def _provider(url: str) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource.create({"service.name": "tok", "service.version": version("tok-server")})
-    # The server ends it itself, once it has answered everyone.
+    # The server shuts the provider down itself, after the last response.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=5)))
     return provider
 
 
 def _checked(endpoint: str) -> str:
-    """The URL to send to."""
+    """Return the URL to send spans to. Errors: InvalidField."""
     try:
         parts = urlsplit(endpoint)
         whole = parts.scheme in ("http", "https") and parts.hostname is not None

@@ -1,4 +1,4 @@
-"""The OpenAI API: completions, chats, responses, embeddings, models."""
+"""Serve the OpenAI API: completions, chats, responses, embeddings, tokenisation, models."""
 
 from __future__ import annotations
 

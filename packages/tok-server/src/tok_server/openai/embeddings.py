@@ -1,4 +1,4 @@
-"""/v1/embeddings: vectors that stand for texts."""
+"""Serve /v1/embeddings: embedding vectors of texts."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tok_server.wire import ApiError, Operation, elements, encode, filled, inval
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_INPUTS = 2048  # as OpenAI's
-NUMBERS_AT_ONCE = 4096  # written down at once
-MANY_NUMBERS = 65_536  # from which on the answer is written a piece at a time
+MAX_INPUTS = 2048  # inputs of a request; OpenAI's limit
+NUMBERS_AT_ONCE = 4096  # vector components up to which the event loop encodes an answer; beyond, a thread does
+MANY_NUMBERS = 65_536  # vector components beyond which an answer is written in pieces
 _TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
 _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJob:
-    """One HTTP request understood. `prompts`: token ids of each input; `ignored`: fields that nobody defines."""
+    """One parsed HTTP request. `prompts`: token ids of each input; `ignored`: paths of unknown fields."""
 
     model: str
     prompts: list[list[int]]
@@ -51,7 +51,7 @@ class EmbeddingJob:
     cache_salt: str | None = None
 
     async def embed(self, engine: AsyncEngine, tenant: str, *, share_prefixes: bool) -> list[EmbeddingOutput]:
-        """Return the embeddings, input by input, for `tenant`. Errors: ApiError, EngineError."""
+        """Compute the embeddings for `tenant`, one output per input. Errors: ApiError, EngineError."""
         salt = salted(tenant, self.cache_salt, share_prefixes=share_prefixes)
         options = {"dimensions": self.dimensions, "priority": self.priority, "cache_salt": salt}
         try:
@@ -60,11 +60,11 @@ class EmbeddingJob:
             raise self._refused(error) from error
 
     def whole(self, outputs: list[EmbeddingOutput]) -> bytes:
-        """The answer. To be called in a thread, unless it is a short one."""
+        """Encode the answer. Call this in a thread unless the answer is short."""
         return b"".join(self.pieces(outputs))
 
     def pieces(self, outputs: list[EmbeddingOutput]) -> Iterator[bytes]:
-        """The answer, a vector at a time."""
+        """Yield the encoded answer, one vector at a time."""
         tokens = sum(map(len, self.prompts))
         used = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
         vectors = (
@@ -80,14 +80,14 @@ class EmbeddingJob:
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """Vectors that stand for texts."""
+    """Embedding vectors of texts."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     short = len(body) <= MAX_LOOP_PROMPT_BYTES and _TOKEN_IDS.search(body) is not None
     engine, model = context.engine, context.settings.model_name
     job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
-    context.admit(request[COUNTS].tenant)  # since the request came, others have been read and submitted
+    context.admit(request[COUNTS].tenant)  # while this request was parsed, others may have been submitted
     counts = request[COUNTS]
     with in_time(request, context), context.having(counts.tenant, len(job.prompts)):
         outputs = await job.embed(context.engine, counts.tenant, share_prefixes=context.settings.share_prefixes)
@@ -102,7 +102,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
-    """The body as a job, inputs as token ids. Slow for long inputs. Errors: ApiError."""
+    """Parse the body into a job with inputs as token ids. Slow for long inputs. Errors: ApiError."""
     request, ignored = read(body, EmbeddingRequest, ())
     check_model(given(request.model), model)
     inputs = request.inputs()

@@ -1,4 +1,4 @@
-"""What may be asked of the model without HTTP: the body of a POST to one of these URLs, answered as a whole."""
+"""Compute whole answers to POST bodies without HTTP, at background priority (for lines of batches)."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from tok_server.settings import Formats, Limits
 from tok_server.wire import invalid
 
 BEHIND = 1 << 40
-"""Priority of what nobody waits for: whoever waits is served first."""
-APART = 1 << 32  # priorities of its own, above and below
+"""Base priority of background requests: the engine serves every interactive request before them."""
+APART = 1 << 32  # background priorities range from BEHIND - APART to BEHIND + APART
 
 
-GRAMMARS = 4  # of these that are compiled at once, so that those somebody waits for need not wait
+GRAMMARS = 4  # grammars of background requests compiled at once; the limit keeps interactive ones from waiting
 
 
 class BackgroundPriority:
-    """How many requests the engine has got that nobody waits for."""
+    """Counter of the background requests that are open in the engine."""
 
     def __init__(self) -> None:
         self.requests = 0
 
     @contextmanager
     def having(self, requests: int) -> Iterator[None]:
-        """So many more meanwhile."""
+        """Count `requests` more inside the `with` block."""
         self.requests += requests
         try:
             yield
@@ -63,14 +63,15 @@ class BackgroundPriority:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that can be asked.
+    """The served model, and how background requests to it are read and limited.
 
     model           the name under which it is served
     formats         how it writes tool calls and reasoning
-    max_n           most samples of a prompt
+    max_n           largest number of samples per prompt
     share_prefixes  whether tenants share cached prefixes
-    least           smallest priority that a body may ask for, among others of its kind; None: any
-    checks          taken while a grammar is compiled
+    least           smallest priority that a body may ask for, relative to other background requests; None: any
+    unhurried       counts the background requests that are open in the engine
+    checks          held while a grammar is compiled
     """
 
     engine: AsyncEngine
@@ -84,21 +85,21 @@ class ServedModel:
 
 
 class EndpointTask(Protocol):
-    """A body understood, ready to be computed; once more where that failed."""
+    """A parsed body, ready to be computed. `compute` may be called again after a failure."""
 
     @property
     def samples(self) -> int:
-        """How many it takes of those that can run at once."""
+        """Return the number of samples it runs, which counts against the samples that can run at once."""
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
-        """Waits for the model, on behalf of `tenant`. Returns what writes the answer, to be called in a thread.
+        """Compute the answer on behalf of `tenant`. Return a function that encodes it, to be called in a thread.
 
-        Errors: ApiError, EngineError. Leaving by an exception or cancelled ends what runs.
+        Errors: ApiError, EngineError. An exception or a cancellation aborts the engine requests.
         """
 
 
 class GenerationTask:
-    """Text generated for a body, behind all requests that somebody waits for. Errors: ApiError."""
+    """Text generation for one body, at background priority. Errors: ApiError."""
 
     def __init__(self, job: Job, form: Form, served: ServedModel) -> None:
         if job.stream:
@@ -114,11 +115,11 @@ class GenerationTask:
 
     @property
     def samples(self) -> int:
-        """All choices."""
+        """Return the number of samples of all prompts."""
         return len(self._job.prompts) * self._job.drawn
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
-        """Waits for all choices."""
+        """Generate all choices; return a function that encodes the answer."""
         job, engine = self._job, self._served.engine
         if job.params.grammar is not None:
             async with self._served.checks:
@@ -138,7 +139,7 @@ class GenerationTask:
 
 
 class EmbeddingTask:
-    """Embeddings for a body, behind all requests that somebody waits for."""
+    """Embeddings for one body, at background priority."""
 
     def __init__(self, job: EmbeddingJob, served: ServedModel) -> None:
         self._job = dataclasses.replace(job, priority=BEHIND)
@@ -146,11 +147,11 @@ class EmbeddingTask:
 
     @property
     def samples(self) -> int:
-        """All inputs."""
+        """Return the number of inputs."""
         return len(self._job.prompts)
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
-        """Waits for all vectors."""
+        """Compute all vectors; return a function that encodes the answer."""
         with self._served.unhurried.having(len(self._job.prompts)):
             shared = self._served.share_prefixes
             outputs = await self._job.embed(self._served.engine, tenant, share_prefixes=shared)
@@ -158,7 +159,7 @@ class EmbeddingTask:
 
 
 def behind(params: SamplingParams) -> SamplingParams:
-    """The same among others of its kind, but after every request that somebody waits for."""
+    """Move the priority behind all interactive requests, and keep the order among background requests."""
     own = max(-APART, min(params.priority, APART))
     return msgspec.structs.replace(params, priority=BEHIND + own)
 
@@ -190,4 +191,4 @@ ENDPOINTS: Mapping[str, Prepare] = {
     "/v1/responses": _response,
     "/v1/embeddings": _embeddings,
 }
-"""URL -> what understands a body sent there. Slow: for threads. Errors: ApiError."""
+"""URL -> function that parses a body sent there. Slow: call it in a thread. Errors: ApiError."""

@@ -1,4 +1,7 @@
-"""/v1/models: the one model that is served. Before it is, they answer 503: many wait for a server by asking them."""
+"""Serve /v1/models: the one served model.
+
+The endpoints answer 503 until the engine has started: clients poll them to wait for a server.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tok_server.wire import Operation, encode, json_of
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The models that are served: one."""
+    """The list of served models, which holds one model."""
     context = request.app[CONTEXT]
     context.await_start()
     body = encode(ModelList(data=[_model(context)]))

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a text or a chat is in tokens, and the text of tokens."""
+"""Serve /tokenize and /detokenize: the token ids of a text or a chat, and the text of token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_server.openai.generation import TokenTexts, check_model, given, read
 from tok_server.settings import Formats
 from tok_server.wire import Operation, encode, invalid, json_of, not_served
 
-MAX_MODEL_LENGTHS = 16  # times the model's length, that many tokens are made text at once
+MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model's length
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -31,7 +31,7 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_body(request, context)
     settings = context.settings
     found = await context.work(lambda: _tokens(body, context.engine, settings.model_name, settings.formats))
-    request[COUNTS].prompt_tokens += found.count  # against the rate limit of tokens
+    request[COUNTS].prompt_tokens += found.count  # counts against the token rate limit
     return web.Response(body=encode(found), content_type="application/json")
 
 
@@ -76,7 +76,7 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
 
 
 def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
-    """Return how many tokens there are, and their text."""
+    """Return the number of tokens, and the response with their text."""
     request, _ = read(body, DetokenizeRequest, ())
     check_model(given(request.model), model)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size

@@ -1,4 +1,4 @@
-"""/admin/: what an operator may ask of a running server. Wants the admin key (`tok_server.http.auth`)."""
+"""/admin/: operations on a running server, for clients with the admin key (`tok_server.http.auth`)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ log = logging.getLogger("tok.server")
 class RestartReplica(msgspec.Struct, frozen=True):
     """Query of `POST /admin/replicas/{number}/restart`.
 
-    drain  seconds that what the replica computes is given to end; left out: as long as any request may take, and none
-           where the replica is unresponsive
+    drain  seconds that the replica's open requests get to finish; absent: `request_timeout`, or 0 if the replica is
+           unresponsive
     """
 
     drain: float | None = None
 
 
 async def restart_replica(request: web.Request) -> web.Response:
-    """Starts a replica anew once it has ended what it computes; others get the new requests meanwhile.
+    """Restart a replica after its open requests have finished.
 
-    Answers when it serves again. With one replica only, new requests get 503 until then. `drain=SECONDS` bounds how
-    long it may compute on; 0 restarts it at once.
+    Answers when the replica serves again. Meanwhile the other replicas take new requests; with one replica only, new
+    requests get 503. `drain=SECONDS` limits the wait for open requests; 0 restarts the replica at once.
     """
     context = request.app[CONTEXT]
     context.await_start()
@@ -44,7 +44,7 @@ async def restart_replica(request: web.Request) -> web.Response:
         raise ApiError(409, f"replica {number} is {state} already", code="restarting")
     if drain is None:
         drain = 0.0 if state == "unresponsive" else context.settings.request_timeout
-    # Once begun it goes on, whether or not whoever asked for it waits.
+    # The restart continues even if the client that asked for it disconnects.
     restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=drain))
     context.background.add(restart)
     restart.add_done_callback(partial(_tell, context, number))

@@ -1,4 +1,4 @@
-"""/health and /ready: whether requests are taken now; /version: of what they are answered by."""
+"""/health and /ready: whether the server accepts requests; /version: the server's version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_server.wire import Operation, encode, json_of
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while requests are taken, else 503; the body says why, and how each replica does."""
+    """Report health: 200 while requests are accepted, else 503, with the reason and each replica's state."""
     context = request.app[CONTEXT]
     found = context.engine.health()
     replicas = [ReplicaReport(state=one.state, detail=one.detail) for one in found.replicas]
@@ -20,19 +20,19 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while requests are taken, else 503: in one word, for load balancers and probes."""
+    """Report readiness in one word, for load balancers and probes: 200 while requests are accepted, else 503."""
     context = request.app[CONTEXT]
     return _json(context, ReadyReport(ready=takes_requests(context), status=context.state))
 
 
 async def version_of_server(request: web.Request) -> web.Response:
-    """The server's version."""
+    """Return the server's version."""
     body = encode(VersionReport(version=version("tok-server")))
     return web.Response(body=body, content_type="application/json")
 
 
 def takes_requests(context: Context) -> bool:
-    """Whether a request that came now would be taken."""
+    """Return whether a request that arrives now would be accepted."""
     return context.ready and not context.draining and context.engine.health().ok
 
 

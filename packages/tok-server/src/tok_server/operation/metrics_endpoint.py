@@ -1,4 +1,4 @@
-"""/metrics: counters and gauges as Prometheus reads them."""
+"""/metrics: counters, gauges and histograms in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tok_server.wire import Operation, raw
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Metrics in Prometheus' text format."""
+    """Return metrics in Prometheus' text format."""
     body = request.app[CONTEXT].metrics.render()
     headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     return web.Response(body=body, headers=headers)

@@ -1,4 +1,4 @@
-"""/openapi.json: what is served here, in OpenAPI's terms."""
+"""/openapi.json: the OpenAPI description of the API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_server.wire import JSON, Media, Operation, document, encode
 
 
 class OpenAPIDocument:
-    """The document of one application, written when it is first asked for. `authorised`: clients must send a key."""
+    """The OpenAPI document of one application, encoded on its first request. `authorised`: clients must send a key."""
 
     def __init__(self, operations: Sequence[Operation], *, authorised: bool) -> None:
         self._operations = operations
@@ -20,7 +20,7 @@ class OpenAPIDocument:
 
     @cached_property
     def body(self) -> bytes:
-        """As JSON."""
+        """Return the document as JSON."""
         return encode(document(self._operations, version=version("tok-server"), authorised=self._authorised))
 
 
@@ -28,7 +28,7 @@ DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """This document."""
+    """Return this document."""
     return web.Response(body=request.app[DOCUMENT].body, content_type=JSON)
 
 

@@ -1,4 +1,4 @@
-"""Read generated text: reasoning, content, tool calls, answers to compare."""
+"""Parse generated text: reasoning, content, tool calls, and answers for `stop_when`."""
 
 from __future__ import annotations
 

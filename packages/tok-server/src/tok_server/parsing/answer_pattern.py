@@ -1,8 +1,7 @@
-"""AnswerPattern: where in a text its answer stands, as a client says who is not to be trusted.
+"""Extract the answer from a text with a regular expression of an untrusted client.
 
-Patterns are of RE2's kind, which never backtracks, and small; of texts the last bytes are read. What is left is time
-that grows with the text, and with its square only where a pattern that looks far ahead matches everywhere: that has a
-limit.
+RE2 never backtracks, patterns are limited in size, and only the last bytes of a text are searched. The search time is
+linear in the text, and quadratic only if a pattern that looks far ahead matches everywhere; a time limit ends that.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import re2
 from tok_server.wire import invalid
 
 MAX_PATTERN_CHARS = 512  # characters
-MAX_PROGRAM_INSTRUCTIONS = 2048  # instructions; a class of Unicode letters takes about 1200
-MEMORY = 1 << 20  # bytes that a pattern may take, compiled and while it is looked for
-WINDOW = 1 << 14  # bytes at the end of a text that are read
-MAX_SEARCH_SECONDS = 0.5  # for one text
+MAX_PROGRAM_INSTRUCTIONS = 2048  # instructions of a compiled pattern; a class of Unicode letters takes about 1200
+MEMORY = 1 << 20  # bytes of memory for a compiled pattern and its search
+WINDOW = 1 << 14  # bytes at the end of a text that are searched
+MAX_SEARCH_SECONDS = 0.5  # seconds per text
 PATTERN = "stop_when.pattern"
 
 
 class AnswerPattern:
-    """A regular expression of one group, which is the answer. Errors: ApiError."""
+    """A compiled regular expression whose single group is the answer. Errors: ApiError for an invalid pattern."""
 
     def __init__(self, pattern: str) -> None:
         if len(pattern) > MAX_PATTERN_CHARS:
@@ -32,14 +31,14 @@ class AnswerPattern:
 
     @property
     def size(self) -> int:
-        """Instructions of the program that looks for it: with a text's bytes, what that may take."""
+        """Return the number of compiled instructions; times a text's bytes, it estimates the work of a search."""
         return int(self._found.programsize)
 
     def answer(self, text: str) -> str | None:
-        """The answer in the last match that has one; None: there is none. Errors: ApiError where it takes too long."""
+        """Return the answer in the last match that has one, else None. Errors: ApiError if the search is too slow."""
         until = time.monotonic() + MAX_SEARCH_SECONDS
         answer = None
-        # A cut may go through a character: the bytes of it that are left match nothing.
+        # The cut may split a character: its remaining bytes match nothing.
         for found in self._found.finditer(text.encode()[-WINDOW:]):
             answer = found[1] if found[1] is not None else answer
             if time.monotonic() > until:

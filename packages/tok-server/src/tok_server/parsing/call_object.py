@@ -1,7 +1,7 @@
-"""CallObject: one call as models write it, `{"name": …, "arguments": {…}}`, checked while it is read.
+"""Parse one tool call, `{"name": …, "arguments": {…}}`, and check it while it is read.
 
 A text is a call only once the whole object has been read: the name of a tool, and arguments that are a JSON object.
-Until then it may turn out to be content.
+Until then the text may turn out to be content.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tok_server.parsing.json_scan import SPACE, JsonScanner
 ARGUMENTS = ("arguments", "parameters")
 IGNORED = ("type", "id")  # members that some models add
 NO_ARGUMENTS = "{}"
-_BORDER = re.compile(r'["\\\x00-\x1f]')  # a character that ends a string, or means something in it
+_BORDER = re.compile(r'["\\\x00-\x1f]')  # a character that ends a string, or has a special meaning in it
 
 
 class CallObject:
-    """Fed until `ended`, or until `feed` answers False: that character cannot be part of a call.
+    """Incremental parser of one call. Feed it until `ended`, or until `feed` returns False.
 
-    tools      names of what may be called
+    tools      names of the tools that may be called
     ended      the object is complete, and a call
-    name       of the tool, once known
+    name       the tool's name, once known
     arguments  a JSON object as text, once known
     """
 
@@ -33,11 +33,11 @@ class CallObject:
         self.arguments: str | None = None
         self._tools = tools
         self._scan = JsonScanner()
-        self._member: list[str] = []  # read so far of a key or of its value
-        self._key: str | None = None  # whose value is being read
+        self._member: list[str] = []  # text so far of a key or of its value
+        self._key: str | None = None  # key whose value is being read
 
     def run(self, text: str, at: int) -> int:
-        """Take the part of a string in `text` from `at` on that needs no look at each character; return its end."""
+        """Consume the part of a string in `text` from `at` on that needs no check of each character; return its end."""
         if not self._scan.in_plain_string:
             return at
         found = _BORDER.search(text, at)
@@ -47,7 +47,7 @@ class CallObject:
         return end
 
     def feed(self, character: str) -> bool:
-        """Whether the object, up to this character, can be a call."""
+        """Consume a character; return whether the object up to it can be a call."""
         scan = self._scan
         depth, in_string = scan.depth, scan.in_string
         if not depth and character != "{" and character not in SPACE:
@@ -87,8 +87,8 @@ class CallObject:
 
     def _take_arguments(self, value: str) -> bool:
         if self.arguments is not None:
-            return False  # there are arguments already
-        if value.startswith('"'):  # an object within a string
+            return False  # a second member with arguments
+        if value.startswith('"'):  # an object encoded as a string
             value = json.loads(value).strip() or NO_ARGUMENTS
         elif value == "null":
             value = NO_ARGUMENTS
@@ -102,9 +102,9 @@ class CallObject:
 
 
 def _is_object(text: str) -> bool:
-    """Whether a client that parses the text as JSON gets an object."""
+    """Return whether a client that parses the text as JSON gets an object."""
     try:
-        text.encode()  # JSON can name halves of UTF-16 pairs, which cannot be sent
+        text.encode()  # JSON escapes can yield lone surrogates, which cannot be sent
         return isinstance(json.loads(text, parse_constant=_refuse), dict)
     except (ValueError, RecursionError):
         return False

@@ -1,8 +1,8 @@
-"""CallParser: an answer's text, in pieces of any size, split into content and tool calls.
+"""Split an answer's text, which arrives in parts of any size, into content and tool calls.
 
-Any cutting of the text gives the same pieces, joined. A call comes out once all of it has been read, if its arguments
-are a JSON object. All else is content, unchanged, whether broken or cut off: no text is lost, but for the marks around
-calls and white space beside them.
+However the text is cut, the joined pieces are the same. A call is emitted once all of it has been read, if its
+arguments are a JSON object. All else is content, unchanged, including broken and incomplete calls. Only the marks
+around calls and the white space beside them are dropped.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, joined
 
 
 class CallParser(ABC):
-    """What all formats have in common; a format says where a call may begin. `tools`: names of what may be called."""
+    """Base of the parsers; a subclass finds where a call may begin. `tools`: names of the tools that may be called."""
 
     def __init__(self, tools: Container[str]) -> None:
         self._tools = tools
         self._call: CallObject | None = None
-        self._held: list[str] = []  # since the mark ahead of a call: content, if it is none
-        self._space = ""  # at the end of the content so far: dropped, if a call follows
+        self._held: list[str] = []  # text since the mark before a call: content if it is no call
+        self._space = ""  # white space at the end of the content so far: dropped if a call follows
         self._calls = 0
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """What has become certain now that `text` follows."""
+        """Consume `text`; return the pieces that are certain now."""
         at = 0
         while at < len(text):
             at = self._outside(text, at) if self._call is None else self._inside(self._call, text, at)
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """The rest: what might have become a call is content."""
+        """Return the remaining pieces: an incomplete call is content."""
         self._give_up()
         if not self._calls:
             self._out.append(Text(self._space))
@@ -41,14 +41,14 @@ class CallParser(ABC):
 
     @abstractmethod
     def _outside(self, text: str, at: int) -> int:
-        """Reads `text` from `at` on where no call is open. Returns where to go on."""
+        """Read `text` from `at` on while no call is open. Return the index at which to continue."""
 
     @abstractmethod
     def _ended(self) -> None:
-        """A call has ended."""
+        """Prepare for the text after a complete call."""
 
     def _begin(self) -> None:
-        """A call may begin here."""
+        """Start to parse a possible call."""
         self._call = CallObject(self._tools)
 
     def _inside(self, call: CallObject, text: str, at: int) -> int:
@@ -68,7 +68,7 @@ class CallParser(ABC):
         return at + 1
 
     def _give_up(self) -> None:
-        """The held text is content."""
+        """Turn the held text into content."""
         self._call = None
         held, self._held = "".join(self._held), []
         self._content(held)

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning: as set at the start, or as the chat template shows."""
+"""Determine the formats of tool calls and reasoning, from the settings or from the chat template."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CallFormat = Literal["hermes", "llama3"]
 
 
 def tool_call_format(formats: Formats, template: ChatTemplate) -> CallFormat | None:
-    """Return the format in which the model writes tool calls; None: they are not read."""
+    """Return the format in which the model writes tool calls; None: they are not parsed."""
     if formats.tool_calls != "auto":
         return None if formats.tool_calls == "none" else formats.tool_calls
     if template.mentions(hermes.OPEN):
         return "hermes"
-    # Llama 3's templates name the role of tool results so, and the object of a call in their instructions.
+    # Llama 3's templates mention the tag before calls, or the role of tool results, "ipython".
     return "llama3" if template.mentions(llama3.TAG) or template.mentions("ipython") else None
 
 
@@ -34,5 +34,5 @@ def writes_reasoning(formats: Formats, template: ChatTemplate) -> bool:
 
 
 def call_parser(kind: CallFormat, tools: Container[str]) -> CallParser:
-    """A parser for one sample."""
+    """Return a parser for one sample."""
     return HermesParser(tools) if kind == "hermes" else Llama3Parser(tools)

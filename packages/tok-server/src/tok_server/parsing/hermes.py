@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen models write them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+"""Parse calls of Hermes and Qwen models: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
-    """A call may begin anywhere; its closing mark may be missing, or come late."""
+    """Parser of Hermes calls. A call may begin anywhere; its closing mark may be missing, or come late."""
 
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)
-        self._mark = ""  # as far as it has been read
+        self._mark = ""  # part of a mark that has been read
         self._sought = OPEN
 
     def _outside(self, text: str, at: int) -> int:
@@ -44,7 +44,7 @@ class HermesParser(CallParser):
         return at
 
     def _whole(self) -> None:
-        """A mark has been read to its end."""
+        """Handle a mark that has been read completely."""
         if self._sought == OPEN:
             self._held = [OPEN]
             self._begin()

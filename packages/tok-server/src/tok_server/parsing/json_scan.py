@@ -1,6 +1,7 @@
-"""JsonScanner: one JSON value character by character, each accepted or not as soon as it is read.
+"""Check one JSON value character by character; each is accepted or rejected as soon as it is read.
 
-RFC 8259, but for control characters in strings, which models write and the caller may escape.
+The syntax is RFC 8259's, except that strings may hold control characters: models write them, and the caller may escape
+them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
 class JsonScanner:
-    """After `feed` has answered False, or with `done`, nothing more may be fed.
+    """Incremental checker of one JSON value. Feed nothing more once `feed` has returned False, or `done` is set.
 
-    depth      arrays and objects that are open
+    depth      number of open arrays and objects
     in_string  the next character belongs to a string
-    done       the value has ended; known for arrays, objects, strings and literals
+    done       the value has ended; known for arrays, objects, strings and literals, not for numbers
     """
 
     def __init__(self) -> None:
@@ -27,9 +28,9 @@ class JsonScanner:
         self._closers: list[str] = []
         self._step: Callable[[str], bool] = self._value
         self._is_key = False
-        self._digits = ""  # of the number, as far as it has been read
-        self._rest = ""  # of the literal, what is to come
-        self._hex = 0  # digits of \uXXXX to come
+        self._digits = ""  # of the number so far
+        self._rest = ""  # of the literal, still to come
+        self._hex = 0  # digits of \uXXXX still to come
 
     @property
     def depth(self) -> int:
@@ -37,7 +38,7 @@ class JsonScanner:
 
     @property
     def in_plain_string(self) -> bool:
-        """Whether it goes on, within a string, with anything but a quote or a backslash."""
+        """Return whether any character but a quote or a backslash continues the current string."""
         return self._step == self._string
 
     @property
@@ -45,7 +46,7 @@ class JsonScanner:
         return self._step in (self._string, self._escape, self._escape_hex)
 
     def feed(self, character: str) -> bool:
-        """Whether the value can go on with `character`."""
+        """Consume `character`; return whether the value can continue with it."""
         return self._step(character)
 
     def _value(self, character: str) -> bool:
@@ -141,7 +142,7 @@ class JsonScanner:
         return True
 
     def _end(self) -> None:
-        """A value has ended: one of a container's, or the whole."""
+        """Handle the end of a value: an element of a container, or the whole value."""
         self.done = not self._closers
         self._step = self._nothing if self.done else self._after
 

@@ -1,4 +1,4 @@
-"""Calls as Llama 3 models write them: a line's JSON `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`."""
+"""Parse calls of Llama 3 models: `{"name": …, "parameters": {…}}` on a line, optionally after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BORDER = re.compile(r"[\n<]")
 
 
 class Llama3Parser(CallParser):
-    """A call may begin at the beginning of a line, after the tag, or after another call and a semicolon."""
+    """Parser of Llama 3 calls. A call may begin a line, or follow the tag or another call and a semicolon."""
 
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)
-        self._mark = ""  # of the tag, as far as it has been read
-        self._gap: str | None = None  # after a call, what has been read of spaces and semicolons
-        self._at_start = True  # of a line
+        self._mark = ""  # part of the tag that has been read
+        self._gap: str | None = None  # white space and semicolons read since a call; None: not after a call
+        self._at_start = True  # only white space has been read of the line
 
     def _outside(self, text: str, at: int) -> int:
         if self._mark:

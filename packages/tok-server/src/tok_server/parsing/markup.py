@@ -1,4 +1,4 @@
-"""Markup: what the text of one chat's samples may hold beside content, so that it is told apart."""
+"""Describe the markup that the samples of a chat may hold beside content."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tok_server.parsing.formats import CallFormat
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """What markup a sample's text may hold.
+    """The markup that a sample's text may hold.
 
-    calls      how tool calls are written; None: they are not read
+    calls      format of tool calls; None: they are not parsed
     tools      names of the tools that may be called
-    parallel   there may be more than one call; otherwise those after the first are dropped
-    reasoning  think blocks are told apart
-    thinking   the prompt has opened the block
+    parallel   there may be more than one call; otherwise calls after the first are dropped
+    reasoning  think blocks are separated from content
+    thinking   the prompt has opened the think block
     """
 
     calls: CallFormat | None = None

@@ -1,4 +1,4 @@
-"""MessageReader: a chat sample's text, while it comes, as reasoning, content and tool calls."""
+"""Split a chat sample's text, as it arrives, into reasoning, content and tool calls; build messages of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SOURCE = random.Random()
 
 
 class MessageReader:
-    """Reads one sample. Any way of cutting its text gives the same pieces, joined."""
+    """Reader of one sample's text. However the text is cut, the joined pieces are the same."""
 
     def __init__(self, markup: Markup) -> None:
         self._thoughts = ReasoningReader(markup.thinking) if markup.reasoning else None
@@ -34,16 +34,16 @@ class MessageReader:
         self.calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """What has become certain now that `text` follows."""
+        """Consume `text`; return the pieces that are certain now."""
         return self._told(self._split(self._thoughts.feed(text) if self._thoughts else [Text(text)]))
 
     def finish(self) -> list[Piece]:
-        """The rest."""
+        """Return the remaining pieces."""
         pieces = self._split(self._thoughts.finish()) if self._thoughts else []
         return self._told(pieces + (self._parser.finish() if self._parser else []))
 
     def _split(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """With the content among them split into content and calls."""
+        """Return the pieces with their content split into content and calls."""
         found: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Text) and self._parser is not None:
@@ -53,7 +53,7 @@ class MessageReader:
         return found
 
     def _told(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Without what goes beyond the one call that is wanted."""
+        """Return the pieces without calls beyond the first, unless parallel calls are allowed."""
         found: list[Piece] = []
         for piece in pieces:
             self.calls += isinstance(piece, CallBegin)
@@ -69,7 +69,7 @@ class _Call:
 
 
 def message(pieces: Iterable[Piece]) -> ChatMessage:
-    """The whole message that the pieces of a sample make."""
+    """Build the whole message from a sample's pieces."""
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[_Call] = []
@@ -98,7 +98,7 @@ def _whole_call(call: _Call) -> FunctionToolCall:
 
 
 def message_delta(piece: Piece, calls: int) -> MessageDelta:
-    """What a streamed message gains by `piece`, which belongs to call number `calls`, from 1, if to any."""
+    """Return what a streamed message gains by `piece`. `calls`: number of its call, from 1, if it belongs to one."""
     match piece:
         case Text(text):
             return MessageDelta(content=text)

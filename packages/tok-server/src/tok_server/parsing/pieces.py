@@ -1,4 +1,4 @@
-"""Pieces: what a chat's answer is made of once its markup has been read."""
+"""Define the pieces into which a chat's answer is split once its markup has been parsed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content."""
+    """A stretch of content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Reasoning."""
+    """A stretch of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of the tool `name` begins; the arguments that follow are its own."""
+    """The beginning of a call of the tool `name`, to which the following `Arguments` belong."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the JSON text of the last call's arguments."""
+    """A further stretch of the last call's arguments, as JSON text."""
 
     text: str
 
@@ -39,7 +39,7 @@ Piece = Text | Thought | CallBegin | Arguments
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind put together, and without empty ones."""
+    """Merge neighbouring pieces of one kind, except `CallBegin`, and drop empty ones."""
     found: list[Piece] = []
     for kind, group in groupby(pieces, type):
         if kind is CallBegin:

@@ -1,7 +1,7 @@
-"""Reasoning in think blocks, as Qwen3 and its kind write it: told apart from what is said after it.
+"""Separate reasoning in think blocks, as Qwen3 and similar models write it, from the content after it.
 
-`<think>` begins the answer, or stands at the end of the prompt already; `</think>` ends the block. White space around
-reasoning is dropped, that between the block and the answer, too.
+`<think>` begins the answer, or already ends the prompt; `</think>` ends the block. White space around reasoning, and
+between the block and the content, is dropped.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 class _Place(Enum):
-    BEFORE = auto()  # nothing but white space and the beginning of the mark has come
+    BEFORE = auto()  # only white space and part of the opening mark so far
     THINKING = auto()
     BETWEEN = auto()  # white space after the block
     SAYING = auto()
 
 
 class ReasoningReader:
-    """An answer's text, in pieces of any size, split into reasoning and what is said.
+    """Splitter of an answer's text, which arrives in parts of any size, into reasoning and content.
 
-    thinking  the prompt has opened the block
-    thought   there is a block
+    thinking  the prompt has opened the think block
+    thought   the answer has a think block
     """
 
     def __init__(self, thinking: bool = False) -> None:
         self.thought = thinking
         self._opened = thinking
-        self._begun = False  # something has been thought
+        self._begun = False  # reasoning text has been emitted
         self._place = _Place.BEFORE
-        self._held = ""  # may yet be a mark, or white space at an end
+        self._held = ""  # text that may be part of a mark, or white space at an end
         self._out: list[Piece] = []
 
     @property
     def saying(self) -> bool:
-        """Whether all that comes is said."""
+        """Return whether all further text is content."""
         return self._place in (_Place.BETWEEN, _Place.SAYING)
 
     def feed(self, text: str) -> list[Piece]:
-        """What has become certain now that `text` follows."""
+        """Consume `text`; return the pieces that are certain now."""
         text = self._held + text
         self._held = ""
         while text and self._place is not _Place.SAYING:
@@ -55,7 +55,7 @@ class ReasoningReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """The rest."""
+        """Return the remaining pieces."""
         if self._place is _Place.BEFORE:
             self._out.append(Thought(self._held.strip()) if self._opened else Text(self._held))
         elif self._place is _Place.THINKING:
@@ -64,7 +64,7 @@ class ReasoningReader:
         return self._taken()
 
     def _read(self, text: str) -> str:
-        """Takes what can be told of `text`; the rest of it where the place has changed, else ""."""
+        """Consume the certain part of `text`. Return the rest of it if `_place` has changed, else an empty string."""
         match self._place:
             case _Place.BEFORE:
                 return self._before(text)
@@ -123,14 +123,14 @@ class ReasoningReader:
 
 
 def _mark_at_end(text: str) -> int:
-    """How many of the last characters may begin the closing mark."""
+    """Return how many of the last characters may begin the closing mark."""
     return next(
         (size for size in range(min(len(THINK_CLOSE) - 1, len(text)), 0, -1) if THINK_CLOSE.startswith(text[-size:])), 0
     )
 
 
 class ReasoningCounter:
-    """Counts a sample's tokens up to the end of its think block, the marks included; 0 where there is none."""
+    """Counter of a sample's tokens up to the end of its think block, marks included; 0 without a block."""
 
     def __init__(self, tokenizer: Tokenizer, thinking: bool) -> None:
         self._tokenizer = tokenizer
@@ -142,10 +142,10 @@ class ReasoningCounter:
         return self._seen if self._reader.thought else 0
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """More tokens of the sample."""
+        """Count more tokens of the sample."""
         for piece in self._tokenizer.pieces_of(token_ids, True):
             if self._reader.saying:
                 return
-            # A byte a character: marks are ASCII, and the cut may go through a character.
+            # Latin-1 maps each byte to a character: marks are ASCII, and tokens may split characters.
             self._reader.feed(piece.decode("latin-1"))
             self._seen += 1

@@ -16,12 +16,12 @@ from tok_server.parsing.answer_pattern import AnswerPattern
 from tok_server.parsing.markup import Markup
 from tok_server.parsing.message_reader import MessageReader, message
 
-MAX_LOOP_PATTERN_WORK = 200_000  # bytes × instructions that are looked through at once: a few milliseconds at worst
+MAX_LOOP_PATTERN_WORK = 200_000  # bytes × instructions that the event loop searches itself: a few milliseconds at worst
 
 
 @dataclass(frozen=True, slots=True)
 class StopWhenRule:
-    """What has to be known of `n` samples of a prompt. `markup`: what their texts hold beside content."""
+    """A condition on the answers of a prompt's `n` samples. `markup`: the markup that their texts may hold."""
 
     wanted: StopWhen
     pattern: AnswerPattern
@@ -29,7 +29,7 @@ class StopWhenRule:
     markup: Markup
 
     def answer(self, text: str) -> str | None:
-        """What a sample of this text answers: in what it says, not in what it thinks or calls."""
+        """Return the answer in a sample's content; reasoning and tool calls are not searched."""
         if self.markup:
             reader = MessageReader(self.markup)
             text = message(reader.feed(text) + reader.finish()).content or ""
@@ -37,7 +37,7 @@ class StopWhenRule:
 
 
 class AnswerTally:
-    """Votes by answer. `first` and `second`: what the most frequent answer and the next one have."""
+    """Votes by answer. `first` and `second`: votes of the most frequent answer and of the next one."""
 
     def __init__(self) -> None:
         self.votes: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class AnswerTally:
         self._leader: str | None = None
 
     def vote(self, answer: str) -> None:
-        """One more for this answer."""
+        """Count one more vote for this answer."""
         self.votes[answer] += 1
         votes = self.votes[answer]
         if answer == self._leader:
@@ -57,7 +57,7 @@ class AnswerTally:
 
 
 def enough(wanted: StopWhen, tally: AnswerTally, left: int) -> bool:
-    """Whether the condition is met while `left` samples may still vote."""
+    """Return whether the condition is met while `left` samples may still vote."""
     match wanted:
         case Distinct(count=count):
             return len(tally.votes) >= count
@@ -70,17 +70,17 @@ def enough(wanted: StopWhen, tally: AnswerTally, left: int) -> bool:
 
 
 class StopWhenJudge:
-    """Of one run of one prompt. `met`: enough is known."""
+    """Evaluator of a rule over one run of one prompt. `met`: the condition is met."""
 
     def __init__(self, rule: StopWhenRule) -> None:
         self._rule = rule
         self._tally = AnswerTally()
-        self._texts: dict[int, list[str]] = {}  # of samples that run
+        self._texts: dict[int, list[str]] = {}  # by running sample
         self._finished = self._cancelled = 0
         self.met = False
 
     async def take(self, batch: Sequence[Delta]) -> None:
-        """What samples have gained. Errors: ApiError."""
+        """Add the samples' new deltas, and count the answers of those that finished. Errors: ApiError."""
         texts = self._ended(batch)
         size = sum(map(len, texts)) * self._rule.pattern.size
         find = self._rule.answer
@@ -94,7 +94,7 @@ class StopWhenJudge:
             self._count(answer)
 
     def result(self) -> StopWhenResult:
-        """What is known."""
+        """Return the answers and counts so far."""
         return StopWhenResult(
             met=self.met,
             answers=dict(self._tally.votes.most_common()),
@@ -104,7 +104,7 @@ class StopWhenJudge:
         )
 
     def _ended(self, batch: Sequence[Delta]) -> list[str]:
-        """The texts of samples that have come to their own end."""
+        """Return the texts of samples that finished by themselves; count the cancelled ones."""
         found = []
         for delta in batch:
             self._texts.setdefault(delta.index, []).append(delta.text)
@@ -126,13 +126,13 @@ class StopWhenJudge:
 
 
 class JudgedOutput(RequestOutput, kw_only=True):
-    """A finished request whose samples have been judged."""
+    """A finished request with the result of its `stop_when` rule."""
 
     stop_when: StopWhenResult
 
 
 async def judged(stream: RequestStream, judge: StopWhenJudge) -> AsyncGenerator[tuple[int, list[Delta]]]:
-    """The stream's deltas as `streams.merged` gives them; ends the samples that still run once enough is known."""
+    """Yield the stream's deltas as `generation.streams.merged` does; end its running samples once the rule is met."""
     async for batch in stream.batches():
         await judge.take(batch)
         if judge.met:
@@ -141,7 +141,7 @@ async def judged(stream: RequestStream, judge: StopWhenJudge) -> AsyncGenerator[
 
 
 def output_of(stream: RequestStream, rule: StopWhenRule | None) -> Awaitable[RequestOutput]:
-    """Waits for the whole request; with a rule for as much of it as that needs, which gives a JudgedOutput."""
+    """Wait for the finished request. A rule ends its running samples once it is met, and gives a JudgedOutput."""
     return stream.output() if rule is None else _judged_output(stream, rule)
 
 
@@ -154,6 +154,6 @@ async def _judged_output(stream: RequestStream, rule: StopWhenRule) -> JudgedOut
 
 
 def result_of(outputs: Sequence[RequestOutput]) -> StopWhenResult | None:
-    """What the judge has found, if there was one."""
+    """Return the result of the `stop_when` rule, if there was one."""
     first = outputs[0]
     return first.stop_when if isinstance(first, JudgedOutput) else None

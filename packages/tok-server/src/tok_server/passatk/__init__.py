@@ -1,1 +1,1 @@
-"""pass@k: how likely it is that one of k samples solves a problem, over a file of problems."""
+"""pass@k: the probability that at least one of k samples solves a problem, estimated over a file of problems."""

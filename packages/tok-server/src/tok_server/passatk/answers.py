@@ -1,4 +1,4 @@
-"""Problems and their answers: reading JSONL in GSM8K's form, finding the answer in a text, comparing two answers."""
+"""Read problems from JSONL in GSM8K's form, extract answers from texts, and compare two answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class EvalTask:
 
 
 class FinalAnswerPattern:
-    """Where in a text its answer stands: a regular expression with at most one group, of which the last match counts.
+    """A regular expression with at most one group that finds the answer in a text; its last match counts.
 
-    Errors: ValueError for what is no such expression.
+    Errors: ValueError if `pattern` is no such expression.
     """
 
     def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
@@ -34,18 +34,20 @@ class FinalAnswerPattern:
             raise ValueError(f"answer pattern is {pattern!r}; allowed: at most one group")
 
     def find(self, text: str) -> str | None:
-        """The answer in normal form; None where the text gives none."""
+        """Return the text's answer in normal form; None if it has none."""
         matches = list(self._pattern.finditer(text))
         found = matches[-1].group(self._pattern.groups) if matches else None
         return (normalise(found) or None) if found else None
 
     def right(self, text: str, answer: str) -> bool:
-        """Whether the text's answer is `answer` (in normal form)."""
+        """Return whether the text's answer equals `answer` (in normal form)."""
         return self.find(text) == answer
 
 
 def normalise(answer: str) -> str:
-    """Normal form: a number without thousands' commas, end point and needless zeros; other texts stripped.
+    """Return the normal form of an answer.
+
+    Numbers lose a leading $, thousands separators, a trailing point and trailing zeros. Other texts are stripped.
 
     >>> normalise(" 1,250.0 "), normalise("72."), normalise("blue")
     ('1250', '72', 'blue')
@@ -61,10 +63,10 @@ def normalise(answer: str) -> str:
 
 
 def read_tasks(file: Path, pattern: FinalAnswerPattern, limit: int | None = None) -> list[EvalTask]:
-    """The problems of a JSONL file, at most `limit`: objects with strings "question" and "answer".
+    """Read at most `limit` problems of a JSONL file: objects with the strings "question" and "answer".
 
-    The answer is what the pattern finds in "answer", or all of it where the pattern finds nothing there.
-    Errors: ValueError that names file, line and field; OSError for a file that cannot be read.
+    The answer is what the pattern finds in "answer", or all of "answer" if the pattern finds nothing. Errors:
+    ValueError that names file, line and field; OSError for a file that cannot be read.
     """
     tasks: list[EvalTask] = []
     with file.open(encoding="utf-8") as lines:

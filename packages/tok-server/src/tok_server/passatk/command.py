@@ -1,4 +1,4 @@
-"""`tok pass-at-k`: its flags, and what it prints."""
+"""`tok pass-at-k`: its flags, and its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tok_server.passatk.run import Prompter, Report
 
 PLAIN_TEMPLATE = "Question: {question}\nAnswer:"
-"""For models without a chat template."""
+"""Prompt for models without a chat template."""
 
 
 EXAMPLES = """examples:
@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tok pass-at-k`."""
+    """Add the flags of `tok pass-at-k`."""
     parser.description = "Sample many answers a problem and show how many problems are solved (pass@k)."
     parser.epilog = EXAMPLES
     add = parser.add_argument
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit code. Errors: those of the engine."""
+    """Run the command. Returns the exit code. Errors: those of the engine."""
     _check(args)
     try:
         pattern = FinalAnswerPattern(args.answer_pattern)
@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace, tasks: list[EvalTask], pattern: FinalAnswerPa
 
 
 def make_prompter(engine: Engine, template: str | None) -> Prompter:
-    """How a question becomes a prompt: by `template`, else the model's chat template, else the plain form."""
+    """Return a function from question to prompt: by `template`, else the model's chat template, else the plain form."""
     tokenizer, chat = engine.tokenizer, engine.chat_template
     if template is not None or chat is None or tokenizer is None:
         text = template or PLAIN_TEMPLATE
@@ -121,7 +121,7 @@ def make_prompter(engine: Engine, template: str | None) -> Prompter:
 
 
 def print_report(report: Report) -> None:
-    """Prints throughput and the coverage table."""
+    """Print throughput and the coverage table."""
     answers = report.samples * len(report.right)
     seconds = max(report.seconds, 1e-9)
     print(

@@ -25,10 +25,10 @@ class Coverage:
 
 
 def estimate_pass_at_k(samples_P: npt.ArrayLike, right_P: npt.ArrayLike, k: int) -> Float64:
-    """Of each problem: 1 − C(n − c, k) / C(n, k), for n samples of which c are right. Shape [P].
+    """Return 1 − C(n − c, k) / C(n, k) for each problem, of whose n samples c are right. Shape [P].
 
-    Computed as a product of k ratios in [0, 1], so nothing overflows or cancels.
-    Errors: ValueError where not 1 ≤ k ≤ n or not 0 ≤ c ≤ n.
+    It is computed as a product of k ratios in [0, 1], so that nothing overflows or cancels. Errors: ValueError unless 1
+    ≤ k ≤ n and 0 ≤ c ≤ n.
     """
     samples, right = np.broadcast_arrays(np.asarray(samples_P, np.int64), np.asarray(right_P, np.int64))
     if k < 1 or (samples < k).any():
@@ -51,7 +51,7 @@ def coverage(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Coverage:
-    """Mean pass@k, and the percentile interval of a bootstrap over problems; the same for the same seed.
+    """Return mean pass@k and the percentile interval of a bootstrap over problems; equal seeds give equal results.
 
     Errors: ValueError as `estimate_pass_at_k`, for no problems, and for a confidence not between 0 and 1.
     """

@@ -1,4 +1,4 @@
-"""The coverage plot: pass@k over k, with its confidence band, as PNG."""
+"""Plot coverage as PNG: pass@k over k, with its confidence band."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE, _TEXT, _GRID = "#1f5fa8", "#333333", "#dddddd"
 
 
 def plot_coverage(rows: Sequence[Coverage], title: str, file: Path, marked: Sequence[int] = ()) -> None:
-    """Writes the plot to `file`. `rows` in order of k; those whose k is in `marked` get a dot and a figure.
+    """Write the plot to `file`. `rows` are in order of k; rows whose k is in `marked` get a dot and a figure.
 
     Errors: ValueError without rows.
     """

@@ -1,4 +1,4 @@
-"""A run: every problem sampled by the engine, every answer checked and written, coverage at the end."""
+"""Sample every problem with the engine, check and write every answer, and compute coverage at the end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LADDER = (1, 2, 5, 10, 20, 50, 100)
 ANSWERS, PLOT = "answers.jsonl", "coverage.png"
 
 Prompter = Callable[[str], str | list[int]]
-"""A question to its prompt: text, or token ids where special tokens are placed already."""
+"""Function from a question to its prompt: text, or token ids if special tokens are placed already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run found: right answers of each problem (in order), tokens generated, seconds, coverage over k."""
+    """The result of a run: right answers per problem (in order), tokens generated, seconds, coverage over k."""
 
     samples: int
     right: list[int]
@@ -46,10 +46,10 @@ def pass_at_k(
     title: str = "Coverage",
     progress: bool = True,
 ) -> Report:
-    """Samples every problem, writes `answers.jsonl` while going and `coverage.png` at the end into `out_dir`.
+    """Sample every problem; write `answers.jsonl` as answers arrive and `coverage.png` at the end, both into `out_dir`.
 
-    The noise of sample i of problem j depends on `seed` + j and i alone.
-    Errors: InvalidField before anything runs if a prompt cannot be served; EngineError.
+    The random numbers of sample i of problem j depend only on `seed` + j and i. Errors: InvalidField before anything
+    runs if a prompt cannot be served; EngineError.
     """
     prompts = [prompter(problem.question) for problem in problems]
     params = [
@@ -70,12 +70,12 @@ def pass_at_k(
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """The k of the coverage table: steps of the ladder, and all samples."""
+    """Return the k of the coverage table: the steps of the ladder, and the number of samples."""
     return sorted({*(k for k in LADDER if k <= samples), samples})
 
 
 def _plotted(samples: int) -> list[int]:
-    """About twelve k a decade, and those of the table: a smooth curve on a logarithmic axis."""
+    """Return about twelve k per decade and those of the table, for a smooth curve on a logarithmic axis."""
     spread = {round(10 ** (step / 12)) for step in range(12 * len(str(samples)))}
     return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples)})
 
@@ -83,7 +83,7 @@ def _plotted(samples: int) -> list[int]:
 def _record(
     lines: TextIO, index: int, problem: EvalTask, completions: Sequence[Completion], pattern: FinalAnswerPattern
 ) -> int:
-    """Writes the samples of one problem, one a line. Returns how many are right."""
+    """Write the samples of one problem, one per line. Returns how many are right."""
     count = 0
     for one in completions:
         found = pattern.find(one.text)

@@ -1,4 +1,4 @@
-"""What the server is told at its start: settings, limits, the model's markup."""
+"""Settings of the server at its start: options, limits, and the markup of the model's output."""
 
 from __future__ import annotations
 

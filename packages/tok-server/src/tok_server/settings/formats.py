@@ -1,4 +1,4 @@
-"""Formats: what the server is told of its model's markup."""
+"""Formats: settings for the markup of tool calls and reasoning in the model's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ReasoningParser = Literal["auto", "qwen3", "none"]
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """Which markup the model writes; auto: what the chat template shows (`tok_server.parsing.formats`)."""
+    """Markup that the model writes. "auto": detected from the chat template (`tok_server.parsing.formats`)."""
 
     tool_calls: ToolCallParser = "auto"
     reasoning: ReasoningParser = "auto"

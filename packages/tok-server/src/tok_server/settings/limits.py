@@ -1,4 +1,4 @@
-"""Limits: how much of anything the server takes, and for how long it waits; each a flag of `tok serve`."""
+"""Limits: bounds on what the server accepts and how long it waits; each is a flag of `tok serve`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ GIB = 1 << 30
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of anything the server takes, and for how long it waits. Checked when constructed (`InvalidField`).
+    """Bounds on sizes, counts and times. Validated when constructed (`InvalidField`).
 
-    max_connections      open at once; more are turned away with 503
+    max_connections      open connections; further ones are refused with 503
     max_header           bytes of the request line, and of each header line
-    max_body             bytes of a JSON body; what a body of so many may hold besides: `json_limits`
-    max_bodies           bytes of all bodies that are held at once; requests beyond are turned away with 503
+    max_body             bytes of a JSON body; `tok_server.wire.json_limits` bounds its structure
+    max_bodies           bytes of all bodies held at once; further requests are refused with 503
     max_file             bytes of an uploaded file
-    data_quota           bytes of all files and answers of batches in the data directory; None: any
-    max_unread           bytes that a stream holds for a client which does not read it; beyond, it is ended
-    max_n                samples of one prompt, at most those that the engine takes
-    min_client_priority  smallest `priority` that clients may ask for; requests of a smaller one preempt others
-    max_queued           prompts of clients that wait for the engine at once, lines of batches aside; while so many do,
-                         further requests are turned away with 429, but for those of keys that have less than their part
-                         of as many open
-    rate_limit_requests  requests a minute that one key may send, lines of batches aside; None: any
-    rate_limit_tokens    tokens a minute, of prompts and answers, that one key may cause, batches aside; None: any
-    header_timeout       seconds in which a request's line and headers must have arrived, once begun
-    body_timeout         seconds in which a request's body must have arrived
-    write_timeout        seconds in which a client must take a part of its answer, `connections.LEAST_TAKEN` bytes
+    data_quota           bytes of all files and batch answers in the data directory; None: unlimited
+    max_unread           bytes buffered of a stream whose client does not read; beyond, the stream is ended
+    max_n                samples of one prompt, at most the engine's own limit
+    min_client_priority  smallest `priority` that clients may ask for; requests of smaller priority preempt others
+    max_queued           client prompts waiting for the engine at once, batch lines excluded. At the limit, further
+                         requests are refused with 429, except for keys with fewer open prompts than an equal share
+    rate_limit_requests  requests per minute and key, batch lines excluded; None: unlimited
+    rate_limit_tokens    prompt and output tokens per minute and key, batches excluded; None: unlimited
+    header_timeout       seconds in which a request's line and headers must arrive, once begun
+    body_timeout         seconds in which a request's body must arrive
+    write_timeout        seconds in which a client must take `tok_server.http.MIN_READ_BYTES` bytes of its response
     idle_timeout         seconds after which a connection without a request is closed
     request_timeout      seconds in which a request must be answered
-    drain_timeout        seconds that open requests are given to end when the server is asked to stop
+    drain_timeout        seconds that open requests get to finish when the server is asked to stop
     """
 
     max_connections: int = 16_384
@@ -86,11 +85,11 @@ COUNTS = {
     "rate_limit_requests": "requests a minute",
     "rate_limit_tokens": "tokens a minute",
 }
-MAX_CLIENT_PRIORITY = (1 << 31) - 1  # far below the numbers of lines of batches: no client comes behind these
+MAX_CLIENT_PRIORITY = (1 << 31) - 1  # far below the priorities of batch lines, which come after every client
 MIN_VALUES = {
-    "max_header": 1024,  # bytes: less, and usual requests do not pass
+    "max_header": 1024,  # bytes; less would refuse ordinary requests
     "max_queued": 0,
-    "max_unread": 4096,  # bytes: less, and usual streams do not pass
+    "max_unread": 4096,  # bytes; less would end ordinary streams
     "min_client_priority": -MAX_CLIENT_PRIORITY,
 }
 SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "request_timeout")

@@ -1,4 +1,4 @@
-"""Settings: everything the server is told at its start that the engine need not know."""
+"""Settings: all start options of the server that the engine does not need."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from tok_server.settings.limits import Limits
 
 
 class Settings(Limits, frozen=True, kw_only=True):
-    """Everything the server is told at its start, its limits included. Checked when constructed (`InvalidField`).
+    """All start options of the server, including its limits. Validated when constructed (`InvalidField`).
 
     model_name       the name under which the model is served
-    host, port       where to listen; port 0: any free one
-    api_keys         keys one of which clients must send as bearer token; none: everyone is served
+    host, port       address to listen on; port 0: any free one
+    api_keys         keys of which clients must send one as bearer token; none: every client is served
     share_prefixes   whether prompts of different API keys share cached prefixes
-    admin_key        the key for /admin/; None: nobody is served there
+    admin_key        the key for /admin/; None: /admin/ is not served
     allow_origins    origins whose web pages may use the server from a browser; "*": all
-    allowed_hosts    names by which the server is asked beside localhost and addresses (`Host`); "*": any. Without any,
-                     a server on a loopback address answers to no other name, one on another address to every name
-    tls_cert         PEM file with the server's certificate and those that lead to its authority; None: plain HTTP
-    tls_key          PEM file with its key; None: it is in `tls_cert`
-    data_dir         where files and batches are kept; None: there are none
-    otlp_endpoint    URL of an OpenTelemetry collector that spans are sent to; None: there are none
+    allowed_hosts    `Host` names accepted besides localhost and IP addresses; "*": any. If empty, a server on a
+                     loopback address accepts no other name, a server on any other address every name
+    tls_cert         PEM file with the server's certificate and its chain; None: plain HTTP
+    tls_key          PEM file with the certificate's key; None: it is in `tls_cert`
+    data_dir         directory of files and batches; None: the server has neither
+    otlp_endpoint    URL of an OpenTelemetry collector that spans are sent to; None: no spans
     formats          how the model writes tool calls and reasoning
     """
 
@@ -58,6 +58,6 @@ class Settings(Limits, frozen=True, kw_only=True):
 
 
 def _check_key(field: str, key: str) -> None:
-    # A key with spaces around it could never be sent: headers lose them.
+    # A key with spaces around it could never be sent: HTTP strips them from headers.
     if not (key.isascii() and key.isprintable() and key and key == key.strip()):
         raise InvalidField(field, "***", "printable ASCII of at least one character, without spaces around it")

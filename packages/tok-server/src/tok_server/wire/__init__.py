@@ -1,4 +1,4 @@
-"""JSON over HTTP: bodies, fields, errors, and how answers are written."""
+"""JSON over HTTP: request bodies, query parameters, errors, and encoding of responses."""
 
 from __future__ import annotations
 

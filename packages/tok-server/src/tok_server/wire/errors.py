@@ -1,8 +1,8 @@
-"""ApiError: what went wrong with one HTTP request, in the shape OpenAI's clients understand.
+"""ApiError: an error response to an HTTP request, in the shape that OpenAI's clients understand.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-`param` names the field, as a path where it lies deeper ("messages[1].content").
+`param` names the field, as a path if it is nested ("messages[1].content").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_SERVED = 501
 class ApiError(Exception):
     """A request that cannot be answered: HTTP status and the error object's four members.
 
-    `limit`: which of the server's limits says so, as `tok_server.settings.limits` names it, if it is one of them.
+    `limit`: name of the limit that refused the request, as in `tok_server.settings.limits`; None: another reason.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class ApiError(Exception):
         self.limit = limit
 
     def body(self) -> bytes:
-        """The error object as JSON."""
+        """Return the error object as JSON."""
         error = ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code)
         return encode(ErrorResponse(error=error))
 
     def response(self) -> web.Response:
-        """The whole HTTP response."""
+        """Return the whole HTTP response."""
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400: the request says something that is not allowed."""
+    """Return a 400: the request contains something that is not allowed."""
     return ApiError(400, message, param=param, code=code)
 
 
 def not_served(message: str, code: str) -> ApiError:
-    """501: this server has not what is asked for, however often; clients are told so, who try 5xx again otherwise."""
+    """Return a 501: this server does not offer the feature. A header stops clients' usual retries of 5xx."""
     return ApiError(NOT_SERVED, message, code=code, headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503: the engine cannot answer now; clients may try again."""
+    """Return a 503: the engine cannot answer now; clients may retry."""
     return ApiError(503, message, kind=SERVER, code=code, headers={"Retry-After": "1"})
 
 
@@ -81,9 +81,9 @@ def limited(
     code: str | None = None,
     retry_after: float | None = None,
 ) -> ApiError:
-    """More than one of the server's limits allows; `limit` is its name, and that of its flag.
+    """Return the error of a request beyond one of the server's limits; `limit` is its name and that of its flag.
 
-    retry_after  seconds after which it may be otherwise; None: it will not
+    retry_after  seconds after which a retry may succeed; None: no retry will
     """
     headers = {} if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
     kind = kind or (SERVER if status >= 500 else INVALID)
@@ -92,13 +92,13 @@ def limited(
 
 
 def internal(request_id: str) -> ApiError:
-    """500: a defect of the server. What happened is in its log, not in the answer."""
+    """Return a 500: a defect of the server. Its log has the details, the response has not."""
     message = f"internal error; the server's log has more under request {request_id}"
     return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
 def of_exception(error: Exception, request_id: str) -> ApiError:
-    """The ApiError that stands for any exception which a handler may end with."""
+    """Return the ApiError for any exception that a handler may raise."""
     match error:
         case ApiError():
             return error
@@ -117,7 +117,7 @@ def of_exception(error: Exception, request_id: str) -> ApiError:
 
 
 def too_large(most: int | None) -> ApiError:
-    """413: a body of more than `most` bytes."""
+    """Return a 413: a body of more than `most` bytes."""
     message = "the body is too large" if most is None else f"the body has more than {most} bytes"
     return limited("max_body", 413, message, code="request_too_large")
 

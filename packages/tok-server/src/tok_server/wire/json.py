@@ -1,4 +1,4 @@
-"""JSON with paths: bytes to wire types, where an error names the field, and wire types to bytes."""
+"""Decode JSON to wire types, with errors that name the field, and encode wire types to JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class BadJson(ValueError):
-    """Bytes that are no JSON, or JSON of the wrong types; `path` names the member ("messages[0].role")."""
+    """Invalid JSON, or JSON of the wrong types; `path` names the member ("messages[0].role")."""
 
     def __init__(self, path: str | None, message: str) -> None:
         super().__init__(f"{path}: {message}" if path else message)
@@ -27,7 +27,7 @@ class BadJson(ValueError):
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """`data` as a `kind`. Errors: BadJson."""
+    """Return `data` decoded as `kind`. Errors: BadJson."""
     try:
         return decoder(kind).decode(data)
     except msgspec.ValidationError as error:
@@ -39,7 +39,7 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def _located(message: str, kind: type) -> BadJson:
-    """The error with its path: msgspec's, the missing field's, or the field that the message begins with."""
+    """Return the error with its path: msgspec's, the missing field's, or the field that the message begins with."""
     found = _AT.match(message)
     what, path = (found["what"], _named(found["path"])) if found else (message, "")
     missing = _MISSING.match(what)
@@ -52,7 +52,7 @@ def _located(message: str, kind: type) -> BadJson:
 
 
 def _named(path: str) -> str:
-    """The path as errors name it; keys of a mapping are "[...]" to the decoder, so it ends at the mapping."""
+    """Return the path as errors name it. msgspec writes keys of a mapping as "[...]": the path ends at the mapping."""
     return path.partition("[...]")[0].removeprefix(".")
 
 

@@ -1,7 +1,7 @@
-"""Limits on the shape of a JSON body, checked on its bytes before anything is decoded.
+"""Limit the structure of a JSON body by scanning its bytes before anything is decoded.
 
-The decoder holds the interpreter until a whole body is decoded, and each string, object and array costs it far more
-than the three bytes that one takes. Within these limits a body holds up the event loop for less than 100 ms.
+The decoder holds the GIL until a whole body is decoded. Each string, object and array costs it far more than the three
+bytes that one takes. Within these limits, a body blocks the event loop for less than 100 ms.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import numpy as np
 
 from tok_server.wire.errors import ApiError, invalid
 
-MAX_MEMBERS = 70_000  # strings (keys too), objects and arrays: 65,536 prompts as text, and some more
-MAX_VALUES = 1 << 20  # separated by commas: the token ids of the longest prompts
-MAX_NESTING = 128  # arrays and objects within each other
-PIECE = 1 << 18  # bytes looked at together: other threads run in between
+MAX_MEMBERS = 70_000  # strings (keys too), objects and arrays: enough for 65,536 text prompts and some more
+MAX_VALUES = 1 << 20  # values separated by commas: enough for the token ids of the longest prompts
+MAX_NESTING = 128  # levels of nested arrays and objects
+PIECE = 1 << 18  # bytes scanned together: other threads run in between
 
 QUOTE, BACKSLASH = b'"\\'
-# The meaning of a byte outside of strings for the nesting; `COMMA` differs from all that change it.
+# Change of the nesting depth by each byte outside of strings; `COMMA` marks a comma, which does not change it.
 COMMA = 2
 MEANING = np.zeros(256, np.int8)
 MEANING[list(b"[{")], MEANING[list(b"]}")], MEANING[ord(",")] = 1, -1, COMMA
 
 
 def check_json(body: bytes) -> None:
-    """Raise ApiError (400) for a body of more members, more values or deeper nesting than is decoded."""
+    """Raise ApiError (400) for a body with too many members, too many values or too deep nesting."""
     if len(body) > 2 * MAX_MEMBERS or body.count(b"{") + body.count(b"[") > MAX_NESTING:
         _Scan().run(body)
 
 
 class _Scan:
-    """Counts strings, containers, commas and nesting, piece by piece. Of no valid JSON it counts too few."""
+    """Counter of strings, containers, commas and nesting, piece by piece. For valid JSON, no count is too low."""
 
     def __init__(self) -> None:
         self._strings = self._containers = self._commas = self._depth = 0
         self._in_string = 0
-        self._backslashes = 0  # at the end of the pieces so far
+        self._backslashes = 0  # trailing ones of the pieces so far
 
     def run(self, body: bytes) -> None:
-        """Read `body`. Errors: ApiError (400)."""
+        """Scan `body`. Errors: ApiError (400)."""
         for start in range(0, len(body), PIECE):
             self._take(np.frombuffer(body, np.uint8, min(PIECE, len(body) - start), start))
 
@@ -46,7 +46,7 @@ class _Scan:
         marks = MEANING[piece].nonzero()[0]
         outside = (np.searchsorted(quotes, marks) + self._in_string) % 2 == 0
         meaning = MEANING[piece[marks[outside]]]
-        self._strings += len(quotes)  # each of two quotes
+        self._strings += len(quotes)  # counts quotes: two per string
         self._in_string = (self._in_string + len(quotes)) % 2
         self._containers += int((meaning == 1).sum())
         self._commas += int((meaning == COMMA).sum())
@@ -56,7 +56,7 @@ class _Scan:
         self._check(int(depth.max(initial=0)))
 
     def _unescaped_quotes(self, piece: np.ndarray) -> np.ndarray:
-        """Return the places of the quotes that an even number of backslashes precedes."""
+        """Return the positions of the quotes that an even number of backslashes precedes."""
         plain = (piece != BACKSLASH).nonzero()[0]
         quotes: np.ndarray = (piece == QUOTE).nonzero()[0]
         if len(plain) < len(piece) or self._backslashes:

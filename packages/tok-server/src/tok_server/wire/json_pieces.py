@@ -1,4 +1,4 @@
-"""Write large JSON answers piece by piece, so that neither one piece nor its encoding holds up other requests.
+"""Write large JSON responses piece by piece, so that neither a piece nor its encoding blocks other requests.
 
 The envelope is encoded with empty lists, and cut where their elements belong:
 
@@ -14,19 +14,19 @@ from tok_server.wire.json import encode
 
 T = TypeVar("T")
 
-PIECE = 1 << 17  # bytes that are sent together, at least
-ENTRIES = 256  # of log-probabilities that are encoded together: each may have 20 likely tokens, in all 500 KB
+PIECE = 1 << 17  # bytes sent together, at least
+ENTRIES = 256  # log-probability entries encoded together: each may have 20 top tokens, 500 KB in all
 
 
 def split(envelope: bytes, name: str) -> tuple[bytes, bytes]:
-    """Cut an encoded object in the first empty list called `name`. No string can hold that: its quotes are escaped."""
+    """Cut an encoded object in the first empty list called `name`. Strings cannot match: their quotes are escaped."""
     mark = b'"%b":[' % name.encode()
     at = envelope.index(mark + b"]") + len(mark)
     return envelope[:at], envelope[at:]
 
 
 def filled(envelope: bytes, lists: Iterable[tuple[str, Iterable[bytes]]]) -> Iterator[bytes]:
-    """Yield the object with the elements of its empty lists, which are named in the order of its members."""
+    """Yield the object with its empty lists filled. `lists` names them in the order of the object's members."""
     for name, elements in lists:
         before, envelope = split(envelope, name)
         yield before
@@ -43,7 +43,7 @@ def separated(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def elements(parts: Iterable[list[T]]) -> Iterator[bytes]:
-    """Yield the elements of the lists as those of one list, encoded a list at a time."""
+    """Yield the elements of all lists as one list's elements, encoding one list at a time."""
     return separated((encode(part)[1:-1],) for part in parts if part)
 
 
@@ -53,7 +53,7 @@ def slices(values: list[T], size: int = ENTRIES) -> Iterator[list[T]]:
 
 
 def taken(values: list[T], size: int = ENTRIES) -> Iterator[list[T]]:
-    """Yield the values, `size` at a time, and free them: freeing millions at once holds the interpreter."""
+    """Yield the values, `size` at a time, and free them: freeing millions at once holds the GIL."""
     values.reverse()
     while values:
         part = values[-size:]
@@ -63,7 +63,7 @@ def taken(values: list[T], size: int = ENTRIES) -> Iterator[list[T]]:
 
 
 def free(values: list[T] | None) -> None:
-    """Empty the list, some values at a time."""
+    """Empty the list gradually: freeing millions of values at once holds the GIL."""
     while values:
         del values[-64 * ENTRIES :]
 

@@ -1,4 +1,4 @@
-"""Operation: what answers a URL, and what that says of itself at /openapi.json; routes and document come from one list.
+"""Operation: one endpoint of the API; routes and /openapi.json are made from the same operations.
 
 A module of endpoints has a tuple `OPERATIONS` beside its handlers, which `tok_server.app` joins:
 
@@ -7,8 +7,8 @@ A module of endpoints has a tuple `OPERATIONS` beside its handlers, which `tok_s
         Operation("GET", "/v1/things", list_things, query=ListThings, answers={200: json_of(ThingList)}, errors=(400,)),
     )
 
-Routes are made of them, so that no URL of the API is served that the document does not have; the dashboard is no part
-of it. Types are the wire's own structs.
+Every URL of the API is therefore in the document. The dashboard is not part of the API. Schemas come from the wire's
+own structs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Json = dict[str, object]
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-# Of every operation: no HTTP, no key, a page not allowed, slow or large headers, too many, a defect, no engine.
+# Of every operation: malformed HTTP, no key, forbidden origin, slow or large headers, too many, a defect, no engine.
 COMMON_ERRORS = (400, 401, 403, 408, 429, 431, 500, 503)
-BODY_ERRORS = (413, 415, 504)  # of every operation with a body: large, packed, not answered in time
+BODY_ERRORS = (413, 415, 504)  # of every operation with a body: too large, unsupported encoding, not answered in time
 
 _PARAMETER = re.compile(r"\{(?P<name>\w+)(:[^{}]*)?\}")
 _SCHEMAS = "#/components/schemas/"
@@ -39,7 +39,7 @@ _SCHEMAS = "#/components/schemas/"
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """A body: content type, and either a type of the wire or a JSON schema of its own."""
+    """A body: its content type, and either a wire type or a JSON schema."""
 
     content_type: str
     kind: object | None = None
@@ -47,17 +47,17 @@ class Media:
 
 
 def json_of(kind: object) -> tuple[Media, ...]:
-    """JSON of a wire type."""
+    """Return the media of a JSON body of a wire type."""
     return (Media(JSON, kind),)
 
 
 def json_or_events(kind: object) -> tuple[Media, ...]:
-    """JSON of a wire type, or server-sent events where the request asks for a stream."""
+    """Return the media of JSON of a wire type, or of server-sent events for requests with `stream`."""
     return (Media(JSON, kind), Media(EVENTS, schema={"type": "string"}))
 
 
 def raw(content_type: str) -> tuple[Media, ...]:
-    """Bytes or text that no type describes."""
+    """Return the media of bytes or text without a type."""
     return (Media(content_type, schema={"type": "string"}),)
 
 
@@ -67,10 +67,10 @@ class Operation:
 
     path     as the router takes it: "/v1/models/{id}", or with a pattern "/v1/models/{id:.+}"
     handler  the first line of its docstring is the summary
-    request  content types of the body; empty: there is none
-    answers  status -> content types, of answers that are no errors
-    errors   statuses of OpenAI-shaped errors beside `COMMON_ERRORS` and, with a body, `BODY_ERRORS`
-    query    struct whose fields are the parameters of the query, all optional ones with defaults
+    request  content types of the body; empty: no body
+    answers  status -> content types, of responses that are not OpenAI-shaped errors
+    errors   statuses of OpenAI-shaped errors besides `COMMON_ERRORS` and, with a body, `BODY_ERRORS`
+    query    struct whose fields are the query parameters; optional ones have defaults
     """
 
     method: str
@@ -82,23 +82,23 @@ class Operation:
     query: type[msgspec.Struct] | None = None
 
     def route(self) -> web.RouteDef:
-        """For `Application.add_routes`."""
+        """Return the route for `Application.add_routes`."""
         return web.route(self.method, self.path, self.handler)
 
     @property
     def url(self) -> str:
-        """The path without patterns."""
+        """Return the path without patterns."""
         return _PARAMETER.sub(r"{\g<name>}", self.path)
 
     @property
     def all_errors(self) -> tuple[int, ...]:
-        """Every status of an error."""
+        """Return the statuses of all errors."""
         of_body = BODY_ERRORS if self.request else ()
         return tuple(sorted({*COMMON_ERRORS, *of_body, *self.errors} - self.answers.keys()))
 
 
 def document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:
-    """The OpenAPI 3.1 document. `authorised`: clients must send a key."""
+    """Return the OpenAPI 3.1 document. `authorised`: clients must send a key."""
     kinds = [kind for one in operations for kind in _kinds(one)]
     schemas, components = msgspec.json.schema_components(
         [*kinds, ErrorResponse], schema_hook=_schema_of, ref_template=_SCHEMAS + "{name}"
@@ -131,7 +131,7 @@ def _key(kind: object) -> str:
 
 def _schema_of(kind: type) -> Json:
     if kind is object:
-        return {"description": "any JSON value"}  # msgspec takes an empty schema for none
+        return {"description": "any JSON value"}  # msgspec treats an empty schema as none
     raise NotImplementedError(kind)
 
 

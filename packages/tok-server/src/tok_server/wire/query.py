@@ -1,4 +1,4 @@
-"""What a URL's query says, as a struct: every parameter known, every value of its type."""
+"""Decode a URL's query parameters into a struct; refuse unknown, repeated and mistyped ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 
 
 def read_query(request: web.Request, kind: type[Q]) -> Q:
-    """The query as a `kind`. Errors: ApiError 400 naming the parameter."""
+    """Return the query as a `kind`. Errors: ApiError 400 naming the parameter."""
     given = dict(request.query)
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     for name in given:
@@ -22,7 +22,7 @@ def read_query(request: web.Request, kind: type[Q]) -> Q:
             raise invalid(name[:80], f"{name[:80]!r} is no parameter of this URL; allowed: {', '.join(known)}")
         if len(request.query.getall(name)) > 1:
             raise invalid(name, f"{name} is there twice; allowed: once")
-    decoder(kind)  # makes what the conversion needs of the type, safely
+    decoder(kind)  # prepares the type under a lock: the conversion is then safe in any thread
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

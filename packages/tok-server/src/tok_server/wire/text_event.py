@@ -1,4 +1,4 @@
-"""TextEvent: the server-sent event of a choice that gained nothing but text, written once but for that text."""
+"""TextEvent: the server-sent event of a choice that only gains text, encoded once except for the text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 from tok_server.wire.json import encode
 
-MARK = "\0text\0"  # names of models and ids hold no such character
+MARK = "\0text\0"  # stands for the text; names of models and ids do not contain NUL
 QUOTED = encode(MARK)
 
 
 class TextEvent:
-    """Of one choice. Most events of a stream are like it: all but the text is the same in each.
+    """Template for the events of one choice. Most events of a stream differ only in their text.
 
-    chunk  the chunk by which the choice gains a text
+    chunk  returns the chunk by which the choice gains a text
     """
 
     __slots__ = ("_after", "_before")
@@ -25,5 +25,5 @@ class TextEvent:
         self._before, self._after = b"data: " + before, after + b"\n\n"
 
     def of(self, text: str) -> bytes:
-        """The event."""
+        """Return the event for `text`."""
         return self._before + encode(text) + self._after

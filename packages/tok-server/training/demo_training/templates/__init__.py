@@ -1,4 +1,4 @@
-"""Every template: a function from draws to a problem of two to four steps."""
+"""All templates: functions that make a problem of two to four steps from a ProblemSampler."""
 
 from __future__ import annotations
 

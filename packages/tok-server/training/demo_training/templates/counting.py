@@ -1,4 +1,4 @@
-"""Problems about how many there are: groups, shares, comparisons."""
+"""Problems about counts: groups, shares, comparisons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from demo_training.words import PLACES, PLANTS
 
 
 def sharing(draw: ProblemSampler) -> WordProblem:
-    """Some arrive, some go, and the rest is shared equally."""
+    """Return a problem in which some things arrive, some go, and the rest is shared equally."""
     who, thing, friends = draw.person(), draw.thing(), draw.number(3, 9)
     each, gone = draw.number(12, 80), draw.some()
     start = draw.number(8, each * friends)
@@ -24,7 +24,7 @@ def sharing(draw: ProblemSampler) -> WordProblem:
 
 
 def collections(draw: ProblemSampler) -> WordProblem:
-    """One has several times as many as another, a third one fewer."""
+    """Return a problem in which one person has several times as many things as another, and a third has fewer."""
     (a, b), third, thing = draw.pair(), draw.pick(("brother", "cousin", "friend", "sister")), draw.thing()
     n, times = draw.some(), draw.number(2, 12)
     fewer = draw.number(3, n - 2)
@@ -46,7 +46,7 @@ def collections(draw: ProblemSampler) -> WordProblem:
 
 
 def garden(draw: ProblemSampler) -> WordProblem:
-    """Rows of plants, some of which do not come up, and a few more."""
+    """Return a problem about rows of plants, some of which do not grow, and a few more."""
     who, plant = draw.person(), draw.pick(PLANTS)
     rows, each, more = draw.few(), draw.some(), draw.some()
     planted = rows * each
@@ -62,7 +62,7 @@ def garden(draw: ProblemSampler) -> WordProblem:
 
 
 def classroom(draw: ProblemSampler) -> WordProblem:
-    """A trip that every pupil pays for, and the bus."""
+    """Return a problem about a trip that every pupil pays for, and the bus."""
     boys, girls, price, bus = draw.number(8, 48), draw.number(8, 48), draw.number(6, 29), draw.many()
     place = draw.pick(PLACES)
     pupils = boys + girls
@@ -77,7 +77,7 @@ def classroom(draw: ProblemSampler) -> WordProblem:
 
 
 def farm(draw: ProblemSampler) -> WordProblem:
-    """Eggs of some days, packed into boxes after some are kept."""
+    """Return a problem about the eggs of some days, packed into boxes after some are kept."""
     who, hens, eggs, days = draw.person(), draw.few(), draw.number(2, 6), draw.number(3, 9)
     size = draw.pick((6, 8, 10, 12))
     daily = hens * eggs
@@ -96,7 +96,7 @@ def farm(draw: ProblemSampler) -> WordProblem:
 
 
 def parking(draw: ProblemSampler) -> WordProblem:
-    """Free places after arrivals and departures."""
+    """Return a problem about free places after arrivals and departures."""
     levels, each, came = draw.number(4, 19), draw.some(), draw.number(40, 190)
     places = levels * each
     left = draw.number(3, came - 2)

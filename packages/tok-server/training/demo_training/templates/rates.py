@@ -7,7 +7,7 @@ from demo_training.words import TREATS, VEHICLES
 
 
 def travelling(draw: ProblemSampler) -> WordProblem:
-    """Two legs at two speeds; the distance, or what is left of a longer trip."""
+    """Return a problem about two legs at two speeds: the distance, or the rest of a longer trip."""
     what, hours, more = draw.pick(VEHICLES), draw.number(3, 14), draw.number(3, 14)
     speed, slower = draw.number(30, 85), draw.number(20, 70)
     first, second = hours * speed, more * slower
@@ -26,7 +26,7 @@ def travelling(draw: ProblemSampler) -> WordProblem:
 
 
 def ages(draw: ProblemSampler) -> WordProblem:
-    """Ages by comparison, now and in some years."""
+    """Return a problem about ages by comparison, now and in some years."""
     (a, b), age, older, times = draw.pair(), draw.number(3, 14), draw.number(2, 12), draw.number(2, 4)
     later = draw.number(3, 25)
     kin = draw.pick(("aunt", "coach", "neighbor", "teacher", "uncle"))
@@ -42,7 +42,7 @@ def ages(draw: ProblemSampler) -> WordProblem:
 
 
 def baking(draw: ProblemSampler) -> WordProblem:
-    """Trays of treats, some eaten, the rest packed into boxes."""
+    """Return a problem about trays of treats: some are eaten, the rest are packed into boxes."""
     who, treat, trays, each = draw.person(), draw.pick(TREATS), draw.few(), draw.number(12, 64)
     size = draw.number(3, 9)
     total = trays * each
@@ -59,7 +59,7 @@ def baking(draw: ProblemSampler) -> WordProblem:
 
 
 def reading(draw: ProblemSampler) -> WordProblem:
-    """A book read at one pace, then at another."""
+    """Return a problem about a book read at one pace, then at another."""
     who, days, daily = draw.person(), draw.few(), draw.some()
     pace, more = draw.number(8, 48), draw.number(3, 19)
     read, rest = days * daily, pace * more
@@ -74,7 +74,7 @@ def reading(draw: ProblemSampler) -> WordProblem:
 
 
 def tank(draw: ProblemSampler) -> WordProblem:
-    """Water that flows out by the hour and is filled up again."""
+    """Return a problem about water that flows out by the hour and is filled up again."""
     hours, flow, added = draw.few(), draw.number(8, 64), draw.some()
     out = hours * flow
     start = out + draw.many()

@@ -7,7 +7,7 @@ from demo_training.words import JOBS, PLACES, WANTED
 
 
 def shopping(draw: ProblemSampler) -> WordProblem:
-    """Two purchases: the cost of both, or the change."""
+    """Return a problem about two purchases: the cost of both, or the change."""
     who, (a, b) = draw.person(), draw.two(("books", "bags", "caps", "cups", "lamps", "pens", "shirts", "toys"))
     n, m, price, other = draw.few(), draw.few(), draw.some(), draw.number(6, 49)
     first, second = n * price, m * other
@@ -29,7 +29,7 @@ def shopping(draw: ProblemSampler) -> WordProblem:
 
 
 def saving(draw: ProblemSampler) -> WordProblem:
-    """Weekly savings on top of what is there already, and one purchase."""
+    """Return a problem about weekly savings, money saved before, and one purchase."""
     who, item = draw.person(), draw.pick(WANTED)
     start, weekly, weeks = draw.some(), draw.some(), draw.few()
     saved = weekly * weeks
@@ -48,7 +48,7 @@ def saving(draw: ProblemSampler) -> WordProblem:
 
 
 def earning(draw: ProblemSampler) -> WordProblem:
-    """Hours a day, days, an hourly wage and a bonus."""
+    """Return a problem about hours a day, days, an hourly wage and a bonus."""
     who, where = draw.person(), draw.pick(JOBS)
     hours, days, wage, bonus = draw.number(3, 9), draw.number(3, 18), draw.number(9, 38), draw.some()
     worked = hours * days
@@ -64,7 +64,7 @@ def earning(draw: ProblemSampler) -> WordProblem:
 
 
 def halving(draw: ProblemSampler) -> WordProblem:
-    """Half of the money is spent, then a few things are bought from the rest."""
+    """Return a problem in which half of the money is spent, then a few things are bought from the rest."""
     who, thing = draw.person(), draw.thing()
     n, price = draw.few(), draw.number(6, 48)
     cost = n * price
@@ -80,7 +80,7 @@ def halving(draw: ProblemSampler) -> WordProblem:
 
 
 def tickets(draw: ProblemSampler) -> WordProblem:
-    """Tickets of two prices, sold on one day."""
+    """Return a problem about tickets of two prices, sold on one day."""
     place, a, b = draw.pick(PLACES), draw.some(), draw.some()
     adult = draw.number(8, 36)
     child = draw.number(3, adult - 2)

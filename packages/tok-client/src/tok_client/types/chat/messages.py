@@ -1,4 +1,4 @@
-"""The messages of a chat request, told apart by their `role`, and the parts of a content, by their `type`."""
+"""The messages of a chat request, distinguished by `role`, and the parts of their content, distinguished by `type`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImagePart(Wire, frozen=True, kw_only=True, tag_field="type", tag="image_ur
 
 
 class AudioPart(Wire, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
-    """A sound, inline."""
+    """Inline audio."""
 
     type: ClassVar[Literal["input_audio"]] = "input_audio"
     input_audio: JSONObject
@@ -93,7 +93,7 @@ class DeveloperMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="d
 
 
 class UserMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="user"):
-    """What the user says."""
+    """A message of the user."""
 
     role: ClassVar[Literal["user"]] = "user"
     content: str | list[TextPart | ImagePart | AudioPart | FilePart]
@@ -101,7 +101,7 @@ class UserMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="user")
 
 
 class AssistantMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
-    """What the model said; without content where it called tools. `reasoning_content`: what it thought before."""
+    """An answer of the model; without content if it called tools. `reasoning_content` is the reasoning before it."""
 
     role: ClassVar[Literal["assistant"]] = "assistant"
     content: Maybe[str | list[TextPart | RefusalPart]] = UNSET
@@ -114,7 +114,7 @@ class AssistantMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="a
 
 
 class ToolMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="tool"):
-    """What a tool answered to the call `tool_call_id`."""
+    """The result of the tool call `tool_call_id`."""
 
     role: ClassVar[Literal["tool"]] = "tool"
     content: str | list[TextPart]
@@ -122,7 +122,7 @@ class ToolMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="tool")
 
 
 class FunctionMessage(Wire, frozen=True, kw_only=True, tag_field="role", tag="function"):
-    """What a function answered (the deprecated form of a tool message)."""
+    """The result of a function call (the deprecated form of a tool message)."""
 
     role: ClassVar[Literal["function"]] = "function"
     content: str | None

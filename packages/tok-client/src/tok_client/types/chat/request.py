@@ -1,4 +1,4 @@
-"""The chat completion request: every field of OpenAI's reference, so that a server can refuse one by name."""
+"""The chat completion request with every field of OpenAI's reference, so that a server can refuse one by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from tok_client.types.common import GenerationRequest
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of `POST /chat/completions`.
 
-    `logprobs` asks for each token's log-probability, `top_logprobs` for those of so many most likely tokens.
-    `max_completion_tokens` is the newer name of `max_tokens`. Fields that a text engine has no use for are
-    here in outline only (objects are not looked into).
+    logprobs               requests each token's log-probability
+    top_logprobs           k: adds those of the k most likely tokens
+    max_completion_tokens  newer name of `max_tokens`
 
-    Beyond OpenAI's reference: `chat_template_kwargs`, variables for the model's chat template (enable_thinking);
-    `add_generation_prompt`, false where the prompt shall end without the beginning of an answer; and
-    `continue_final_message`, where the answer shall go on from the last message, the assistant's own.
+    Fields that a text engine does not use are declared loosely: their objects are not validated.
 
-    ValueError (decoding: msgspec.ValidationError): `messages` is empty.
+    Beyond OpenAI's reference:
+
+    chat_template_kwargs    variables for the model's chat template (enable_thinking)
+    add_generation_prompt   false: the prompt ends without the beginning of an answer
+    continue_final_message  the answer continues the last message, which is the assistant's
+
+    ValueError (when decoding: msgspec.ValidationError): `messages` is empty.
     """
 
     messages: list[Message]

@@ -1,4 +1,4 @@
-"""The chat completion, and the chunk that carries what it gained when streamed."""
+"""The chat completion, and the chunks of a streamed one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_client.types.stop_when import StopWhenResult
 
 
 class TopLogprob(Wire, frozen=True, kw_only=True):
-    """One of the most likely tokens. −inf is sent as −9999.0, for JSON has none."""
+    """One of the most likely tokens. −inf is sent as −9999.0, because JSON has no infinity."""
 
     token: str
     logprob: float
@@ -19,7 +19,7 @@ class TopLogprob(Wire, frozen=True, kw_only=True):
 
 
 class ChatTokenLogprob(Wire, frozen=True, kw_only=True):
-    """One token: text, log-probability (natural), bytes, and the most likely tokens at its place."""
+    """One token: text, log-probability (natural), bytes, and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -35,9 +35,9 @@ class ChatLogprobs(Wire, frozen=True, kw_only=True):
 
 
 class ChatMessage(Wire, frozen=True, kw_only=True):
-    """What the model answered. It may be sent back as a message of the next request.
+    """The model's answer. It may be sent back as a message of the next request.
 
-    `reasoning_content`: what it thought before, where the server tells that apart.
+    `reasoning_content` is the reasoning before it, if the server separates the two.
     """
 
     role: str = "assistant"
@@ -51,7 +51,7 @@ class ChatMessage(Wire, frozen=True, kw_only=True):
 
 
 class ChatChoice(Wire, frozen=True, kw_only=True):
-    """One sample. `finish_reason` is "stop", "length", "tool_calls" or "stop_when" (and others elsewhere)."""
+    """One sample. `finish_reason` is "stop", "length", "tool_calls" or "stop_when"; other servers send others, too."""
 
     index: int
     message: ChatMessage
@@ -61,7 +61,10 @@ class ChatChoice(Wire, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Wire, frozen=True, kw_only=True):
-    """Response of `POST /chat/completions`. `created` is in seconds since 1970; `prompt_logprobs` as asked for."""
+    """Response of `POST /chat/completions`. `created` is in seconds since 1970.
+
+    `prompt_logprobs` and `stop_when` are set if requested.
+    """
 
     id: str
     object: str = "chat.completion"
@@ -78,14 +81,14 @@ class ChatCompletion(Wire, frozen=True, kw_only=True):
 
 
 class FunctionCallDelta(Wire, frozen=True, kw_only=True):
-    """What a function call gained."""
+    """New parts of a function call."""
 
     name: Maybe[str] = UNSET
     arguments: Maybe[str] = UNSET
 
 
 class ToolCallDelta(Wire, frozen=True, kw_only=True):
-    """What the tool call number `index` gained."""
+    """New parts of the tool call number `index`."""
 
     index: int
     id: Maybe[str] = UNSET
@@ -94,7 +97,7 @@ class ToolCallDelta(Wire, frozen=True, kw_only=True):
 
 
 class Delta(Wire, frozen=True, kw_only=True):
-    """What a message gained: its role in the first chunk, then text."""
+    """New parts of a message: its role in the first chunk, then text."""
 
     role: Maybe[str] = UNSET
     content: Maybe[str] = UNSET
@@ -105,7 +108,7 @@ class Delta(Wire, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Wire, frozen=True, kw_only=True):
-    """What one sample gained; `finish_reason` is set on its last chunk."""
+    """New parts of one sample; `finish_reason` is set on its last chunk."""
 
     index: int
     delta: Delta
@@ -117,7 +120,7 @@ class ChunkChoice(Wire, frozen=True, kw_only=True):
 class ChatCompletionChunk(Wire, frozen=True, kw_only=True):
     """One event of a streamed chat completion. `usage` is null on chunks before the one that carries it.
 
-    `stop_when`, where it is asked for, comes with the last chunk.
+    `stop_when`, if requested, comes with the last chunk.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what the model may call, and whether it shall."""
+"""The tools of a chat request: functions that the model may call, and the choice between them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
 
 
 class FunctionDefinition(Wire, frozen=True, kw_only=True):
-    """A function: its name, what it does, and the JSON schema of its arguments.
+    """A function: its name, its description, and the JSON schema of its arguments.
 
-    `strict` asks for arguments that follow the schema in any case.
+    `strict` requests arguments that always follow the schema.
     """
 
     name: str
@@ -40,28 +40,28 @@ class FunctionName(Wire, frozen=True, kw_only=True):
 
 
 class NamedFunction(Wire, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """The choice of one function."""
+    """A tool choice that forces one function."""
 
     type: ClassVar[Literal["function"]] = "function"
     function: FunctionName
 
 
 class NamedCustom(Wire, frozen=True, kw_only=True, tag_field="type", tag="custom"):
-    """The choice of one custom tool."""
+    """A tool choice that forces one custom tool."""
 
     type: ClassVar[Literal["custom"]] = "custom"
     custom: FunctionName
 
 
 class ToolSubset(Wire, frozen=True, kw_only=True):
-    """Some of the tools, by name: the model may call them ("auto") or calls one of them ("required")."""
+    """Some of the tools, by name: the model may call them ("auto") or must call one of them ("required")."""
 
     mode: Literal["auto", "required"]
     tools: list[JSONObject]
 
 
 class AllowedTools(Wire, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """The choice among some of the tools."""
+    """A tool choice among some of the tools."""
 
     type: ClassVar[Literal["allowed_tools"]] = "allowed_tools"
     allowed_tools: ToolSubset

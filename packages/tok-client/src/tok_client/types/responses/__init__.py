@@ -1,4 +1,4 @@
-"""The Responses API: input items, answers, events."""
+"""The Responses API: input items, responses, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of a streamed response, told apart by their `type`; `sequence_number` counts them from 0."""
+"""The events of a streamed response, distinguished by `type`; `sequence_number` counts them from 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tok_client.types.responses.response import AnyItem, AnyPart, Response
 
 
 class ResponseCreated(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.created"):
-    """The response has begun."""
+    """Event: the response has begun."""
 
     type: ClassVar[Literal["response.created"]] = "response.created"
     sequence_number: int
@@ -18,7 +18,7 @@ class ResponseCreated(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
 
 
 class ResponseInProgress(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.in_progress"):
-    """It is being computed."""
+    """Event: the response is being computed."""
 
     type: ClassVar[Literal["response.in_progress"]] = "response.in_progress"
     sequence_number: int
@@ -26,7 +26,7 @@ class ResponseInProgress(Wire, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class ResponseCompleted(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.completed"):
-    """It has come to its own end."""
+    """Event: the response ended by itself."""
 
     type: ClassVar[Literal["response.completed"]] = "response.completed"
     sequence_number: int
@@ -34,7 +34,7 @@ class ResponseCompleted(Wire, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ResponseIncomplete(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.incomplete"):
-    """It has ended early."""
+    """Event: the response ended early."""
 
     type: ClassVar[Literal["response.incomplete"]] = "response.incomplete"
     sequence_number: int
@@ -42,7 +42,7 @@ class ResponseIncomplete(Wire, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class ResponseFailed(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.failed"):
-    """It could not go on."""
+    """Event: the response failed."""
 
     type: ClassVar[Literal["response.failed"]] = "response.failed"
     sequence_number: int
@@ -50,7 +50,7 @@ class ResponseFailed(Wire, frozen=True, kw_only=True, tag_field="type", tag="res
 
 
 class OutputItemAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_item.added"):
-    """An item begins."""
+    """Event: an item begins."""
 
     type: ClassVar[Literal["response.output_item.added"]] = "response.output_item.added"
     sequence_number: int
@@ -59,7 +59,7 @@ class OutputItemAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
 
 
 class OutputItemDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_item.done"):
-    """An item has ended."""
+    """Event: an item has ended."""
 
     type: ClassVar[Literal["response.output_item.done"]] = "response.output_item.done"
     sequence_number: int
@@ -68,7 +68,7 @@ class OutputItemDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="res
 
 
 class ContentPartAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.content_part.added"):
-    """A part of an item's content begins."""
+    """Event: a part of an item's content begins."""
 
     type: ClassVar[Literal["response.content_part.added"]] = "response.content_part.added"
     sequence_number: int
@@ -79,7 +79,7 @@ class ContentPartAdded(Wire, frozen=True, kw_only=True, tag_field="type", tag="r
 
 
 class ContentPartDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.content_part.done"):
-    """A part of an item's content has ended."""
+    """Event: a part of an item's content has ended."""
 
     type: ClassVar[Literal["response.content_part.done"]] = "response.content_part.done"
     sequence_number: int
@@ -90,7 +90,7 @@ class ContentPartDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
 
 
 class OutputTextDelta(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_text.delta"):
-    """What a message gained."""
+    """Event: new text of a message."""
 
     type: ClassVar[Literal["response.output_text.delta"]] = "response.output_text.delta"
     sequence_number: int
@@ -102,7 +102,7 @@ class OutputTextDelta(Wire, frozen=True, kw_only=True, tag_field="type", tag="re
 
 
 class OutputTextDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.output_text.done"):
-    """The whole text of a message."""
+    """Event: the whole text of a message."""
 
     type: ClassVar[Literal["response.output_text.done"]] = "response.output_text.done"
     sequence_number: int
@@ -114,7 +114,7 @@ class OutputTextDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="res
 
 
 class ReasoningTextDelta(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
-    """What was thought."""
+    """Event: new reasoning text."""
 
     type: ClassVar[Literal["response.reasoning_text.delta"]] = "response.reasoning_text.delta"
     sequence_number: int
@@ -125,7 +125,7 @@ class ReasoningTextDelta(Wire, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class ReasoningTextDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="response.reasoning_text.done"):
-    """All that was thought."""
+    """Event: the whole reasoning text."""
 
     type: ClassVar[Literal["response.reasoning_text.done"]] = "response.reasoning_text.done"
     sequence_number: int
@@ -138,7 +138,7 @@ class ReasoningTextDone(Wire, frozen=True, kw_only=True, tag_field="type", tag="
 class FunctionCallArgumentsDelta(
     Wire, frozen=True, kw_only=True, tag_field="type", tag="response.function_call_arguments.delta"
 ):
-    """What a call's arguments gained."""
+    """Event: new text of a call's arguments."""
 
     type: ClassVar[Literal["response.function_call_arguments.delta"]] = "response.function_call_arguments.delta"
     sequence_number: int
@@ -150,7 +150,7 @@ class FunctionCallArgumentsDelta(
 class FunctionCallArgumentsDone(
     Wire, frozen=True, kw_only=True, tag_field="type", tag="response.function_call_arguments.done"
 ):
-    """A call's whole arguments."""
+    """Event: a call's whole arguments."""
 
     type: ClassVar[Literal["response.function_call_arguments.done"]] = "response.function_call_arguments.done"
     sequence_number: int

@@ -1,4 +1,4 @@
-"""What a response is made from: the request to `/responses`, and the items of a conversation in its `input`."""
+"""The request to `/responses`, and the conversation items of its `input`."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class OutputRefusalPart(Wire, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ReasoningTextPart(Wire, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: ClassVar[Literal["reasoning_text"]] = "reasoning_text"
     text: str
 
 
 class SummaryTextPart(Wire, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
-    """A summary of what a model thought."""
+    """A summary of a model's reasoning."""
 
     type: ClassVar[Literal["summary_text"]] = "summary_text"
     text: str
@@ -82,14 +82,14 @@ InputPart = (
 
 
 class InputItem(Wire, frozen=True, kw_only=True):
-    """An item of the conversation so far. `type` says which; without one it is a message.
+    """An item of the conversation so far. `type` gives its kind; an item without a type is a message.
 
     message               role, and content: text or parts of it
-    function_call         call_id, name, arguments: what the model called
-    function_call_output  call_id, output: what it was answered
-    reasoning             content: what the model thought before the items that follow
+    function_call         call_id, name, arguments: a call that the model made
+    function_call_output  call_id, output: the result of the call
+    reasoning             content: the model's reasoning before the items that follow
 
-    Items of a response's `output` are such items: ids and states in them are not looked at.
+    Items of a response's `output` are valid input items; their ids and states are ignored.
     """
 
     type: str = "message"
@@ -109,7 +109,7 @@ class InputItem(Wire, frozen=True, kw_only=True):
 
 
 class ResponseTool(Wire, frozen=True, kw_only=True):
-    """A tool; those of type "function" have the other members."""
+    """A tool; the other fields apply to tools of type "function"."""
 
     type: str
     name: Maybe[str] = UNSET
@@ -128,7 +128,7 @@ class ResponseToolChoice(Wire, frozen=True, kw_only=True):
 
 
 class ResponseFormatConfig(Wire, frozen=True, kw_only=True):
-    """What the text must be: any ("text"), a JSON object ("json_object"), or what follows `schema` ("json_schema")."""
+    """Form of the text: any ("text"), a JSON object ("json_object"), or JSON that follows `schema` ("json_schema")."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Maybe[str] = UNSET
@@ -138,14 +138,14 @@ class ResponseFormatConfig(Wire, frozen=True, kw_only=True):
 
 
 class ResponseText(Wire, frozen=True, kw_only=True):
-    """What the model's text shall be like."""
+    """Form and verbosity of the model's text."""
 
     format: Maybe[ResponseFormatConfig] = UNSET
     verbosity: Maybe[Literal["low", "medium", "high"]] = UNSET
 
 
 class ResponseReasoning(Wire, frozen=True, kw_only=True):
-    """How much a model shall think."""
+    """Amount of reasoning, and the form of its summary."""
 
     effort: Maybe[Effort] = UNSET
     summary: Maybe[Literal["auto", "concise", "detailed"]] = UNSET
@@ -155,18 +155,18 @@ class ResponseReasoning(Wire, frozen=True, kw_only=True):
 
 
 class ResponseStreamOptions(Wire, frozen=True, kw_only=True):
-    """How to stream."""
+    """Options of a stream."""
 
     include_obfuscation: Maybe[bool] = UNSET
 
 
 class ResponseRequest(Wire, frozen=True, kw_only=True):
-    """Body of `POST /responses`. Ranges are the server's to check; types are checked here.
+    """Body of `POST /responses`. Types are checked here, ranges by the server.
 
-    `input` is what the user says, or the items of the conversation so far. Fields that a server which keeps nothing has
-    no use for are here in outline only (objects are not looked into).
+    `input` is a user message, or the items of the conversation so far. Fields that a stateless server does not use are
+    declared loosely: their objects are not validated.
 
-    Beyond OpenAI's reference: `cache_salt`, as requests with different ones share nothing in the prefix cache.
+    Beyond OpenAI's reference: `cache_salt`. Requests with different values share nothing in the prefix cache.
     """
 
     input: str | list[InputItem]

@@ -1,4 +1,4 @@
-"""The response: items that the model wrote (reasoning, a message, function calls), and what they were made from."""
+"""The response: the items that the model wrote (reasoning, a message, function calls), and the request's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_client.types.responses.input import (
 
 
 class OutputText(Wire, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """Text that the model wrote, with the log-probabilities of its tokens where they were asked for."""
+    """Text that the model wrote, with the log-probabilities of its tokens if requested."""
 
     type: ClassVar[Literal["output_text"]] = "output_text"
     text: str
@@ -30,7 +30,7 @@ class OutputText(Wire, frozen=True, kw_only=True, tag_field="type", tag="output_
 
 
 class OutputMessage(Wire, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """What the model said."""
+    """A message of the model."""
 
     type: ClassVar[Literal["message"]] = "message"
     id: str
@@ -40,7 +40,10 @@ class OutputMessage(Wire, frozen=True, kw_only=True, tag_field="type", tag="mess
 
 
 class FunctionCallItem(Wire, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """What the model called; `arguments` is JSON text. An item of type function_call_output answers to `call_id`."""
+    """A function call; `arguments` is JSON text.
+
+    Its result is an item of type function_call_output with the same `call_id`.
+    """
 
     type: ClassVar[Literal["function_call"]] = "function_call"
     id: str
@@ -51,7 +54,7 @@ class FunctionCallItem(Wire, frozen=True, kw_only=True, tag_field="type", tag="f
 
 
 class ReasoningItem(Wire, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: ClassVar[Literal["reasoning"]] = "reasoning"
     id: str
@@ -62,31 +65,31 @@ class ReasoningItem(Wire, frozen=True, kw_only=True, tag_field="type", tag="reas
 
 OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
 
-# To msgspec objects of any kind and these are not to be told apart: `tok_client.requests.open_items` does that.
+# msgspec cannot distinguish arbitrary objects from these types; `tok_client.requests.open_items` does that.
 if TYPE_CHECKING:
     AnyItem = OutputItem | JSONObject
     AnyPart = OutputText | ReasoningTextPart | JSONObject
 else:
     AnyItem = OutputItem
     AnyPart = OutputText | ReasoningTextPart
-"""What a server sends: an object where it is of a type that is not known here, or has parts that are."""
+"""An item or part as a server sends it: a JSON object if its type, or the type of one of its parts, is unknown."""
 
 
 class IncompleteDetails(Wire, frozen=True, kw_only=True):
-    """Why a response ended early."""
+    """The reason why a response ended early."""
 
     reason: Literal["max_output_tokens", "content_filter"]
 
 
 class ResponseError(Wire, frozen=True, kw_only=True):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str
 
 
 class ResponseInputDetails(Wire, frozen=True, kw_only=True):
-    """Of the input's tokens, how many were found in the cache, and for how many writing them to it is charged."""
+    """The number of input tokens found in the cache, and the number of tokens charged for writing to it."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
@@ -103,14 +106,16 @@ class ResponseUsage(Wire, frozen=True, kw_only=True):
 
 
 class ReasoningEcho(Wire, frozen=True, kw_only=True):
-    """How much the model was to think."""
+    """The request's reasoning parameters."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class Response(Wire, frozen=True, kw_only=True):
-    """Response of `POST /responses`. `created_at` is in seconds since 1970. Members have their defaults.
+    """Response of `POST /responses`. `created_at` is in seconds since 1970.
+
+    Members that the server leaves out have defaults.
 
     status  "completed"; "incomplete", with incomplete_details; "failed", with error; "in_progress" while it streams
     """

@@ -1,4 +1,4 @@
-"""EmbedRequest: a prompt whose hidden states are wanted, not what follows it."""
+"""EmbedRequest: state of an open request for the embedding of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 class EmbedRequest(OpenRequest):
-    """One prompt to be embedded: `params` ask for no token. Its owner is told once, when it has ended."""
+    """A request to embed one prompt: `params.max_tokens` is 0. Its owner is notified once, when it has ended."""
 
     each_token = False
 
@@ -49,13 +49,13 @@ class EmbedRequest(OpenRequest):
         return []
 
     def embedding(self, *, normalize: bool, dimensions: int | None) -> EmbeddingOutput:
-        """What was asked for, once it has ended without error."""
+        """Return the embedding. The request must have ended without error."""
         assert self._vector is not None, "an embedding comes no later than the end of its request"
         return EmbeddingOutput(self.prompt, cut(self._vector, normalize, dimensions), self.cached_tokens)
 
 
 def cut(vector: Float32, normalize: bool, dimensions: int | None) -> Float32:
-    """The first `dimensions` of the vector, of length 1 if that is wanted; one of zeros stays so."""
+    """Return the first `dimensions` of the vector, scaled to length 1 if `normalize`; zeros stay zeros."""
     part = vector[:dimensions].astype(np.float32)
     length = float(np.linalg.norm(part.astype(np.float64)))
     found: Float32 = (part / length).astype(np.float32) if normalize and length > 0 else part
@@ -63,7 +63,7 @@ def cut(vector: Float32, normalize: bool, dimensions: int | None) -> Float32:
 
 
 def check_embedding(pooling: str, dimensions: int | None, hidden_size: int) -> Pooling:
-    """The pooling. Raises InvalidField for what cannot be had of a model of that size."""
+    """Return the pooling. Raise InvalidField for an unknown one, or for more dimensions than `hidden_size`."""
     if pooling not in POOLINGS:
         raise InvalidField("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= hidden_size):

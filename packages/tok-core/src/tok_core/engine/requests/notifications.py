@@ -1,4 +1,4 @@
-"""Notify the owners of requests, and word the errors that kept a request from being computed."""
+"""Notify the owners of requests, and convert exceptions to the errors reported to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("tok_core")
 
 
 def notify(requests: Sequence[OpenRequest]) -> None:
-    """Calls each sink once; one that fails must not keep others from hearing."""
+    """Call each sink once with its requests. An exception in one sink is logged and does not affect others."""
     news: dict[Sink, list[OpenRequest]] = {}
     for request in requests:
         news.setdefault(request.sink, []).append(request)
@@ -25,7 +25,7 @@ def notify(requests: Sequence[OpenRequest]) -> None:
 
 
 def reported_error(error: Exception) -> TokError:
-    """What the owner of a request is told of whatever kept it from being computed."""
+    """Return the error to report to the owner of a request that failed with `error`."""
     if isinstance(error, TokError):
         return error
     if isinstance(error, CancelledError):

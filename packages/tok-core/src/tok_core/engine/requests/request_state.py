@@ -1,4 +1,4 @@
-"""State of one open request, from submission to its last token, and the news its owner has not read yet."""
+"""State of one open request, from submission to its last token, with the deltas its owner has not taken yet."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ Sink = Callable[[Sequence["OpenRequest"]], None]
 
 
 class StreamedTokens(NamedTuple):
-    """Tokens of a report for the requests that are told of each, in columns: those of a request side by side.
+    """Tokens of a report for the requests that receive each token, as columns with a request's tokens side by side.
 
-    Token `i` is one of sample `samples[i]`, and stands in row `rows[i]` of the report. `bounds`: by rid, where the
-    request's begin and end. `whole`: by rid, of requests told of ends alone, all of the samples that end.
+    samples  index of each token's sample
+    rows     row of each token in the report
+    bounds   by rid, the range [first, end) of the request's tokens
+    whole    by rid, ids and texts of the samples of unstreamed requests that end with the report
     """
 
     samples: list[int]
@@ -35,17 +37,18 @@ class StreamedTokens(NamedTuple):
 
 
 class OpenRequest(ABC):
-    """One request from submission to its last token. `sink` is called, on any thread, when it has news: see `take`.
+    """One request from submission to its last token. `sink` is called, on any thread, when `take` has something.
 
-    parts       what each replica computes of it; changed under the engine's lock
-    lock        held while it changes
-    error       set where the engine could not go on
-    each_token  it is told of each token, not only of the ends of its samples
-    told        its owner has been told of news that it has not taken: of more it need not be told, unless it has ended
-    flooded     its owner has left more tokens than it may: it is told of that by every further report
-    pooling     how its prompt is embedded, if that is what is asked for
+    parts       samples that each replica computes; changed under the engine's lock
+    lock        held while the request changes
+    error       set if the engine cannot go on with the request
+    each_token  receive each token, not only the ends of samples
+    told        whether the owner has been notified and has not called `take` since: further reports notify it only if
+                the request has ended
+    flooded     whether more tokens wait to be taken than allowed; each further report notifies the owner then
+    pooling     how to pool the prompt's embedding, for embedding requests
     tenant      an opaque name of the caller; "" if unknown
-    salt        as of `Submit`
+    salt        as in `Submit`
     """
 
     each_token: bool
@@ -61,7 +64,7 @@ class OpenRequest(ABC):
         self.sink = sink
         self.parts: list[RequestPart] = []
         self.cached_tokens = 0
-        self.output_tokens = 0  # that have been told
+        self.output_tokens = 0  # tokens reported so far
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
         self.told = False
@@ -73,13 +76,13 @@ class OpenRequest(ABC):
         self._prompt_logprobs = None if wanted is None else PromptLogprobs(prompt, wanted)
 
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether all samples have ended or the request has failed."""
         return self._left == 0 or self.error is not None
 
     def take(self) -> list[Delta]:
-        """Return the news since the last call, in order. After `ended` was seen, this is the last of it.
+        """Return the deltas since the last call, in order. If `ended` was true before, no more follow.
 
-        May set `error`: what has come cannot be made into text. The owner then has to abort the request.
+        Sets `error` if tokens cannot be detokenised. The owner then has to abort the request.
         """
         with self.lock:
             self.told = self.flooded = False
@@ -87,44 +90,47 @@ class OpenRequest(ABC):
             return news
 
     def begin(self, now: float) -> None:
-        """A first token has come."""
+        """Note the arrival of a first token."""
         if self.timings.first_token is None:
             self.timings.first_token = now
 
     def learn(self, news: Scores | Embedded) -> None:
-        """Takes in what a report tells of its prompt; before `advance` takes in the same report."""
+        """Store a report's prompt log-probabilities or embedding. Called before `advance` with the same report."""
         if self._prompt_logprobs is not None and isinstance(news, Scores):
             self._prompt_logprobs.take(news)
 
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of its prompt's tokens, if it asks for them and they are there: no later than its first token."""
+        """Return the prompt's log-probabilities, if requested and complete: no later than the first token."""
         return None if self._prompt_logprobs is None else self._prompt_logprobs.whole()
 
     @abstractmethod
     def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
-        """Takes in a report: its tokens, if it is told of each, and how samples ended, by their index."""
+        """Store a report: its tokens, if `each_token`, and the ends of samples, by index."""
 
     @abstractmethod
     def runs(self, samples: range) -> bool:
-        """Whether any of these samples has not ended."""
+        """Return whether any of these samples has not ended."""
 
     @abstractmethod
     def restart(self, samples: range) -> bool:
-        """Forgets these samples' tokens, to hear of them anew; False where its owner has been told of some."""
+        """Drop the tokens of these samples before they are computed again.
+
+        Returns False if that is too late, since their owner may have been notified of some of their output.
+        """
 
     @abstractmethod
     def abort(self, reason: Ending) -> None:
-        """Ends every sample that still runs; what was withheld of its text is released."""
+        """End every sample that still runs, and release its withheld text."""
 
     def fail(self, error: TokError) -> None:
-        """Ends it with an error."""
+        """End the request with an error."""
         self.error = error
 
     def free(self) -> None:  # noqa: B027  # most hold little
-        """Drop the log-probabilities of a request whose output nobody wants, some at a time; for a thread."""
+        """Free the log-probabilities of an aborted request in portions; run in a thread."""
 
     def output(self) -> RequestOutput:
-        """The whole request, once it is done without error."""
+        """Return the whole request, which must have ended without error."""
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
@@ -136,7 +142,7 @@ class OpenRequest(ABC):
 
     @abstractmethod
     def _completions(self) -> list[Completion]:
-        """Its samples, all ended, in order of index."""
+        """Return the samples, all of which have ended, in order of index."""
 
     def _count_end(self) -> None:
         if self._left == 1:
@@ -145,9 +151,9 @@ class OpenRequest(ABC):
 
 
 def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
-    """The log-probability of the token in `row`, with as many most likely ones as the request asked for.
+    """Return the log-probability of the token in `row`, with as many most likely tokens as the request asks for.
 
-    Those that a grammar makes impossible are none, however few are left.
+    Tokens that a grammar rules out are left out, even if fewer remain.
     """
     count = params.logprobs
     top = zip(progress.top_token[row, :count].tolist(), progress.top_logprob[row, :count].tolist(), strict=True)

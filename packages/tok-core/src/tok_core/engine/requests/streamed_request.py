@@ -1,7 +1,7 @@
 """StreamedRequest: a request whose owner receives tokens while they are generated.
 
-What a report brings is only noted. It becomes text when the owner takes it: whoever is slow to do so gets several
-tokens in one delta, and costs less for it.
+A report's tokens are only stored, and detokenised when the owner calls `take`. A slow owner gets several tokens in one
+delta, which costs less CPU time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger("tok_core")
 
 NOTHING = (0, 0)
 
-# Bytes that a token takes until its owner takes it: as a number in a list; with its log-probability; each likely one.
+# Memory of an untaken token, in bytes: its id in a list, its log-probability, and each of its most likely tokens.
 TOKEN_BYTES, LOGPROB_BYTES, LIKELY_BYTES = 40, 180, 150
 
 
 class _Sample:
-    """Tokens of one sample: `fresh` ones, which its owner has not taken, and those taken, `count` in number."""
+    """Tokens of one sample: `fresh` ones, which its owner has not taken, and `count` taken ones."""
 
     __slots__ = ("count", "detokeniser", "end", "fresh", "logprobs", "taken", "text", "token_ids")
 
@@ -38,11 +38,11 @@ class _Sample:
         self.logprobs: list[TokenLogprob] | None = [] if logprobs else None
         self.end: Finished | None = None
         self.count = 0
-        self.taken = False  # whether a delta of it has been
+        self.taken = False  # whether a delta of the sample was taken
 
 
 class StreamedRequest(OpenRequest):
-    """A request whose owner is told of its tokens while they come."""
+    """A request whose owner is notified of tokens while they are generated."""
 
     each_token = True
 
@@ -61,12 +61,12 @@ class StreamedRequest(OpenRequest):
             _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
         ]
         self._keeps = True
-        self._taken = 0  # tokens
-        self._most_unread: int | None = None  # tokens
-        self._changed: dict[int, None] = {}  # samples with something to take, in the order in which it came
+        self._taken = 0  # tokens taken
+        self._most_unread: int | None = None  # maximum number of untaken tokens
+        self._changed: dict[int, None] = {}  # samples with something to take, in order of arrival
 
     def bound(self, most: int) -> None:
-        """Keep nothing that has been taken; set `flooded` while more than `most` bytes of tokens wait to be."""
+        """Keep no tokens that were taken, and set `flooded` while untaken tokens need more than `most` bytes."""
         logprobs = self.params.logprobs
         each = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES + logprobs * LIKELY_BYTES)
         with self.lock:
@@ -121,7 +121,7 @@ class StreamedRequest(OpenRequest):
         self._changed.clear()
 
     def _delta(self, index: int, sample: _Sample) -> Delta:
-        """What the sample has gained since it was asked for last."""
+        """Return the sample's new tokens and text since the last delta."""
         ids, end, logprobs = sample.fresh, sample.end, sample.logprobs
         text = _text(sample.detokeniser, ids, end)
         if logprobs is not None:
@@ -146,12 +146,12 @@ class StreamedRequest(OpenRequest):
 
 
 def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None) -> str:
-    """What can be shown now that `ids` follow, and perhaps the end."""
+    """Return the text that can be shown after the tokens `ids`, and after `end`, if the sample has ended."""
     if detokeniser is None:
         return ""
     if end is None:
         return detokeniser.push(ids)
-    # An end token is never shown, whether or not its tokenizer calls it special.
+    # An end token is never shown, whether or not the tokenizer marks it as special.
     ended_by_token = end.reason == "stop" and end.cut is None
     return detokeniser.push(ids[:-1] if ended_by_token else ids) + detokeniser.finish(end.cut)
 

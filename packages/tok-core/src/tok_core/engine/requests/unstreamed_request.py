@@ -12,13 +12,14 @@ from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogpr
 from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
-FREED = 4096  # log-probabilities, each of which may have 20 likely tokens
+FREED = 4096  # log-probabilities freed at a time; each may have 20 most likely tokens
 
 
 class UnstreamedRequest(OpenRequest):
-    """A request whose owner is told of each sample once, when it has ended. Until then its tokens are in the ledger.
+    """A request whose owner is notified of each sample once, when it has ended.
 
-    Whoever calls `advance` closes its account there when it has ended by that: many do at once.
+    Until then the sample's tokens are in the token store. If `advance` ends the request, the caller closes it in the
+    store, together with all others that the same report ends.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class UnstreamedRequest(OpenRequest):
                 self._logprobs[streamed.samples[i]].append(one)
         if not ends:
             return
-        if len(ends) < self._left:  # else all of it goes at once
+        if len(ends) < self._left:  # else the caller closes the whole request in the store
             self._token_store.drop(self.rid, ends)
         for end, ids, text in zip(ends.values(), *streamed.whole[self.rid], strict=True):
             if isinstance(text, Exception):
@@ -77,7 +78,7 @@ class UnstreamedRequest(OpenRequest):
 
     def free(self) -> None:
         for logprobs in self._logprobs or ():
-            while logprobs:  # freeing millions at once would hold the interpreter
+            while logprobs:  # freeing millions at once would hold the GIL for long
                 del logprobs[-FREED:]
 
     def fail(self, error: TokError) -> None:
@@ -85,10 +86,10 @@ class UnstreamedRequest(OpenRequest):
         self._token_store.close(self.rid)
 
     def _so_far(self, index: int) -> tuple[list[int], str]:
-        """Tokens and text of a sample that is ended from outside."""
+        """Return tokens and text of a sample that is aborted."""
         ids = self._token_store.take(self.rid, index)
         if self._logprobs is not None:
-            ids = ids[: len(self._logprobs[index])]  # an abort may come between the token and its log-probability
+            ids = ids[: len(self._logprobs[index])]  # an abort may come after a token and before its log-probability
         return ids.tolist(), "" if self._tokenizer is None else self._tokenizer.continuation(ids)
 
     def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars."""
+"""Convert JSON schemas to grammars."""
 
 from __future__ import annotations
 

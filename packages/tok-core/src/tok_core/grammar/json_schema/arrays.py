@@ -1,7 +1,7 @@
-"""Arrays under the keywords of a JSON Schema, as expressions.
+"""Build the expressions for arrays from the keywords of a JSON Schema.
 
-Under `contains` items that are valid under it come where they may, and others between them. Under `uniqueItems` the
-items are listed values, and each rule knows which of them are left.
+With `contains`, items that are valid under it may come anywhere, with others between them. With `uniqueItems`, the
+items are listed values, and each rule stands for one set of values already used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tok_core.grammar.json_schema.strings import dumps
 from tok_core.grammar.regex import Unsatisfiable, Unsupported
 from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
 
-MAX_UNIQUE_VALUES = 8
-MAX_COUNTED_ITEMS = 500  # items of minItems or maxItems times those of minContains
+MAX_UNIQUE_VALUES = 8  # values, each subset of which gets a rule
+MAX_COUNTED_ITEMS = 500  # largest of minItems, maxItems and minContains, times minContains
 COMMA: Final = literal(", ")
 
 Value = Callable[[Json, str], str]
-"""The expression for what is valid under a schema, which stands at a path."""
+"""Returns the expression for the values that are valid under the schema at a path."""
 Listing = Callable[[Json, str], list[Json] | None]
-"""All values that are written under a schema; None where they are not listed."""
+"""Returns all values that the grammar writes for the schema at a path; None if they are not listed."""
 
 
 class _Counts(NamedTuple):
@@ -31,7 +31,7 @@ class _Counts(NamedTuple):
 
 
 def array_of(schema: Schema, path: str, value: Value, listing: Listing, rules: Rules) -> str:
-    """An array. Errors: Unsupported."""
+    """Return the expression for an array. Raise Unsupported if a keyword cannot be expressed."""
     firsts, rest = schema.get("prefixItems", []), schema.get("items", "prefixItems" not in schema)
     if not isinstance(firsts, list):
         raise Unsupported("prefixItems as a list of schemas")
@@ -67,7 +67,7 @@ def array_of(schema: Schema, path: str, value: Value, listing: Listing, rules: R
 
 
 def _counts(schema: Schema, firsts: int, rest: Json) -> _Counts:
-    """How many items there are."""
+    """Return the bounds on the number of items."""
     least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
     if rest is False:
         most = firsts if most is None else min(most, firsts)
@@ -77,7 +77,7 @@ def _counts(schema: Schema, firsts: int, rest: Json) -> _Counts:
 
 
 def _item(schema: Json, path: str, value: Value) -> str | None:
-    """An item; None where nothing is valid."""
+    """Return the expression for an item; None if no value is valid."""
     try:
         return None if schema is False else value(schema, path)
     except Unsatisfiable:
@@ -87,7 +87,7 @@ def _item(schema: Json, path: str, value: Value) -> str | None:
 def _containing(
     schema: Schema, rest: Json, counts: _Counts, path: str, value: Value, listing: Listing, rules: Rules
 ) -> str:
-    """The items of an array, so many of which are valid under `contains`."""
+    """Return the expression for the items of an array of which at least `minContains` are valid under `contains`."""
     least, most = counts
     needed, limit = size(schema, "minContains") or 0, size(schema, "maxContains")
     if limit is not None and (most is None or most > limit):
@@ -99,12 +99,12 @@ def _containing(
     if not needed:
         return between(value(rest, f"{path}[]"), least, most, rules)
     wanted, other = value(all_of(path, rest, schema["contains"]), f"{path}[]"), value(rest, f"{path}[]")
-    end = max(1, least) if most is None else most  # no more items are counted
+    end = max(1, least) if most is None else most  # largest number of items that the rules distinguish
     after = [
         rules.repeat(sequence([COMMA, other]), max(0, least - at), None if most is None else most - at)
         for at in range(end + 1)
     ]
-    for left in range(1, needed + 1):  # still to come
+    for left in range(1, needed + 1):  # items still needed that are valid under `contains`
         found = [NOTHING] * (end + 1)
         for at in reversed(range(end + 1)):
             if most is not None and at + left > most:
@@ -123,7 +123,7 @@ def _containing(
 def _unique(
     schema: Schema, rest: Json, counts: _Counts, path: str, value: Value, listing: Listing, rules: Rules
 ) -> str:
-    """The items of an array of listed values, none of which comes twice."""
+    """Return the expression for the items of an array of listed values, each used at most once."""
     listed = listing(rest, f"{path}[]")
     values: list[Json] = []
     for one in listed or []:
@@ -139,7 +139,7 @@ def _unique(
         raise Unsatisfiable("schemas under which something is valid: minItems is above the number of unique items")
     rules.work(len(values) << len(values))
     items = [rules.rule(literal(dumps(one))) for one in values]
-    following: dict[int, str] = {}  # by the set of values that have come
+    following: dict[int, str] = {}  # expressions for the further items, by the bit set of used values
     for taken in reversed(range(1 << len(values))):
         count = taken.bit_count()
         options = [NOTHING] if count >= least else []
@@ -153,7 +153,7 @@ def _unique(
 
 
 def between(one: str, least: int, most: int | None, rules: Rules) -> str:
-    """So many of them, commas between."""
+    """Return the expression for `least` to `most` of `one`, separated by commas; `most` None: unbounded."""
     if most == 0:
         return NOTHING
     more = rules.repeat(sequence([COMMA, one]), max(0, least - 1), None if most is None else most - 1)

@@ -1,4 +1,4 @@
-"""Keywords: those of JSON Schema that a grammar can say, what has no effect on the answer, and two schemas in one."""
+"""Sort JSON Schema keywords into supported ones and those without effect, and merge two schemas into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_core.grammar.regex import Unsupported
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Schema = Mapping[str, Json]
 
-MAX_FOLDED_SCHEMAS = 64
+MAX_FOLDED_SCHEMAS = 64  # values of a list that `all_of` intersects with others
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 OF_TYPE: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(
@@ -37,12 +37,12 @@ NOTES: Final = frozenset(
         *("$comment", "$defs", "definitions", "contentEncoding", "contentMediaType", "discriminator"),
     }
 )
-"""Keywords without an effect on what is valid; those that begin with "x-" have none, either."""
+"""Keywords without an effect on validity; names that begin with "x-" have none, either."""
 SUPPORTED: Final = ANY_TYPE.union(*OF_TYPE.values())
 
 
 def constraints(schema: Json, path: str) -> dict[str, Json]:
-    """What the schema demands, without its notes. Errors: Unsupported naming a keyword that no grammar says."""
+    """Return the keywords that affect validity. Raise Unsupported, naming a keyword that no grammar can express."""
     if schema is True:
         return {}
     if schema is False:
@@ -67,11 +67,11 @@ def constraints(schema: Json, path: str) -> dict[str, Json]:
 
 _CONDITION: Final = frozenset({"if", "then", "else"})
 _NEUTRAL: Final = frozenset({"uniqueItems", "unevaluatedProperties", "unevaluatedItems", "nullable"})
-"""Keywords that are taken where they are false."""
+"""Keywords that are accepted if they are false."""
 
 
 def _condition(schema: Mapping[str, Json], found: dict[str, Json]) -> None:
-    """Puts `if`, `then` and `else` as alternatives into `allOf`."""
+    """Add `if`, `then` and `else` to `allOf` as alternatives."""
     if "if" not in schema or ("then" not in schema and "else" not in schema):
         return  # without effect
     met: Json = {"allOf": [schema["if"], schema.get("then", True)]}
@@ -82,7 +82,7 @@ def _condition(schema: Mapping[str, Json], found: dict[str, Json]) -> None:
 
 
 def _counted(found: dict[str, Json]) -> None:
-    """Gives `contains` the count that it has by default; takes away counts that have no effect."""
+    """Give `contains` its default `minContains`, or remove the keywords if they have no effect."""
     least = found.get("minContains", 1)
     none = least == 0 and not isinstance(least, bool) and "maxContains" not in found
     if "contains" not in found or none:
@@ -93,7 +93,7 @@ def _counted(found: dict[str, Json]) -> None:
 
 
 def kinds(schema: Schema, path: str) -> frozenset[str]:
-    """The types that the schema allows: those it names, else those that its keywords are about, else all."""
+    """Return the types that the schema allows: those in `type`, else those that its keywords apply to, else all."""
     if "type" not in schema:
         about = frozenset(kind for kind, names in OF_TYPE.items() if not names.isdisjoint(schema))
         return about or frozenset(TYPES) - {"integer"}
@@ -107,7 +107,7 @@ def kinds(schema: Schema, path: str) -> frozenset[str]:
 
 
 def both(one: Schema, other: Schema, path: str) -> dict[str, Json]:
-    """A schema, without notes, that is valid where both are. Errors: Unsupported where a grammar cannot say that."""
+    """Return a schema, without notes, that is valid where both are. Raise Unsupported if no grammar can express it."""
     found: dict[str, Json] = dict(one)
     for name, value in other.items():
         if name not in found or same(found[name], value):
@@ -136,7 +136,7 @@ def both(one: Schema, other: Schema, path: str) -> dict[str, Json]:
 
 
 def listed_values(schema: Schema, path: str) -> list[Json] | None:
-    """The values of `enum` or `const`, if there are any."""
+    """Return the values of `enum` or `const`; None if the schema has neither."""
     values = schema.get("enum")
     if values is not None and not isinstance(values, list):
         raise Unsupported(f"enum with a list of values (at {path})")
@@ -150,17 +150,17 @@ def listed_values(schema: Schema, path: str) -> list[Json] | None:
 
 
 def excluded_values(schema: Schema, path: str) -> list[Json]:
-    """The values that `not` excludes, where it lists nothing but values."""
+    """Return the values that `not` excludes, if it only lists values; else an empty list."""
     return listed_values(schema["not"], path) or [] if lists_only(schema.get("not")) else []  # type: ignore[arg-type]
 
 
 def lists_only(schema: Json) -> bool:
-    """Whether it is an `enum` and nothing else."""
+    """Return whether a schema is an `enum` and nothing else."""
     return isinstance(schema, dict) and schema.keys() == {"enum"}
 
 
 def _finite(value: Json) -> bool:
-    """Whether no number in it is beyond what JSON's readers hold."""
+    """Return whether no number in a value is infinite, as JSON readers read numbers beyond the range of floats."""
     if isinstance(value, list):
         return all(map(_finite, value))
     if isinstance(value, dict):
@@ -169,17 +169,17 @@ def _finite(value: Json) -> bool:
 
 
 def properties_of(schema: Schema, path: str) -> dict[str, Json]:
-    """The schemas of `properties`, by name."""
+    """Return the schemas of `properties`, by name."""
     return _by_name(schema, "properties", path)
 
 
 def patterns_of(schema: Schema, path: str) -> dict[str, Json]:
-    """The schemas of `patternProperties`, by regular expression."""
+    """Return the schemas of `patternProperties`, by regular expression."""
     return _by_name(schema, "patternProperties", path)
 
 
 def schemas_of(schema: Schema, name: str, path: str) -> list[Json]:
-    """The schemas of `allOf`, `anyOf` or `oneOf`."""
+    """Return the schemas of `allOf`, `anyOf` or `oneOf`."""
     listed = schema[name]
     if not isinstance(listed, list) or not listed:
         raise Unsupported(f"{name} as a list of schemas (at {path})")
@@ -194,7 +194,7 @@ def _by_name(schema: Schema, keyword: str, path: str) -> dict[str, Json]:
 
 
 def required_by(schema: Schema, path: str) -> set[str]:
-    """The names of `required`."""
+    """Return the names of `required`."""
     found = schema.get("required", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise Unsupported(f"required as a list of names (at {path})")
@@ -202,7 +202,7 @@ def required_by(schema: Schema, path: str) -> set[str]:
 
 
 def same(one: Json, other: Json) -> bool:
-    """Whether two values are the same to JSON Schema: 1 and 1.0 are, 1 and true are not."""
+    """Return whether two values are equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
@@ -211,7 +211,7 @@ def same(one: Json, other: Json) -> bool:
 
 
 def kind_of(value: Json) -> str:
-    """The type of a value, "integer" for numbers without a fraction."""
+    """Return the type of a value: "integer" for numbers without a fraction."""
     match value:
         case None:
             return "null"
@@ -228,13 +228,16 @@ def kind_of(value: Json) -> str:
 
 
 def is_of(value: Json, allowed: frozenset[str]) -> bool:
-    """Whether a value is of one of the types."""
+    """Return whether a value has one of the types."""
     kind = kind_of(value)
     return kind in allowed or (kind == "integer" and "number" in allowed)
 
 
 def _properties(one: Schema, other: Schema, path: str) -> dict[str, Json]:
-    """Those of both; one that only one of them names has to be what the other demands of further ones."""
+    """Return the properties of both schemas.
+
+    A property that only one schema names must satisfy `additionalProperties` of the other.
+    """
     mine, theirs = properties_of(one, path), properties_of(other, path)
     found: dict[str, Json] = {}
     for name in [*mine, *(name for name in theirs if name not in mine)]:
@@ -249,7 +252,10 @@ def _properties(one: Schema, other: Schema, path: str) -> dict[str, Json]:
 
 
 def _patterns(one: Schema, other: Schema, path: str) -> dict[str, Json]:
-    """The patterns of both; one that only one of them has has to be what the other demands of further properties."""
+    """Return the patterns of both schemas.
+
+    The schema of a pattern that only one of them has must satisfy `additionalProperties` of the other.
+    """
     mine, theirs = patterns_of(one, path), patterns_of(other, path)
     found: dict[str, Json] = {}
     for pattern in {**mine, **theirs}:
@@ -262,7 +268,10 @@ def _patterns(one: Schema, other: Schema, path: str) -> dict[str, Json]:
 
 
 def _prefix_items(one: Schema, other: Schema, path: str) -> list[Json]:
-    """Join the prefix items of both by place; where only one has a place, the `items` of the other hold there, too."""
+    """Merge the prefix items of both by position.
+
+    Where only one schema has a prefix item, the `items` of the other apply, too.
+    """
     mine, theirs = one.get("prefixItems", []), other.get("prefixItems", [])
     if not isinstance(mine, list) or not isinstance(theirs, list):
         raise Unsupported("prefixItems as a list of schemas")
@@ -273,7 +282,7 @@ def _prefix_items(one: Schema, other: Schema, path: str) -> list[Json]:
 
 
 def all_of(path: str, *parts: Json) -> Json:
-    """A schema that is valid where all of them are; short lists of values are compared at once."""
+    """Return a schema that is valid where all parts are; intersect short lists of values at once."""
     distinct: list[Json] = []
     for part in chain.from_iterable(map(_parts, parts)):
         if part is not True and not any(same(part, one) for one in distinct):
@@ -290,7 +299,7 @@ def _parts(schema: Json) -> list[Json]:
 
 
 def _folded(parts: list[Json], path: str) -> list[Json]:
-    """The same parts with one list of values for all that list values or exclude them."""
+    """Merge all parts that list or exclude values into one list of values."""
     listed = [(part, values) for part in parts if (values := _only_values(part, path)) is not None]
     if not listed:
         return parts
@@ -308,7 +317,7 @@ def _folded(parts: list[Json], path: str) -> list[Json]:
 
 
 def _only_values(schema: Json, path: str) -> list[Json] | None:
-    """All valid values under a schema of few listed ones, and of nothing else but their types."""
+    """Return all valid values of a schema that lists few values and otherwise has at most `type`; None for others."""
     if not isinstance(schema, dict) or schema.keys() - {"type", "enum", "const"} - NOTES:
         return None
     values = listed_values(schema, path)
@@ -339,7 +348,7 @@ def _joined(one: Json, other: Json) -> Json:
 
 
 def _neither(one: Json, other: Json) -> Json:
-    """For `not`: all values that one of them lists."""
+    """Merge two `not`: exclude the values that either of them lists."""
     if not isinstance(one, dict) or not isinstance(other, dict) or not (lists_only(one) and lists_only(other)):
         raise Unsupported("schemas that do not demand two of 'not' at once, unless both list values")
     return {"enum": _joined(one["enum"], other["enum"])}

@@ -1,4 +1,4 @@
-"""Negation: the schemas of which one is valid where a given schema is not, by De Morgan's laws, one level at a time."""
+"""Negate schemas by De Morgan's laws, one level at a time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from tok_core.grammar.regex import Unsupported
 
 
 def negated(schema: Schema, path: str) -> list[Json]:
-    """The alternatives to a schema of `constraints` without a reference; every one excludes what is valid under it.
+    """Return the alternatives that together negate a schema; each excludes all values that are valid under the schema.
 
-    Numbers with a fraction are left out of what is no integer. Errors: Unsupported naming a keyword without opposite.
+    The schema comes from `constraints` and has no `$ref`. The negation of "integer" leaves out numbers with a fraction.
+    Raise Unsupported, naming a keyword that has no opposite.
     """
     found: list[Json] = []
     for name in schema:
         if name not in _OPPOSITES:
             raise Unsupported(f"'not' and 'if' about schemas without {name!r} (at {path})")
-        if name != "const" or "enum" not in schema:  # listed once
+        if name != "const" or "enum" not in schema:  # `enum` covers both
             found += _OPPOSITES[name](schema, name, path)
     return found
 

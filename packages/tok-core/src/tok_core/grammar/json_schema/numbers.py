@@ -1,8 +1,11 @@
-"""Numbers: the decimal notations of the numbers in a range, as regular expressions.
+"""Write the decimal notations of the numbers in a range as regular expressions.
 
-A range is cut by number of digits; numbers of as many digits are in a range when their digits are, one by one: the
-first digit is between the first digits of both ends, and where it equals one of these, the others go on likewise.
-Numbers have at most 15 significant digits, integers 18: no two are the same when read as 64-bit ones.
+A range is split by number of digits, then digit by digit: the first digit lies between the first digits of both ends.
+Where it equals one of these, the remaining digits are bounded likewise.
+
+    23 to 47:  2[3-9] | 3[0-9] | 4[0-7]
+
+Numbers have at most 15 significant digits and integers 18, so that no two are equal when read as 64-bit numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from typing import Final, NamedTuple
 
 from tok_core.grammar.regex import NOTHING, Unsatisfiable, Unsupported, either, literal, maybe, repeat, sequence
 
-INTEGER_DIGITS: Final = 18
-DIGITS: Final = 15
+INTEGER_DIGITS: Final = 18  # of an integer
+DIGITS: Final = 15  # significant digits of a number
 MAX_FRACTION_DIGITS: Final = 6
 MAX_MULTIPLES: Final = 1000
 _DIGIT: Final = "[0-9]"
@@ -22,7 +25,7 @@ _MINUS, _POINT = literal("-"), literal(".")
 
 
 class Bounds(NamedTuple):
-    """Of a number: `low` and `high` are inclusive unless `above`, `below` say otherwise; None: no bound."""
+    """Bounds of a number, inclusive unless `above` (for `low`) or `below` (for `high`) is set; None: unbounded."""
 
     low: Decimal | None = None
     high: Decimal | None = None
@@ -31,12 +34,15 @@ class Bounds(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Whether nothing is excluded."""
+        """Return whether nothing is excluded."""
         return self.low is None and self.high is None
 
 
 def integer(bounds: Bounds, multiple: int = 1) -> str:
-    """An integer within `bounds` that `multiple` divides. Errors: Unsupported where there is none."""
+    """Return the expression for the multiples of `multiple` within `bounds`.
+
+    Raise Unsupported if there are none or too many.
+    """
     if bounds.any and multiple == 1:
         return sequence(maybe(_MINUS), _whole(INTEGER_DIGITS))
     low, high = _scaled(bounds, 0, 10**INTEGER_DIGITS - 1)
@@ -49,7 +55,7 @@ def integer(bounds: Bounds, multiple: int = 1) -> str:
 
 
 def number(bounds: Bounds) -> str:
-    """A number within `bounds`, with a fraction or without. Errors: Unsupported where there is none."""
+    """Return the expression for numbers within `bounds`, with or without fraction. Raise Unsupported if none exists."""
     if bounds.any:
         fraction = maybe(sequence(_POINT, repeat(_DIGIT, 1, DIGITS)))
         exponent = maybe(sequence("[eE]", maybe("[\\x2b\\x2d]"), repeat(_DIGIT, 1, 2)))
@@ -65,7 +71,7 @@ def number(bounds: Bounds) -> str:
 
 
 def decimal(value: object) -> Decimal | None:
-    """A JSON number, exactly as it is read; None for what is none."""
+    """Return a finite JSON number as the decimal that its shortest notation denotes; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return Decimal(repr(value))
@@ -76,7 +82,7 @@ def _whole(digits: int) -> str:
 
 
 def _scaled(bounds: Bounds, digits: int, most: int) -> tuple[int, int]:
-    """The least and the greatest integer that is 10 ** digits times a number within `bounds`."""
+    """Return the least and the greatest integer n, |n| ≤ `most`, for which n / 10 ** `digits` lies within `bounds`."""
     low, high = -most, most
     if bounds.low is not None:
         scaled = bounds.low.scaleb(digits)
@@ -90,7 +96,10 @@ def _scaled(bounds: Bounds, digits: int, most: int) -> tuple[int, int]:
 
 
 def _range(low: int, high: int, fraction: int) -> list[str]:
-    """Expressions, together for the integers from `low` to `high`, their last `fraction` digits behind a point."""
+    """Return expressions that together match the integers from `low` to `high`.
+
+    A point stands before the last `fraction` digits. With `fraction` 2, the integer 150 is written 1.50.
+    """
     found = []
     if low < 0:
         found += [sequence(_MINUS, one) for one in _natural(max(1, -high), -low, fraction)]
@@ -108,7 +117,10 @@ def _natural(low: int, high: int, fraction: int) -> list[str]:
 
 
 def _between(low: str, high: str, fraction: int) -> str:
-    """Digits from `low` to `high`, both as long; the point stands before the last `fraction` ones."""
+    """Return the expression for the digits from `low` to `high`, which have equal length.
+
+    A point stands before the last `fraction` digits.
+    """
     size = len(low)
     point = _POINT if fraction and size == fraction else NOTHING
     if not size:
@@ -129,7 +141,10 @@ def _between(low: str, high: str, fraction: int) -> str:
 
 
 def _digits(size: int, fraction: int) -> str:
-    """So many digits, the point before the last `fraction` ones unless it stands there already."""
+    """Return the expression for `size` digits, a point before the last `fraction` ones.
+
+    If `size` is at most `fraction`, the point is already written.
+    """
     if not fraction or size <= fraction:
         return repeat(_DIGIT, size, size)
     return sequence(repeat(_DIGIT, size - fraction, size - fraction), _POINT, repeat(_DIGIT, fraction, fraction))

@@ -1,6 +1,7 @@
-"""Objects under the keywords of a JSON Schema, as expressions.
+"""Build the expressions for objects from the keywords of a JSON Schema.
 
-Properties come in the order in which they are named, each that is not required or left out; after them further ones.
+Properties come in the order in which the schema names them, and optional ones may be left out. Further properties
+follow.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Property(NamedTuple):
 
 
 def object_of(schema: Schema, path: str, value: Value, rules: Rules) -> str:
-    """An object. Errors: Unsupported."""
+    """Return the expression for an object. Raise Unsupported if a keyword cannot be expressed."""
     named, required = properties_of(schema, path), required_by(schema, path)
     patterns = NamePatterns(schema, path, rules)
     allowed: Json = not any(one is not False for one in named.values())
@@ -50,7 +51,10 @@ def object_of(schema: Schema, path: str, value: Value, rules: Rules) -> str:
 def _further(
     names: list[str], further: Json, patterns: NamePatterns, path: str, value: Value, rules: Rules
 ) -> list[str]:
-    """Expressions for properties that are not named: those that match a pattern, else those of any other name."""
+    """Return expressions for the properties that are not named.
+
+    With `patternProperties`, these match a pattern; without, they have any other name.
+    """
     if patterns.schemas:
         if further is not False and not is_any(further):
             raise Unsupported(f"additionalProperties beside patternProperties as true or false (at {path})")
@@ -67,7 +71,7 @@ def _further(
 
 
 def _pair(name: str, schema: Json, path: str, value: Value) -> str | None:
-    """A name and its value; None where nothing is valid."""
+    """Return the expression for a name and its value; None if no value is valid."""
     try:
         return None if schema is False else sequence([name, COLON, value(schema, path)])
     except Unsatisfiable:
@@ -75,7 +79,10 @@ def _pair(name: str, schema: Json, path: str, value: Value) -> str | None:
 
 
 def _properties(found: list[_Property], further: str, rules: Rules) -> str:
-    """Build the text between the braces from its end: what may follow each property, and what may come first."""
+    """Return the expression for the text between the braces.
+
+    It is built from its end: `follows` is what may follow a property, and `first` what may come first.
+    """
     follows = rules.repeat(sequence([COMMA, further]), 0, None) if further != NOTHING else NOTHING
     first = NOTHING if further == NOTHING else rules.maybe(sequence([further, follows]))
     for pair, required in reversed(found):

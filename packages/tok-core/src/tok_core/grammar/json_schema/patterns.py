@@ -1,6 +1,6 @@
-"""Properties whose names match a pattern: what they demand of named properties, and the names made from them.
+"""Handle `patternProperties`: schemas that patterns demand of named properties, and names generated from patterns.
 
-A pattern searches in a name; the names made from it match as a whole, as strings under `pattern` do.
+A pattern searches in a given name. Names generated from it match it as a whole, like strings under `pattern`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NamePatterns:
         self._certain = {pattern: Automaton(pattern, rules.work, search=True) for pattern in self.schemas}
 
     def demanded(self, name: str, named: list[Json], further: Json) -> Json:
-        """The schema of a property's value; `named` is its schema in `properties`, if it has one there."""
+        """Return the schema of a property's value; `named` holds its schema in `properties`, if it has one there."""
         if self.schemas and any(SURROGATES[0] <= ord(sign) <= SURROGATES[1] for sign in name):
             raise Unsupported(f"patternProperties beside names without half a surrogate pair (at {self._path})")
         parts = [schema for pattern, schema in self.schemas.items() if self._wide[pattern].accepts(name)]
@@ -34,9 +34,9 @@ class NamePatterns:
         return parts[0] if len(parts) == 1 else all_of(self._path, *parts)
 
     def names(self, others: Iterable[str]) -> list[tuple[str, str]]:
-        """Each pattern with the expression for its names, none of which is among the others or matches two patterns.
+        """Return each pattern with the expression for its names, which are not in `others` and match no second pattern.
 
-        Errors: Unsupported where that is not sure.
+        Raise Unsupported if that is not certain.
         """
         allowed = [pattern for pattern, schema in self.schemas.items() if schema is not False]
         return [(pattern, self._name(pattern, list(others))) for pattern in allowed]
@@ -59,5 +59,5 @@ class NamePatterns:
 
 
 def is_any(schema: Json) -> bool:
-    """Whether a schema demands nothing."""
+    """Return whether a schema allows any value."""
     return schema is True or schema == {}

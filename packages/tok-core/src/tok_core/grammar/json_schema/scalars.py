@@ -1,4 +1,4 @@
-"""Numbers and strings under the keywords of a JSON Schema, as expressions."""
+"""Build the expressions for numbers and strings from the keywords of a JSON Schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_core.grammar.rules import Rules
 
 
 def scalar(kind: str, schema: Schema, rules: Rules) -> str:
-    """A value of the type `kind`, which is none with parts. Errors: Unsupported."""
+    """Return the expression for a value of type `kind`, neither object nor array. Raise Unsupported."""
     match kind:
         case "null":
             return '"null"'
@@ -25,7 +25,7 @@ def scalar(kind: str, schema: Schema, rules: Rules) -> str:
 
 
 def size(schema: Schema, name: str) -> int | None:
-    """A number of parts or characters; None where the keyword is missing."""
+    """Return a keyword's number of items, properties or characters; None if the keyword is missing."""
     value = schema.get(name)
     if value is None and name not in schema:
         return None
@@ -56,7 +56,7 @@ def limit(schema: Schema, name: str) -> Decimal | None:
 
 
 def _nearest(inclusive: Decimal | None, exclusive: Decimal | None, sign: int) -> tuple[Decimal | None, bool]:
-    """The narrower of two limits, and whether it is excluded; `sign` 1 for lower limits, −1 for upper ones."""
+    """Return the narrower of two limits, and whether it is exclusive; `sign`: 1 for lower limits, −1 for upper ones."""
     if exclusive is None or (inclusive is not None and inclusive * sign > exclusive * sign):
         return inclusive, False
     return exclusive, True

@@ -1,19 +1,24 @@
-"""JSON Schema as rules of a grammar: every text of the grammar is valid, and no keyword is passed over.
+"""Convert JSON Schema to rules of a grammar. Every text of the grammar is valid, and no keyword is ignored.
 
-The grammar leaves out, of what would be valid: spaces other than one after each comma and colon; properties in another
-order than they are named in; further properties, where `properties` or `patternProperties` are named and
-`additionalProperties` is not a schema; types that the keywords are not about, where `type` is missing; long numbers
-(`numbers`), rare formats of strings (`strings`), strings and names of which only a part matches a pattern; numbers with
-a fraction, where `not` is about integers; strings with escapes, where `not` lists strings.
+The grammar leaves out some valid texts:
 
-Keywords are said within bounds and refused beyond them, by name:
+- spaces other than one after each comma and colon
+- properties in another order than the schema names them
+- further properties, if `properties` or `patternProperties` are named and `additionalProperties` is not a schema
+- types that the schema's keywords do not apply to, if `type` is missing
+- long numbers (`numbers`) and rare formats of strings (`strings`)
+- strings and names of which only a part matches a pattern
+- numbers with a fraction, if `not` applies to integers
+- strings with escapes, if `not` lists strings
 
-- `not`, and `if` where it fails: the opposite is built by De Morgan's laws (`negation`) of `type`, `enum`, `const`,
-  `properties`, `required`, `allOf`, `anyOf`, `not`, and limits of numbers, lengths and items. Excluded values filter
-  listed ones and plain strings.
-- `contains`, `minContains`: without `prefixItems` and `uniqueItems`; `maxContains` where it is at least `maxItems`.
+Some keywords are supported within bounds; other uses are refused with an error that names the keyword:
+
+- `not`, and a failing `if`: negated by De Morgan's laws (`negation`), for `type`, `enum`, `const`, `properties`,
+  `required`, `allOf`, `anyOf`, `not`, and limits of numbers, lengths and items. Excluded values filter listed values
+  and plain strings.
+- `contains`, `minContains`: without `prefixItems` and `uniqueItems`. `maxContains`: if it is at least `maxItems`.
 - `uniqueItems`: of at most 8 listed values, or of at most one item.
-- `patternProperties`: where no name made from a pattern is named or matches another pattern (`patterns`).
+- `patternProperties`: if no name generated from a pattern is named or matches another pattern (`patterns`).
 """
 
 from __future__ import annotations
@@ -51,15 +56,15 @@ from tok_core.grammar.rules import NOTHING, Rules, literal
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_OPTIONS = 1000
-OF_A_PAIR = 20  # steps at least
-COMBINED = ("$ref", "allOf", "not", "anyOf", "oneOf")
+OF_A_PAIR = 20  # least number of steps to compare two schemas
+COMBINED = ("$ref", "allOf", "not", "anyOf", "oneOf")  # resolved in this order
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class SchemaRules:
-    """Makes the expressions for the values of `schema` and of what it refers to; equal schemas are made once."""
+    """Builder of the expressions for `schema` and the schemas that it refers to; equal schemas are built once."""
 
     def __init__(self, schema: Json, rules: Rules) -> None:
         self._whole = schema
@@ -67,14 +72,14 @@ class SchemaRules:
         self._made: dict[str, str] = {}
         self._impossible: set[str] = set()
         self._depth = 0
-        self._left_out = 0  # times that an option may be narrower than the schema
+        self._left_out = 0  # how often an option may have become narrower than the schema
 
     def root(self) -> str:
-        """The expression for the whole. Errors: Unsupported, saying what and where."""
+        """Return the expression for the whole schema. Raise Unsupported, saying what is unsupported and where."""
         return self._value(self._whole, "$")
 
     def _value(self, schema: Json, path: str) -> str:
-        """Any value that is valid under the schema. Errors: Unsupported, and Unsatisfiable where there is none."""
+        """Return the expression for any valid value. Raise Unsupported, or Unsatisfiable if there is none."""
         found = constraints(schema, path)
         if found.keys() == {"$ref"}:
             found = self._resolved(found, path)
@@ -88,9 +93,9 @@ class SchemaRules:
             try:
                 self._rules.define(name, self._deeper(self._expression, found, path))
             except Unsatisfiable:
-                self._rules.define(name, NOTHING)  # referred to by nothing that is kept
+                self._rules.define(name, NOTHING)  # no kept expression refers to it
                 self._impossible.add(key)
-                while len(self._made) > before:  # what was made since may refer to it
+                while len(self._made) > before:  # expressions built since may refer to it
                     self._made.popitem()
                 raise
         return self._made[key]
@@ -108,7 +113,7 @@ class SchemaRules:
         return self._rules.either(parts)
 
     def _options(self, schema: dict[str, Json], path: str) -> list[dict[str, Json]]:
-        """The schema as schemas without references and combinations, one of which has to be valid."""
+        """Return alternatives to the schema without references and combinations; at least one of them must be valid."""
         self._rules.work(OF_A_PAIR)
         name = next((name for name in COMBINED if name in schema and not (name == "not" and _settled(schema))), None)
         if name is None:
@@ -139,21 +144,21 @@ class SchemaRules:
 
     def _constraints(self, schema: Json, path: str) -> dict[str, Json]:
         if isinstance(schema, dict) and not schema.keys().isdisjoint(("unevaluatedProperties", "unevaluatedItems")):
-            self._left_out += not schema.keys().isdisjoint((*COMBINED, "if"))  # what these evaluate
+            self._left_out += not schema.keys().isdisjoint((*COMBINED, "if"))  # unevaluated* would depend on these
         return constraints(schema, path)
 
     def _negated(self, schema: Json, path: str) -> list[Json]:
-        """Schemas of which one is valid where `schema` is not."""
+        """Return alternatives that together negate `schema`."""
         found = constraints(schema, path)
         if "type" in found and "integer" in kinds(found, path):
-            self._left_out += 1  # numbers with a fraction
+            self._left_out += 1  # leaves out numbers with a fraction
         if "$ref" not in found:
             return negated(found, path)
         reference = self._target(found.pop("$ref"), path)
         return [{"not": reference}, *negated(found, path)]
 
     def _joined(self, schema: dict[str, Json], others: list[Json], path: str) -> list[dict[str, Json]]:
-        """The options of a schema that has to be valid together with the others."""
+        """Return the options of the conjunction of `schema` and all `others`."""
         found = [schema]
         for other in others:
             demanded = self._constraints(other, path)
@@ -166,7 +171,7 @@ class SchemaRules:
         return options
 
     def _both(self, schema: dict[str, Json], other: dict[str, Json], path: str) -> list[dict[str, Json]]:
-        """Schemas of which one is valid where both are; without those that plainly never are."""
+        """Return alternatives for the conjunction of two schemas, without those that are evidently never valid."""
         if "$ref" in schema and "$ref" in other:
             other = self._resolved(other, path)
         mine, theirs = [schema], [other]
@@ -180,7 +185,7 @@ class SchemaRules:
             self._rules.work(_comparing(one, more))
             joined = both(one, more, path)
             if "patternProperties" in joined and not any(OF_TYPE["object"].isdisjoint(part) for part in (one, more)):
-                self._left_out += 1  # a name that two patterns match
+                self._left_out += 1  # leaves out names that two patterns match
             if not _never(joined, path):
                 found.append(joined)
             if len(found) > MAX_SCHEMA_OPTIONS:
@@ -188,7 +193,7 @@ class SchemaRules:
         return found
 
     def _resolved(self, schema: dict[str, Json], path: str) -> dict[str, Json]:
-        """The schema without its reference, unless something else stands beside that."""
+        """Return the target of a schema that is only a `$ref`; return a schema with other keywords unchanged."""
         for _ in range(MAX_SCHEMA_DEPTH):
             if schema.keys() != {"$ref"}:
                 return schema
@@ -215,15 +220,18 @@ class SchemaRules:
                 raise _not_disjoint(path)
 
     def _apart(self, one: Schema, other: Schema, path: str) -> bool:
-        """Whether plainly no value that is written under one option is valid under the other: a schema without `type`
-        holds for types, too, that its keywords are not about, but nothing of these is written."""
+        """Return whether evidently no value written under one option is valid under the other.
+
+        A schema without `type` is also valid for types that its keywords do not apply to, but the grammar writes no
+        values of those types.
+        """
         here, there = _narrowed(one, path), _narrowed(other, path)
         if not self._disjoint(here, other, path):
             return False
         return (here is one and there is other) or self._disjoint(one, there, path)
 
     def _disjoint(self, one: Schema, other: Schema, path: str) -> bool:
-        """Whether plainly no value is valid under both: by type, by value, or by a property that both require."""
+        """Return whether evidently no value is valid under both: by type, value, or a property that both require."""
         self._rules.work(_comparing(one, other))
         mine, theirs = listed_values(one, path), listed_values(other, path)
         if mine is not None and theirs is not None:
@@ -239,7 +247,7 @@ class SchemaRules:
         )
 
     def _of_types(self, schema: Schema, path: str) -> list[str]:
-        """Expressions for the values of each type."""
+        """Return expressions for the values of each type."""
         values = listed_values(schema, path)
         try:
             if values is not None:
@@ -280,7 +288,7 @@ class SchemaRules:
         return found
 
     def _values(self, schema: Json, path: str) -> list[Json] | None:
-        """The values under a schema, where all are listed."""
+        """Return all values that the grammar writes under a schema; None if they are not listed."""
         found: list[Json] = []
         for option in self._deeper(self._options, constraints(schema, path), path):
             values = listed_values(option, path)
@@ -311,7 +319,7 @@ class SchemaRules:
         return [scalar(kind, schema, self._rules)]
 
     def _deeper(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The step, one level deeper."""
+        """Run `step` one nesting level deeper. Raise Unsupported beyond MAX_SCHEMA_DEPTH."""
         self._depth += 1
         if self._depth > MAX_SCHEMA_DEPTH:
             raise Unsupported(f"schemas nested at most {MAX_SCHEMA_DEPTH} times, and not consisting of themselves")
@@ -322,7 +330,7 @@ class SchemaRules:
 
 
 def _comparing(one: Schema, other: Schema) -> int:
-    """About how many steps it takes to compare two schemas: each value of a list of one with each of the other's."""
+    """Estimate the steps of comparing two schemas: each value of a list of one with each value of the other's list."""
     each = sum(len(value) for value in (*one.values(), *other.values()) if isinstance(value, list | dict))
     lists = [(one[name], other[name]) for name in one.keys() & other.keys()]
     pairs = sum(_size(mine) * len(theirs) for mine, theirs in lists if isinstance(theirs, list))
@@ -333,13 +341,13 @@ def _comparing(one: Schema, other: Schema) -> int:
 
 
 def _breadth(schema: Json) -> int:
-    """How many values and schemas are listed in it."""
+    """Return how many values and schemas `enum` and `allOf` list, plus one."""
     lists = (schema.get("enum"), schema.get("allOf")) if isinstance(schema, dict) else ()
     return 1 + sum(len(one) for one in lists if isinstance(one, list))
 
 
 def _size(value: Json) -> int:
-    """How many values there are in it, with itself."""
+    """Return the number of values nested in a value, including itself."""
     if isinstance(value, list):
         return 1 + sum(map(_size, value))
     return 1 + sum(map(_size, value.values())) if isinstance(value, dict) else 1
@@ -358,19 +366,19 @@ def _nothing(path: str) -> Unsatisfiable:
 
 
 def _settled(schema: Schema) -> bool:
-    """Whether its `not` lists values, and values only."""
+    """Return whether the schema's `not` only lists values."""
     return lists_only(schema["not"])
 
 
 def _narrowed(schema: Schema, path: str) -> dict[str, Json]:
-    """The option with the types of what is written under it."""
+    """Return the option restricted to the types of the values that the grammar writes under it."""
     if "type" in schema or listed_values(schema, path) is not None:
         return dict(schema)
     return {**schema, "type": list[Json](sorted(kinds(schema, path)))}
 
 
 def _never(schema: Schema, path: str) -> bool:
-    """Whether plainly nothing is valid: by type, by value, or by a property that is required and not allowed."""
+    """Return whether evidently no value is valid: by type, or by a property that is required and not allowed."""
     types = kinds(schema, path) if "type" in schema else frozenset(TYPES)
     if types != {"object"}:
         return not types
@@ -379,7 +387,7 @@ def _never(schema: Schema, path: str) -> bool:
 
 
 def _valid(schema: Schema, path: str) -> set[str]:
-    """The types of what is valid under the schema, integers being numbers."""
+    """Return the types of the values valid under the schema; integers count as numbers."""
     values = listed_values(schema, path)
     found = set(TYPES) if values is None else {kind_of(value) for value in values}
     if values is None and "type" in schema:

@@ -1,4 +1,4 @@
-"""Strings of JSON: their characters, escaped where JSON wants it, their lengths, patterns and formats."""
+"""Build the expressions for JSON strings: characters with their escapes, lengths, patterns and formats."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MAX_STRING_LENGTH: Final = 1_000_000
 MAX_COUNTED_CHARS: Final = 32  # characters that an automaton counts; with more, it would have too many states
 
 _BACKSLASH: Final = literal("\\")
-_PLAIN: Final = complement(one_of('"\\'), ((0x20, LAST),))  # not escaped
+_PLAIN: Final = complement(one_of('"\\'), ((0x20, LAST),))  # characters that need no escape
 _SHORT: Final[dict[int, str]] = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
-_UNICODE: Final = "u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # no half of a surrogate pair
+_UNICODE: Final = "u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # without halves of surrogate pairs
 _ANY: Final = either([characters(_PLAIN), sequence(_BACKSLASH, either([characters(one_of('"\\/bfnrt')), _UNICODE]))])
 _BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL: Final = "[a-zA-Z0-9]([-a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
@@ -53,16 +53,16 @@ FORMATS: Final[dict[str, str]] = {
     "ipv6": "([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}",
     "uuid": "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
 }
-"""Of each format that is honoured, texts that have it; not all that do: years have no leap day, addresses are short."""
+"""Regular expressions of the supported formats, for some of the valid texts: no leap days, only short addresses."""
 
 
 def dumps(value: object) -> str:
-    """A value as JSON, written like all others."""
+    """Return a value as JSON, in the notation that the grammar uses throughout."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def string(least: int, most: int | None, rules: Rules) -> str:
-    """Any string of so many characters, which are not escaped if there is a limit to them."""
+    """Return the expression for strings of `least` to `most` characters, unescaped if their number is limited."""
     if max(least, most or 0) > MAX_STRING_LENGTH:
         raise Unsupported(f"lengths of at most {MAX_STRING_LENGTH}")
     if most is not None and most < least:
@@ -78,17 +78,20 @@ def string(least: int, most: int | None, rules: Rules) -> str:
 
 
 def matching(pattern: str) -> str:
-    """A string that matches the regular expression as a whole."""
+    """Return the expression for strings that match the regular expression as a whole."""
     return sequence(QUOTE, regex(pattern, _escaped), QUOTE)
 
 
 def other_than(names: list[str]) -> str:
-    """A string, without escapes, that is none of the names."""
+    """Return the expression for strings, without escapes, that differ from all of the names."""
     return sequence(QUOTE, _differing(tuple(sorted(set(names)))))
 
 
 def _differing(rest: tuple[str, ...]) -> str:
-    """What ends a string and is none of `rest`, ascending; the quotation mark included."""
+    """Return the expression for the rest of a string, closing quotation mark included, that is none of `rest`.
+
+    `rest` is sorted and without duplicates.
+    """
     if not rest:
         return sequence(repeat(characters(_PLAIN), 0, None), QUOTE)
     heads = dict.fromkeys(name[0] for name in rest if name)
@@ -100,7 +103,10 @@ def _differing(rest: tuple[str, ...]) -> str:
 
 
 def _escaped(spans: Spans) -> str:
-    """One character of the set, escaped where it must be. Of many, rare control characters are left out."""
+    """Return the expression for one character of the set, escaped where necessary.
+
+    Control characters without a short escape are left out, unless the set has no other characters.
+    """
     plain = common(spans, _PLAIN)
     options = [characters(plain)] if plain else []
     escapes = "".join(sign for code, sign in _SHORT.items() if any(first <= code <= last for first, last in spans))

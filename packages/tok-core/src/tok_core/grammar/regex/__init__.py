@@ -1,4 +1,4 @@
-"""Regular expressions as grammars and automata."""
+"""Convert regular expressions to grammar text and to automata."""
 
 from __future__ import annotations
 

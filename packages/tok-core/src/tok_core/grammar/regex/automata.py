@@ -1,6 +1,6 @@
-"""Automata: whether a regular expression accepts a text, and whether two expressions accept a common one.
+"""Test whether a regular expression accepts a text, and whether two expressions accept a common text.
 
-They are nondeterministic, so what they take is bounded: no text makes them go back.
+The automata are nondeterministic and run without backtracking, so that their cost is bounded for every text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ MAX_STATES = 2000
 
 Work = Callable[[int], None]
 Fragment = Callable[[int], int]
-"""Adds states that follow one state, and says at which of them the text has been read."""
+"""Adds states behind a given state and returns the state in which the fragment's text has been read."""
 
 
 class Automaton:
-    """The texts that `pattern` matches as a whole, or of which it matches a part.
+    """Automaton for the texts that `pattern` matches as a whole or, with `search`, in part.
 
-    search  a part is enough
-    wide    texts on which dialects disagree are accepted, too; without, none of them is
-    work    is told the steps taken
+    search  whether a match of a part of the text is enough
+    wide    whether texts on which dialects disagree are accepted; otherwise none of them is
+    work    called with the number of steps taken
 
-    Errors: Unsupported for an expression that no grammar can say, or a large one.
+    Raises Unsupported for an expression that no grammar can express, or one with too many states.
     """
 
     def __init__(self, pattern: str, work: Work, *, search: bool = False, wide: bool = False) -> None:
@@ -34,7 +34,7 @@ class Automaton:
         self._end = parsed(pattern, self, search=search, wide=wide)(self._state())
 
     def accepts(self, text: str) -> bool:
-        """Whether it accepts the whole text."""
+        """Return whether the automaton accepts the whole text."""
         states = self._closure([0])
         for code in map(ord, text):
             self._work(4 * len(states))
@@ -48,7 +48,7 @@ class Automaton:
         return self._end in states
 
     def overlaps(self, other: Automaton) -> bool:
-        """Whether both accept some text."""
+        """Return whether both automata accept some common text."""
         seen, left = {(0, 0)}, [(0, 0)]
         while left:
             mine, theirs = left.pop()
@@ -66,7 +66,7 @@ class Automaton:
         return False
 
     def one(self, spans: Spans) -> Fragment:
-        """One character of the set."""
+        """Return a fragment for one character of the set."""
 
         def fragment(start: int) -> int:
             end = self._state()
@@ -76,7 +76,7 @@ class Automaton:
         return fragment
 
     def sequence(self, parts: list[Fragment]) -> Fragment:
-        """One after the other."""
+        """Return a fragment for the parts in order."""
 
         def fragment(start: int) -> int:
             for part in parts:
@@ -86,11 +86,11 @@ class Automaton:
         return fragment
 
     def either(self, options: list[Fragment]) -> Fragment:
-        """One of them."""
+        """Return a fragment for any of the options."""
         return lambda start: self._joined([option(start) for option in options])
 
     def repeat(self, one: Fragment, least: int, most: int | None) -> Fragment:
-        """So many times; `most` None: without end."""
+        """Return a fragment for `one` repeated `least` to `most` times; `most` None: unbounded."""
 
         def fragment(start: int) -> int:
             for _ in range(least):
@@ -121,7 +121,7 @@ class Automaton:
         return found
 
     def _closure(self, states: Iterable[int]) -> set[int]:
-        """The states, and those reached from them without a character."""
+        """Return the states and those reachable from them without reading a character."""
         found = set(states)
         left = list(found)
         while left:

@@ -1,4 +1,4 @@
-"""Sets of characters that texts may have, as spans of code points."""
+"""Sets of characters that grammar texts may contain, as spans of code points."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ LAST: Final = 0x10FFFF
 SURROGATES: Final = (0xD800, 0xDFFF)
 
 Spans = tuple[tuple[int, int], ...]
-"""Code points from first to last, ascending, not touching."""
+"""Ranges (first, last) of code points, both inclusive; ascending and not adjacent."""
 
 
 class Unsupported(ValueError):
-    """What was asked for is no grammar, or cannot be said by one; the message tells what is allowed, and where."""
+    """Error for a grammar that is invalid or cannot be expressed; the message says what is allowed, and where."""
 
 
 class Unsatisfiable(Unsupported):
-    """A schema under which a grammar can write nothing."""
+    """Error for a schema without a valid value that a grammar can write."""
 
 
 def check_text(text: str) -> None:
-    """Raises Unsupported for a text that no grammar can name."""
+    """Raise Unsupported for a text with the character U+0000, which no grammar can name."""
     if "\0" in text:
         raise Unsupported("texts without the character U+0000")
 
 
 def one_of(text: str) -> Spans:
-    """The characters of a text."""
+    """Return the set of the characters of `text`."""
     return union((ord(character), ord(character)) for character in text)
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """The characters of all spans that texts may have: no surrogates, and not the character 0."""
+    """Return the characters of all spans, without surrogates and U+0000, which texts cannot contain."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1] + 1:
@@ -46,7 +46,7 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def complement(spans: Spans, within: Spans = ((FIRST, LAST),)) -> Spans:
-    """The characters of `within` that are not in the set."""
+    """Return the characters of `within` that are not in `spans`."""
     found = []
     for low, high in within:
         start = low
@@ -60,5 +60,5 @@ def complement(spans: Spans, within: Spans = ((FIRST, LAST),)) -> Spans:
 
 
 def common(one: Spans, other: Spans) -> Spans:
-    """The characters in both sets."""
+    """Return the characters in both sets."""
     return complement(complement(other), one)

@@ -1,9 +1,10 @@
-"""Regular expressions: the syntax that JSON Schema, Python and JavaScript have in common, as a grammar can say it.
+"""Parse regular expressions in the syntax that JSON Schema, Python and JavaScript share, as far as grammars express it.
 
-Whole texts match, so `^` and `$` may stand at the ends only and mean nothing. Refused are what no grammar says
-(look-around, backreferences, word boundaries) and what dialects disagree on (flags, Unicode properties). `\\d`, `\\w`
-and `\\s` are of ASCII, and so is what `\\D`, `\\W` and `\\S` leave; lazy quantifiers match what greedy ones do.
-A search in a text puts any characters before an expression without `^` and after one without `$`.
+Whole texts match, so `^` and `$` may stand only at the ends and have no effect. The parser refuses constructs that no
+grammar can express (look-around, backreferences, word boundaries) or on which dialects disagree (flags, Unicode
+properties). `\\d`, `\\w` and `\\s` match ASCII only; `\\D`, `\\W` and `\\S` match the other printable ASCII characters.
+Lazy quantifiers match what greedy ones do. A search allows any characters before an alternative without `^` and after
+one without `$`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_REPEATS = 10_000
 
 E = TypeVar("E")
 Emit = Callable[[Spans], str]
-"""How one character of a set is written down, as an expression."""
+"""Returns the expression for one character of a set."""
 
 _ASCII: Final[Spans] = ((0x20, 0x7E),)
 _CLASSES: Final[dict[str, Spans]] = {
@@ -28,45 +29,45 @@ _CLASSES: Final[dict[str, Spans]] = {
     "s": union([(0x09, 0x0D), (0x20, 0x20)]),
 }
 _NAMED: Final[dict[str, int]] = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
-_FOREIGN: Final = complement(_ASCII)  # characters that some dialects count among classes
+_FOREIGN: Final = complement(_ASCII)  # characters that some dialects include in the classes
 _EVERY: Final = complement(())
-_NEWLINE: Final[Spans] = ((10, 10),)  # that Python passes over before $
-_ANY: Final = complement(union([(10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029)]))  # that ends no line
+_NEWLINE: Final[Spans] = ((10, 10),)  # which Python ignores before a final $
+_ANY: Final = complement(union([(10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029)]))  # all but line terminators
 _HEX: Final[dict[str, int]] = {"x": 2, "u": 4}
 
 
 def regex(pattern: str, emit: Emit) -> str:
-    """The expression that matches what `pattern` does. Errors: Unsupported, saying what and at which character."""
+    """Return the expression that matches what `pattern` does. Raise Unsupported, naming construct and position."""
     return parsed(pattern, _Text(emit))
 
 
 def parsed(pattern: str, build: Builder[E], *, search: bool = False, wide: bool = False) -> E:
-    """What `build` makes of `pattern`. Errors: Unsupported.
+    """Return what `build` makes of `pattern`. Raise Unsupported.
 
-    search  of texts of which a part matches
-    wide    of texts, too, on which dialects disagree; without, of none of them
+    search  match texts of which a part matches
+    wide    also match texts on which dialects disagree; otherwise match none of them
     """
     return _Parser(pattern, build, search, wide).whole()
 
 
 class Builder(Protocol[E]):
-    """Makes an expression out of its parts."""
+    """Interface that builds an expression from its parts."""
 
     def one(self, spans: Spans) -> E:
-        """One character of the set, which is not empty."""
+        """Return an expression for one character of the set, which is not empty."""
 
     def sequence(self, parts: list[E]) -> E:
-        """One after the other."""
+        """Return an expression for the parts in order."""
 
     def either(self, options: list[E]) -> E:
-        """One of them, of which there is at least one."""
+        """Return an expression for any of the options, of which there is at least one."""
 
     def repeat(self, one: E, least: int, most: int | None) -> E:
-        """So many times; `most` None: without end."""
+        """Return an expression for `one` repeated `least` to `most` times; `most` None: unbounded."""
 
 
 class _Text:
-    """Builds expressions of `tok_core.grammar.regex.regular`."""
+    """Builder of expressions as in `tok_core.grammar.regex.regular`."""
 
     def __init__(self, emit: Emit) -> None:
         self.one = emit
@@ -82,7 +83,7 @@ class _Text:
 
 
 class _Parser(Generic[E]):
-    """Recursive descent over `pattern`; expressions are made on the way."""
+    """Recursive-descent parser of `pattern` that builds expressions on the way."""
 
     def __init__(self, pattern: str, build: Builder[E], search: bool, wide: bool) -> None:
         self._pattern = pattern
@@ -208,11 +209,11 @@ class _Parser(Generic[E]):
         return complement(union(spans), _ASCII if classes else _EVERY) if negated else union(spans)
 
     def _ranges(self) -> bool:
-        """Whether a hyphen follows that is not the set's last member."""
+        """Return whether a hyphen follows that is not the set's last member."""
         return self._pattern.startswith("-", self._at) and self._pattern[self._at + 1 : self._at + 2] not in ("", "]")
 
     def _member(self) -> tuple[Spans, bool]:
-        """What one place of a set stands for, and whether it is a class."""
+        """Read one member of a set; return its characters and whether it is a class such as `\\d`."""
         sign = self._next() if self._at < len(self._pattern) else ""
         self._at += 1
         if sign != "\\":
@@ -224,7 +225,7 @@ class _Parser(Generic[E]):
         return self._escape(), letter.lower() in _CLASSES
 
     def _escape(self) -> Spans:
-        """What stands after a backslash; the place is behind the backslash."""
+        """Read an escape whose backslash has been read; return its characters."""
         letter = self._pattern[self._at : self._at + 1]
         self._at += 1
         if letter.lower() in _CLASSES:

@@ -1,7 +1,7 @@
-"""Regular expressions as xgrammar reads them: each becomes one automaton, whose masks are known beforehand.
+"""Write regular expressions in xgrammar's syntax: each becomes one automaton, whose masks are precomputed.
 
-Made of rules instead, a token that goes beyond the end of a rule would be looked at anew each time, of which large
-vocabularies have a hundred thousand. An expression is text that may stand beside others as it is.
+If they were grammar rules instead, xgrammar would check each token that extends beyond a rule's end anew at every step.
+Large vocabularies have a hundred thousand such tokens. An expression is text that can stand beside others as it is.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ from typing import Final
 from tok_core.grammar.regex.character_sets import LAST, Spans, Unsupported, check_text, common
 
 NOTHING: Final = ""
-MAX_REGEX_CHARS = 100_000
-_LENGTHS: Final[Spans] = ((1, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
+MAX_REGEX_CHARS = 100_000  # characters of a repetition that is written out
+_LENGTHS: Final[Spans] = ((1, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))  # of one to four bytes in UTF-8
 
 
 def literal(text: str) -> str:
-    """Exactly this text. Errors: Unsupported for one with the character 0."""
+    """Return an expression for exactly this text. Raise Unsupported if it contains the character U+0000."""
     check_text(text)
     return "".join(map(_written, map(ord, text)))
 
 
 def characters(spans: Spans) -> str:
-    """One character of the set, which must not be empty."""
-    # Apart by the length of their UTF-8: of a range across lengths, xgrammar (0.2.8) accepts overlong forms.
+    """Return an expression for one character of the set, which must not be empty."""
+    # Split by length in UTF-8: for a range across lengths, xgrammar (0.2.8) accepts overlong forms.
     groups = [common(spans, (length,)) for length in _LENGTHS]
     return either(f"[{''.join(_span(*span) for span in group)}]" for group in groups if group)
 
 
 def sequence(*parts: str) -> str:
-    """One after the other."""
+    """Return an expression for the parts in order."""
     return "".join(parts)
 
 
 def either(options: Iterable[str]) -> str:
-    """One of the expressions, of which there is at least one."""
+    """Return an expression for any of the options, of which there is at least one."""
     distinct = list(dict.fromkeys(options))
     return distinct[0] if len(distinct) == 1 else f"({'|'.join(distinct)})"
 
 
 def maybe(one: str) -> str:
-    """The expression, or nothing."""
-    # Not as "(…)?": of one that ends or begins with a star, xgrammar (0.2.8) then accepts the star alone.
+    """Return an expression for `one` or nothing."""
+    # Not "(…)?": if `one` begins or ends with a star, xgrammar (0.2.8) then accepts the starred part alone.
     return f"({one}|)" if one else NOTHING
 
 
 def repeat(one: str, least: int, most: int | None) -> str:
-    """The expression, so many times; `most` None: without end."""
+    """Return an expression for `one` repeated `least` to `most` times; `most` None: unbounded."""
     if most == 0 or not one:
         return NOTHING
     further = 0 if most is None else most - least
     if len(one) * (least + further) > MAX_REGEX_CHARS:
         raise Unsupported(f"repetitions that come to at most {MAX_REGEX_CHARS} characters when written out")
     end = f"({one})*" if most is None else NOTHING
-    # Written out: of several bounded repetitions in one expression, xgrammar (0.2.8) accepts too much.
+    # Written out: with several bounded repetitions in one expression, xgrammar (0.2.8) accepts too much.
     return one * least + f"({one}" * further + "|)" * further + end
 
 

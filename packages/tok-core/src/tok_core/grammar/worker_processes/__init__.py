@@ -1,4 +1,4 @@
-"""Compile and follow strangers' grammars in worker processes with limits."""
+"""Compile and follow untrusted grammars in worker processes with resource limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProcessExaminer: examines grammars of strangers, by worker processes that may be lost to them."""
+"""Check untrusted grammars in worker processes, which may die over a grammar without harm to the engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tok_core.grammar.worker_processes.processes import WorkerLost, WorkerProces
 from tok_core.grammar.worker_processes.worker import NICENESS
 from tok_core.sampling_params import Grammar
 
-EXAMINERS: Final = 4  # grammars that take their whole time do not keep all others waiting
-PATIENCE: Final = 240.0  # seconds for an answer where the CPU has other things to do, and for a start
+EXAMINERS: Final = 4  # parallel checks, so that grammars that use their whole time limit do not block all others
+PATIENCE: Final = 240.0  # seconds to wait for a verdict, on a busy CPU and with the start of the process
 
 
 class ProcessExaminer:
-    """Has each grammar compiled by a worker of its own. Several examiners may share the `processes`."""
+    """Examiner that compiles each grammar in a worker process of its own. Several examiners may share `processes`."""
 
     stoppable = True
 
@@ -54,7 +54,7 @@ class ProcessExaminer:
         self.processes.close()
 
     def _verdict(self, worker: WorkerProcess) -> str:
-        poller = select.poll()  # not `select.select`, which knows no descriptors beyond 1023
+        poller = select.poll()  # not `select.select`, which fails for descriptors above 1023
         deadline = time.monotonic() + PATIENCE
         while True:
             poller.register(worker.fileno(), select.POLLIN | (select.POLLOUT if worker.blocked else 0))
@@ -75,6 +75,6 @@ class ProcessExaminer:
 
 
 def process_checker(task: GrammarTask) -> Checker:
-    """A checker of strangers' grammars, several at a time."""
+    """Return a checker for untrusted grammars that checks several of them in parallel."""
     processes = WorkerProcesses(msgspec.structs.replace(task, niceness=NICENESS))
     return Checker(*(ProcessExaminer(task, processes) for _ in range(EXAMINERS)))

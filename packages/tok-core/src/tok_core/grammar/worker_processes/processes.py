@@ -1,4 +1,4 @@
-"""Processes for grammars: starts the process that forks workers, and talks to the workers."""
+"""Start the process that forks grammar workers, and exchange messages with the workers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tok_core.grammar.worker_processes.worker import COMPILING, LENGTH, MARK
 from tok_core.runtime import keep_lifeline
 from tok_core.sampling_params import Grammar
 
-PIECE: Final = 1 << 18  # bytes that are read at once
+PIECE: Final = 1 << 18  # bytes per read from a socket
 
 
 class WorkerLost(Exception):
-    """A worker has ended. `sequence`: which it was at, COMPILING, or IDLE."""
+    """Error for a worker that has ended; `sequence` is the one that it was advancing, COMPILING, or IDLE."""
 
     def __init__(self, sequence: int) -> None:
         super().__init__(sequence)
@@ -34,7 +34,7 @@ class WorkerLost(Exception):
 
 
 class WorkerProcess:
-    """A worker, as whoever it works for sees it. For one thread at a time; `send` and `receive` never wait."""
+    """Parent's handle of a worker process. Not thread-safe, apart from `stop`; `send` and `receive` never block."""
 
     def __init__(self, processes: WorkerProcesses, number: int, peer: socket.socket, mark: mmap.mmap) -> None:
         self._processes = processes
@@ -42,21 +42,24 @@ class WorkerProcess:
         self._socket = peer
         self._mark = mark
         self._unsent = bytearray()
-        self.blocked = False  # whether it takes no more for now
+        self.blocked = False  # whether unsent data waits until the socket accepts more
         self._read = bytearray()
         self._begun = False
-        self.stopped = False  # whether somebody has ended it
+        self.stopped = False  # whether `stop` was called
 
     def fileno(self) -> int:
-        """Return the file descriptor of its socket."""
+        """Return the file descriptor of the worker's socket."""
         return self._socket.fileno()
 
     def send(self, work: MatcherCall) -> None:
-        """Queues work for it."""
+        """Queue a call for the worker."""
         self._send(msgspec.msgpack.encode(work))
 
     def receive(self) -> list[Verdict | MatcherReply]:
-        """Return its messages since the last call: a verdict, then answers. Raises WorkerLost after the last."""
+        """Return the messages since the last call: first a verdict, then replies.
+
+        Raise WorkerLost if the worker has ended and all of its messages have been returned.
+        """
         ended = False
         try:
             while data := self._socket.recv(PIECE):
@@ -74,17 +77,17 @@ class WorkerProcess:
 
     @property
     def at(self) -> int:
-        """The sequence that it is at, COMPILING, or IDLE."""
+        """Return the sequence that the worker is advancing, COMPILING, or IDLE."""
         sequence: int = MARK.unpack_from(self._mark, 0)[0]
         return sequence
 
     def stop(self) -> None:
-        """Ends it, whatever it is at; from any thread."""
+        """Kill the worker, whatever it is doing; from any thread."""
         self.stopped = True
         self._processes.end(self._number)
 
     def close(self) -> None:
-        """Ends it, and lets go of what it had."""
+        """Kill the worker and release its resources."""
         self._processes.forget(self)
         self.stop()
         self._socket.close()
@@ -113,7 +116,7 @@ class WorkerProcess:
         self._flush()
 
     def _flush(self) -> None:
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `receive` tells of its end
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `receive` raises WorkerLost
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         if bool(self._unsent) != self.blocked:
@@ -122,7 +125,11 @@ class WorkerProcess:
 
 
 def _is_open(orders: socket.socket) -> bool:
-    """Return whether the process at the other end lives: it sends nothing, and its end closes before its workers'."""
+    """Return whether the process at the other end is alive.
+
+    The process sends nothing on this socket, so end of file means that it has ended. Its end closes before the sockets
+    of its workers do.
+    """
     try:
         return bool(orders.recv(1, socket.MSG_DONTWAIT))
     except BlockingIOError:
@@ -132,9 +139,10 @@ def _is_open(orders: socket.socket) -> bool:
 
 
 class WorkerProcesses:
-    """Makes workers, each for one grammar. Starts its process when it is needed first, and anew after it has died.
+    """Factory of worker processes, one per grammar. Thread-safe.
 
-    Thread-safe. `fileno` is readable when a worker has said something or has ended.
+    The forking process starts with the first grammar, and anew after it has died. `fileno` becomes readable when a
+    worker has sent a message or has ended.
     """
 
     wakes = True
@@ -149,11 +157,11 @@ class WorkerProcesses:
         self._closed = False
 
     def fileno(self) -> int:
-        """Return the descriptor of its poll object."""
+        """Return the descriptor of the epoll object."""
         return self._poll.fileno()
 
     def begin(self, grammar: Grammar) -> WorkerProcess:
-        """A worker that compiles the grammar. Raises EngineError where none can be started."""
+        """Fork a worker that compiles the grammar. Raise EngineError if none can be started."""
         mine, its = socket.socketpair()
         mine.setblocking(False)
         shared = os.memfd_create("grammar")
@@ -174,22 +182,22 @@ class WorkerProcesses:
         return worker
 
     def watch(self, worker: WorkerProcess, *, writing: bool) -> None:
-        """Whether `fileno` is readable, too, when the worker can take more."""
+        """Set whether `fileno` also becomes readable when the worker's socket accepts more data."""
         self._poll.modify(worker.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     def end(self, number: int) -> None:
-        """Ends the worker of this number, if it has not ended."""
+        """Kill the worker of this number unless it has ended."""
         with self._lock:
             if self._orders is not None:
                 with suppress(OSError):
                     self._orders.send(b"%d" % number)
 
     def forget(self, worker: WorkerProcess) -> None:
-        """Nobody asks about the worker any more."""
+        """Stop watching the worker's socket."""
         self._poll.unregister(worker.fileno())
 
     def require_alive(self) -> None:
-        """Raises EngineError where all workers have ended because the process that forks them has."""
+        """Raise EngineError if the forking process has died, and all workers with it, or if `close` was called."""
         with self._lock:
             if self._closed:
                 raise EngineError("grammars cannot be checked any more: the engine was closed")
@@ -197,12 +205,12 @@ class WorkerProcesses:
             raise EngineError("grammars cannot be checked: the process that checks them has died")
 
     def lost_all(self) -> bool:
-        """Whether the process that forks them has died, and they with it."""
+        """Return whether the forking process has died, and all workers with it."""
         with self._lock:
             return self._orders is None or not _is_open(self._orders)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Kill all workers and the forking process, for good."""
         with self._lock:
             self._closed = True
             self._end()
@@ -216,7 +224,7 @@ class WorkerProcesses:
                 try:
                     socket.send_fds(self._running(), [b"%d" % self._count], descriptors)
                     return self._count
-                except OSError:  # it has died: a new one is started, once
+                except OSError:  # the forking process has died: start a new one, once
                     self._end()
             raise EngineError("grammars cannot be checked: the process that forks workers dies")
 
@@ -228,15 +236,15 @@ class WorkerProcesses:
 
     def _start(self) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -c rather than -m: found through the parent's import path, wherever the package was loaded from.
+        # -c rather than -m, so that the child finds the package through the parent's import path.
         code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.grammar.worker_processes.worker import main; "
         code += f"sys.exit(main({its.fileno()}))"
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has only one
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a forked process has only one
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # whoever prints does not answer
+                stdout=2,  # printed text goes to stderr
                 pass_fds=[its.fileno()],
                 env={**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"},
             )
@@ -255,5 +263,5 @@ class WorkerProcesses:
             self._orders.close()
             self._orders = None
         if process is not None:
-            process.send_signal(signal.SIGKILL)  # its workers end with it
+            process.send_signal(signal.SIGKILL)  # kills its workers, too; see `end_with`
             process.wait()

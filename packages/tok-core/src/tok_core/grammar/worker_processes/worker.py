@@ -1,7 +1,8 @@
-"""The process that forks workers: it loads all that grammars need, and forks a worker for each grammar.
+"""Process that loads the grammar compiler once and forks a worker for each grammar.
 
-A worker compiles its grammar, says whether that can be followed, and follows its sequences if it is asked to. A hostile
-grammar can take hours or all memory in a call that nothing interrupts: a worker has limits, and is no loss.
+A worker compiles its grammar, reports whether it can be followed, and advances its sequences on request. A hostile
+grammar can take hours or all memory in a call that cannot be interrupted. Workers therefore have limits, and one that
+exceeds them dies.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ from tok_core.sampling_params import Grammar
 if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler
 
-LENGTH: Final = struct.Struct("<I")
-MARK: Final = struct.Struct("<q")
-COMPILING, IDLE = -2, -1  # in the place of a marked sequence
-NICENESS: Final = 10
-NICE_SECONDS: Final = 2.0  # of a CPU after which a worker gives way to all that is not a worker
-FLUSH_SECONDS: Final = 2e-3  # after which what has been followed is sent although more is to be
-WEIGHED_SECONDS: Final = 5e-4  # of a CPU that a call takes from which on its memory is looked at
-WEIGHED_CALLS: Final = 64  # after which it is all the same
+LENGTH: Final = struct.Struct("<I")  # size in bytes of the message that follows
+MARK: Final = struct.Struct("<q")  # sequence that a worker is advancing, in memory shared with the parent
+COMPILING, IDLE = -2, -1  # values of the mark that are no sequence
+NICENESS: Final = 10  # of processes that check grammars, and of workers after NICE_SECONDS
+NICE_SECONDS: Final = 2.0  # CPU seconds after which a worker lowers its priority
+FLUSH_SECONDS: Final = 2e-3  # seconds after which results are sent although more sequences are to be advanced
+WEIGHED_SECONDS: Final = 5e-4  # CPU seconds; memory is measured after each call that takes longer
+WEIGHED_CALLS: Final = 64  # memory is also measured after this many calls, however short
 PR_SET_PDEATHSIG: Final = 1
 
 
 class _Meter:
-    """The limits of this process: a call that takes too much ends it, and `mark` tells whose it was."""
+    """Resource limits of this process.
+
+    A call that exceeds `token_seconds` or the memory limit kills the process; `mark` names the sequence at fault.
+    """
 
     def __init__(self, task: GrammarTask, mark: mmap.mmap) -> None:
         self._task = task
@@ -55,14 +59,14 @@ class _Meter:
         self._nice = False
 
     def start(self, sequence: int) -> None:
-        """See `Meter`."""
+        """See `MatcherMeter`."""
         MARK.pack_into(self._mark, 0, sequence)
-        # Nothing interrupts a call into xgrammar but a signal that ends the process.
+        # Only a signal that kills the process interrupts a call into xgrammar.
         signal.setitimer(signal.ITIMER_PROF, self._task.token_seconds)
         self._began = time.thread_time()
 
     def stop(self, sequence: int, tokens: int) -> str:
-        """See `Meter`."""
+        """See `MatcherMeter`."""
         seconds = time.thread_time() - self._began
         self._seconds[sequence] = total = self._seconds.get(sequence, 0.0) + seconds
         self._tokens[sequence] = count = self._tokens.get(sequence, 0) + tokens
@@ -76,17 +80,17 @@ class _Meter:
         return self._task.too_slow if total > allowed else ""
 
     def forget(self, sequence: int) -> None:
-        """See `Meter`."""
+        """See `MatcherMeter`."""
         for kept in (self._seconds, self._tokens, self._bytes):
             kept.pop(sequence, None)
 
     def idle(self) -> None:
-        """No sequence is being followed."""
+        """Stop the timer and mark the process as idle."""
         signal.setitimer(signal.ITIMER_PROF, 0)
         MARK.pack_into(self._mark, 0, IDLE)
 
     def _weigh(self, sequence: int) -> None:
-        """Ends the process where it has grown too much; the sequence that grew most has to answer for it."""
+        """Measure memory. If the process has grown too much, mark the sequence that added most and exit."""
         resident = self._resident()
         self._bytes[sequence] = self._bytes.get(sequence, 0) + resident - self._weighed
         self._weighed = resident
@@ -100,8 +104,8 @@ class _Meter:
 
 
 def main(number: int) -> int:
-    """Forks until `number`, the descriptor of a socket, ends."""
-    # Signals of a terminal or a service manager reach the whole group: the parent ends its children.
+    """Fork workers, and kill them, as ordered over the socket with descriptor `number`, until it closes."""
+    # Signals of a terminal or a service manager reach the whole group, but the parent ends its children itself.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -118,13 +122,13 @@ def main(number: int) -> int:
         failed = f"{type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()
-    forks: dict[int, int] = {}  # process ids by the parent's numbers for them
+    forks: dict[int, int] = {}  # process ids by the parent's worker numbers
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, 64, 2)
         if not data:
             return 0
         order = int(data)
-        if not descriptors:  # it is not wanted any more
+        if not descriptors:  # an order to kill a worker
             pid = forks.pop(order, None)
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
@@ -141,14 +145,14 @@ def main(number: int) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Have this process end when the process that forked it does, or at once where that has already ended."""
+    """Make this process end when the process that forked it does, or at once if that has already ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended between the fork and this call, which came too late to be signalled
+    if os.getppid() != parent:  # the parent ended before the call to prctl: no signal will come
         os._exit(1)
 
 
 def _work(compiler: Compiler | None, failed: str, task: GrammarTask, connection: int, shared: int) -> Never:
-    """In the fork, which ends with it, in one way or another."""
+    """Run the worker in the forked process, then exit."""
     try:
         mark = mmap.mmap(shared, mmap.PAGESIZE)
         with socket.socket(fileno=connection) as peer:
@@ -181,7 +185,7 @@ def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed:
 
 
 def _follow(channel: Channel, matchers: Matchers, meter: _Meter) -> None:
-    """Follows what the channel says, until it ends."""
+    """Answer calls from the channel until it closes."""
     while data := channel.receive():
         work = msgspec.msgpack.decode(data, type=MatcherCall)
         matchers.end(work.ended)
@@ -199,18 +203,18 @@ def _follow(channel: Channel, matchers: Matchers, meter: _Meter) -> None:
 
 
 class Channel:
-    """One end of a socket between a worker and whoever it works for: whole messages, that of the worker waiting."""
+    """Worker's end of its socket: sends and receives whole messages, each preceded by its size. Blocks."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
 
     def send(self, message: msgspec.Struct) -> None:
-        """One message."""
+        """Send one message."""
         data = msgspec.msgpack.encode(message)
         self._socket.sendall(LENGTH.pack(len(data)) + data)
 
     def receive(self) -> bytes:
-        """The next message; b"" where there is none any more."""
+        """Return the next message; b"" if the socket has closed."""
         head = self._exactly(LENGTH.size)
         return self._exactly(LENGTH.unpack(head)[0]) if head else b""
 

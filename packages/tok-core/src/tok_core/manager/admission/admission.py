@@ -1,4 +1,4 @@
-"""Admission: how many waiting samples may start now, so that memory is full but not overfull later."""
+"""Decide how many waiting samples may start now, so that memory is full but not overfull later."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tok_core.manager.kv_cache import Paging, RetainedPrompts
 from tok_core.manager.sequences import Pending, SequenceTable, State
 from tok_core.messages import Int64
 
-LOOK_AHEAD = 4096  # groups of samples in the queue that are considered a step
-GOLDEN = 0.6180339887498949
-TIMES = 16  # that a sequence is counted, of another further length each, where few run: chance weighs less
-MANY = 2048  # sequences of which that would be too dear
-LATER = 2048  # requests in the queue that say what later samples are like
-TYPICAL = 256  # of these, spread evenly, at most: few would say now this, now that, where requests differ
-DRAWN = 2048  # samples of theirs, each with a further length of its own
-KNOWN = 256  # samples at most that are to finish beyond as many as run, for lengths to be known rather than guessed
+LOOK_AHEAD = 4096  # turns of the queue that are considered per step
+GOLDEN = 0.6180339887498949  # golden ratio − 1
+TIMES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise
+MANY = 2048  # sequences, copies included, up to which copies are made: more would be too expensive
+LATER = 2048  # queue entries, the first ones, that represent later samples
+TYPICAL = 256  # of these, entries used at most, spread evenly; with fewer, the curve would vary where requests differ
+DRAWN = 2048  # samples that these entries are expanded to, each with a predicted length of its own
+KNOWN = 256  # samples, at most, that must finish beyond the number running before lengths are known and not guessed
 GUESSED = 0.7  # share of the pages in which samples start until then
 
 
@@ -34,7 +34,7 @@ Turns = Callable[[int], Iterator[StartTurn]]
 
 
 class Demand(NamedTuple):
-    """What sequences need: int64 [n] each. `left`: tokens until their limit, where `remaining` are to be expected."""
+    """Demand of sequences for pages: int64 [n] each. `remaining`: tokens expected; `left`: tokens until the limit."""
 
     length: Int64
     remaining: Int64
@@ -42,12 +42,12 @@ class Demand(NamedTuple):
     left: Int64
 
     def unending(self) -> Demand:
-        """The same if nobody ends before its limit."""
+        """Return the demand if no sequence ends before its limit."""
         return self._replace(remaining=self.left)
 
 
 class Samples(NamedTuple):
-    """Samples whose further lengths are to be predicted: int64 [n] each. `least`: tokens that each has at its end."""
+    """Samples whose remaining lengths are to be predicted: int64 [n] each. `least`: minimum of tokens at the end."""
 
     length: Int64
     prompt: Int64
@@ -58,7 +58,7 @@ class Samples(NamedTuple):
 
 
 class SampleCosts(NamedTuple):
-    """Pages of the `first` of some samples, and of each of the `others`, that are not its own; tokens to compute."""
+    """Pages that the `first` of some samples and each of the `others` shares; tokens that they all compute."""
 
     first: int
     others: int
@@ -66,7 +66,7 @@ class SampleCosts(NamedTuple):
 
 
 class Admission:
-    """Forecasts page use over future time from predicted lengths, and admits as many as stay below the capacity."""
+    """Forecast of page use over future time from predicted lengths; admits as many samples as the capacity holds."""
 
     def __init__(
         self, table: SequenceTable, paging: Paging, lengths: LengthModel, retained_prompts: RetainedPrompts
@@ -79,7 +79,7 @@ class Admission:
         self.watermark = PageWatermark()
 
     def account(self, computed: int, twice: int) -> None:
-        """Tokens so far that were computed, and of these for the second time."""
+        """Update the watermark with the tokens computed so far, and those of them that were computed twice."""
         running = self.table.length[self.table.in_state(State.DECODE)]
         each = float(running.mean()) if len(running) else 1.0
         self.watermark.observe(computed, twice, each, guessed=self._guesses(len(running)))
@@ -98,10 +98,10 @@ class Admission:
     ) -> tuple[int, list[StartTurn]]:
         """Return how many of the waiting samples may start in `step`, and the turns in which they do.
 
-        turns     returns whose turn it is to start, in order, where so many samples may
-        reserved  how many forks each prefilling leader (by slot) still has to come: they count as running
-        budget    tokens that the step may still compute: those are not looked at that no token is left for
-        priority  lower classes than this one give up what they hold; None: nobody does
+        turns     returns the turns, in order, in which a given number of samples start
+        reserved  number of forks still to come for each prefilling leader (by slot): they count as running
+        budget    tokens that the step may still compute; samples beyond these are not considered
+        priority  lower classes than this one give up what they hold; None: no class does
         """
         table = self.table
         running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
@@ -129,11 +129,11 @@ class Admission:
         return (fitting if len(running) else max(1, fitting)), chosen
 
     def _at_limit(self, samples: Samples) -> int:
-        """Pages that are enough even if nobody ends before its limit, and all do so at once."""
+        """Return the pages that suffice even if all samples run to their limits and end at once."""
         return int((-(-samples.limit // self.paging.page_size) - samples.shared).sum())
 
     def _fitting(self, held: Samples, samples: Samples, capacity: int, *, guessed: bool, stream: bool) -> int:
-        """How many of the samples fit into `capacity` pages beside those `held`, by what is to be expected of all."""
+        """Return how many of the samples fit into `capacity` pages beside those `held`, by predicted lengths."""
         count, size = len(held.length), self.paging.page_size
         times = min(TIMES, max(1, MANY // (count + 1)))
         demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
@@ -147,9 +147,9 @@ class Admission:
         return fitting // times
 
     def _reserve(self, capacity: int, times: int, each: float, *, stream: bool) -> Reserve:
-        """What those that start now are to leave free, all counted `times` times.
+        """Return the pages that samples starting now have to leave free, if all are counted `times` times.
 
-        `each`: pages that a running sequence has of its own. `stream`: later ones are to find room, too.
+        `each`: own pages of a running sequence. `stream`: pages for later samples are reserved, too.
         """
 
         def pages(moments: Int64) -> Int64:
@@ -159,7 +159,7 @@ class Admission:
         return pages
 
     def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
-        """Whether those that start in `step` are to leave room for later ones like those `waiting`."""
+        """Return whether samples that start in `step` must leave pages for later ones like those `waiting`."""
         if not self.stagger.binds:
             return False
         if self.stagger.outdated(step):
@@ -167,9 +167,10 @@ class Admission:
         return self.stagger.bears(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
-        """Pages for sequences to have of their own, `freed` of which the tree holds for one sequence each.
+        """Return the pages that sequences may have of their own.
 
-        priority  lower classes than this one give up what they hold; None: nobody does
+        freed     pages of the tree that only one running sequence holds each: they count as its own
+        priority  lower classes than this one give up what they hold; None: no class does
         """
         table, draining = self.table, self.table.in_state(State.DRAIN)
         locked, tails = int(self.paging.locked), self.retained_prompts.tails
@@ -182,7 +183,7 @@ class Admission:
         return self.paging.num_pages - (locked + tails + int(own.sum()) - freed)
 
     def _running(self, slots: Int64, shared: Int64, reserved: dict[int, int]) -> Samples:
-        """Those that run, and the forks that they still have to come."""
+        """Return the running samples, and the forks of prefilling leaders that are still to come."""
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
         columns = table.prompt_len, table.limit, table.least
@@ -195,7 +196,10 @@ class Admission:
         return Samples(length, prompt, limit, least, family, shared)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
-        """What the samples need, each `times` times, of which so many stand `before` them."""
+        """Return the predicted demand of the samples, each counted `times` times.
+
+        `before`: number of samples predicted before these; the shares continue after theirs.
+        """
         if times > 1:
             samples = Samples(*(np.repeat(column, times) for column in samples))
         remaining = self._remaining(samples, _shares(before, len(samples.length)))
@@ -208,7 +212,7 @@ class Admission:
         return surely
 
     def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
-        """Lengths, further tokens and shared pages of what later samples are like, int64 [DRAWN] each."""
+        """Return lengths, remaining tokens and shared pages of typical later samples, int64 [DRAWN] each."""
         spread = list(islice(waiting, 0, LATER, -(-min(len(waiting), LATER) // TYPICAL)))
         until = np.cumsum([len(pending.samples) for pending in spread])
         drawn = np.searchsorted(until, (np.arange(DRAWN) + 0.5) / DRAWN * until[-1])
@@ -217,23 +221,23 @@ class Admission:
         return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
-        """Return the known columns of its samples, and the shared pages of each."""
+        """Return the values that `Samples` has of each of these samples: the known ones, then its shared pages."""
         try:
             return *_known(pending), self._shared(pending)
         except Exception as error:
             raise FaultyRequest(pending.request.rid, error) from error
 
     def _pages(self, pending: Pending) -> int:
-        """Pages that hold the tokens of one of the samples."""
+        """Return how many pages hold the tokens of one of the samples."""
         return -(-len(pending.tokens) // self.paging.page_size)
 
     def _shared(self, pending: Pending) -> int:
-        """Pages that most of the samples do not have of their own."""
+        """Return how many pages most of the samples share."""
         costs = self._costs(pending, len(pending.samples))
         return costs.first if len(pending.samples) == 1 else costs.others
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
-        """How many sequences each of `slots` stands for, itself first, and the shared pages of all of these."""
+        """Return how many sequences each of `slots` stands for, itself first, and the shared pages of each sequence."""
         forks = np.zeros(self.table.slots, np.int64)
         forks[list(reserved)] = list(reserved.values())
         forks = forks[slots]
@@ -245,7 +249,7 @@ class Admission:
         return times, repeated
 
     def refresh(self) -> None:
-        """Tells the length model how far the running sequences are; without it, it knows them as they were."""
+        """Update the length model with how far the running sequences are now."""
         table = self.table
         slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
@@ -255,10 +259,10 @@ class Admission:
         self.lengths.prompt_stats.run(table.family[slots], self.lengths.hazard(generated, most))
 
     def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
-        """Samples whose turn it is, and their turns.
+        """Return the samples whose turn it is, and their turns.
 
-        None after the first that `room` pages cannot hold even before anybody grows, or that are not started in a step
-        that has no more than `budget` tokens left.
+        The last turn is the first that `room` pages cannot hold even before any sequence grows, or that uses up
+        `budget`, the tokens left in the step.
         """
         rows, chosen = [], []
         for turn in islice(turns, LOOK_AHEAD):
@@ -279,9 +283,11 @@ class Admission:
         return found, chosen
 
     def _costs(self, pending: Pending, samples: int) -> SampleCosts:
-        """Of the first so many samples. The first, where it has to prefill, shares what running sequences hold anyway;
-        pages only cached count as its own. Others share the prompt's full pages with it, or, starting late, with what
-        is kept of the prompt.
+        """Return the costs of the first `samples` samples.
+
+        If the first has to prefill, it shares the pages that running sequences hold anyway; pages that are only cached
+        count as its own. The others share the prompt's full pages with it. Samples that start late share them with the
+        retained prompt.
         """
         size, tokens = self.paging.page_size, len(pending.tokens)
         full, others = (tokens - 1) // size, tokens // size
@@ -296,11 +302,11 @@ class Admission:
 
 
 def _known(pending: Pending) -> tuple[int, int, int, int, int]:
-    """What is known of its samples, in the order of the first columns of `Samples`."""
+    """Return what is known of its samples, in the order of the first columns of `Samples`."""
     request = pending.request
     return len(pending.tokens), len(request.prompt), request.limit, request.least, request.family
 
 
 def _shares(first: int, count: int) -> Float64:
-    """Shares in [0, 1) that any stretch of numbers spreads evenly: multiples of the golden ratio (Weyl 1916)."""
+    """Return shares in [0, 1) that are spread evenly over any range of numbers: multiples of `GOLDEN` (Weyl 1916)."""
     return np.mod(np.arange(first, first + count, dtype=np.float64) * GOLDEN + 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Admitter: starts waiting samples, within what the step, slots and pages allow, or in place of lower classes."""
+"""Start waiting samples, within what the step, slots and pages allow, or in place of lower classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Starts the samples that wait at `scheduler`, whose other work it is part of."""
+    """Part of `scheduler` that starts its waiting samples."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -33,9 +33,9 @@ class Admitter:
         self._microbatches = scheduler.microbatches
 
     def admit(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
-        """Start waiting samples in their order while budget, slots and the forecast allow; returns what is left.
+        """Start waiting samples in order while budget, slots and the forecast allow; return the budget left.
 
-        Those who have waited too long start whatever the forecast says, and before the rows of `decode`.
+        Samples that have waited too long start whatever the forecast says, and take precedence over rows of `decode`.
         """
         due = self._shares.due
         behind = int(np.count_nonzero(~self._table.granted[decode])) if due else 0
@@ -55,7 +55,7 @@ class Admitter:
         return self._start(builder, chosen, allowed, budget, behind)
 
     def admit_due(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
-        """Start those who have waited too long, alone; returns what is left of the budget."""
+        """Start only samples that have waited too long; return the budget left."""
         classes = self._waiting.classes()[:1]
         allowed = min(self._shares.due, self._table.free_slots - sum(self._reserved().values()))
         behind = int(np.count_nonzero(~self._table.granted[decode]))
@@ -64,10 +64,10 @@ class Admitter:
         return self._start(builder, list(self._shares.turns(allowed, classes)), allowed, budget, behind)
 
     def admit_above(self, builder: BatchBuilder, decode: Int64, budget: int, lowest: int) -> int:
-        """Start waiting samples of classes above `lowest` in place of lower ones; returns what is left of the budget.
+        """Start waiting samples of classes above `lowest` in place of lower ones; return the budget left.
 
-        Below 0, as many rows of lower classes in `decode` are to wait for a step. A slot becomes free when the last
-        token of the sequence that had it is back.
+        A budget below 0 means that as many rows of lower classes in `decode` skip this step. The slot of a preempted
+        sequence becomes free when its last token is back.
         """
         table, waiting = self._table, self._waiting
         for priority in [one for one in waiting.classes() if one < lowest]:
@@ -94,13 +94,13 @@ class Admitter:
         return {slot: len(forks) for slot, forks in self._starts.followers.items()}
 
     def _below(self, priority: int, builder: BatchBuilder) -> Int64:
-        """Return slots of lower classes that run, without those that compute something in this step already."""
+        """Return running slots of lower classes, without those that already compute something in this step."""
         running = self._scheduler.running()
         running = running[self._table.priority[running] > priority]
         return running[~np.isin(running, builder.busy)]
 
     def _clear(self, count: int, priority: int, builder: BatchBuilder) -> None:
-        """Make room for `count` pages at the cost of lower classes, as far as these have any."""
+        """Free `count` pages, if possible, by evicting retained prompts and preempting slots of lower classes."""
         while not self._scheduler.room_for(count):
             if not self._scheduler.retained_prompts.drop_youngest(priority):
                 break
@@ -120,10 +120,10 @@ class Admitter:
         behind: int,
         priority: int | None = None,
     ) -> int:
-        """Start at most `allowed` samples whose turn it is; returns what is left of the budget.
+        """Start at most `allowed` samples whose turn it is; return the budget left.
 
-        behind    decode rows that may wait for a step in favour of these samples, or of those that are due
-        priority  lower classes than this one give up what they hold; None: nobody does
+        behind    decode rows that may skip this step in favour of these samples, or of those that are due
+        priority  lower classes than this one give up what they hold; None: no class does
         """
         above, due = priority is not None, 0 if priority is not None else self._shares.due
         for pending, samples in turns:
@@ -132,24 +132,24 @@ class Admitter:
             if most <= 0 or room <= 0:
                 break
             if not self._waiting.take(pending):
-                continue  # an earlier turn has started them
+                continue  # an earlier turn has started these samples
             try:
                 slots, started, tokens = self._start_one(builder, pending, most, room, priority)
             except Exception as error:
                 self._scheduler.faults.add(pending.request.rid, error)
-                return min(budget, 0)  # nobody knows how much of it the step has
+                return min(budget, 0)  # unknown: the failed start may have used some of it
             if due:
                 self._table.granted[slots] = True
                 due = self._shares.due = max(0, due - started)
             allowed, budget = allowed - started, budget - tokens
             if not started or (len(slots) and not tokens):
-                break  # no room: it goes on in a later step
+                break  # no pages: a later step goes on
         return budget
 
     def _start_one(
         self, builder: BatchBuilder, pending: Pending, most: int, room: int, priority: int | None
     ) -> tuple[Sequence[int] | Int64, int, int]:
-        """Start samples that have been taken from the queue; returns slots, samples started, and tokens of the step."""
+        """Start samples that were taken from the queue; return slots, samples started, and their tokens in the step."""
         retained = self._scheduler.retained_prompts.find(pending.request) if pending.fresh else None
         if retained is not None:
             most = min(most, room)
@@ -166,5 +166,5 @@ class Admitter:
         if priority is not None:
             end = min(int(self._table.target[slot]), int(self._table.length[slot]) + room)
             self._clear(self._paging.missing(slot, end), priority, builder)
-        # A sample that returns may be older than others of this step: it must not preempt them now.
+        # A requeued sample may be older than others of this step, but must not preempt them now.
         return [slot], 1 + forks, self._scheduler.prefill(builder, slot, room, preempting=False)

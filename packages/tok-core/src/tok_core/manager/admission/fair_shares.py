@@ -24,28 +24,26 @@ from tok_core.manager.kv_cache import Paging, rank_victims
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.messages import Int64
 
-QUANTUM = (
-    0.5  # seconds: half of the second within which a request is to begin, the other half is for the step under way
-)
-LOOKS = 2  # in a quantum
-MAX_SHARING_REQUESTS = (
-    32  # requests that share a caller's slots before they are served first come, first served: groups stay large
-)
-LOOK_AHEAD = 1024  # groups of waiting samples of one caller that are compared
-MAX_LOST_SHARE = 0.01  # of the computed tokens that taking slots back may lose: less than figures vary by
+# Seconds: half of the second within which a request is to begin; the other half is for the step in progress.
+QUANTUM = 0.5
+LOOKS = 2  # looks per quantum
+# Requests that share a caller's slots before they are served first come, first served: prefix groups stay large.
+MAX_SHARING_REQUESTS = 32
+LOOK_AHEAD = 1024  # queue entries of one caller that are compared
+MAX_LOST_SHARE = 0.01  # share of the computed tokens that taking slots back may lose: below the noise of measurements
 
 
 class StartTurn(NamedTuple):
-    """So many of the samples are to start."""
+    """Turn of `samples` of the waiting samples `pending` to start."""
 
     pending: Pending
     samples: int
 
 
 class FairShares:
-    """Orders the samples in `waiting`, and looks from time to time whether slots must be taken back.
+    """Order of the samples in `waiting`, and periodic checks whether slots must be taken back.
 
-    due  samples that have waited too long and start although the forecast speaks against it
+    due  number of samples that have waited too long and start even if the forecast does not admit them
     """
 
     def __init__(self, table: SequenceTable, paging: Paging, waiting: WaitingQueue, clock: Callable[[], float]) -> None:
@@ -56,18 +54,18 @@ class FairShares:
         self._waiting = waiting
         self._clock = clock
         self._looked = clock()
-        self._computed = 0  # tokens at the last look
-        self._allowance = 0.0  # tokens that may be lost now
+        self._computed = 0  # tokens computed until the last look
+        self._allowance = 0.0  # tokens that preemption may lose now
 
     def open(self, request: Request) -> None:
-        """Note a new request."""
+        """Register a new request."""
         self.accounts.open(request)
         request.arrived = self._clock()
 
     def turns(self, most: int, classes: Iterable[int]) -> Iterator[StartTurn]:
-        """Yield whose samples of these classes are to start, in order, where `most` may. May be stopped early.
+        """Yield which samples of these classes start next, in order, at most `most` of them.
 
-        The queue must not change meanwhile.
+        The iteration may be stopped early. The queue must not change during it.
         """
         now = self._clock()
         for priority in classes:
@@ -93,9 +91,9 @@ class FairShares:
         return (StartTurn(pending, len(pending.samples)) for pending in line)
 
     def look(self, computed: int) -> list[int]:
-        """Return slots to be preempted for those who have waited too long; most often at once, and none.
+        """Return slots to preempt for samples that have waited too long. Between looks, return none at once.
 
-        computed  tokens so far
+        computed  tokens computed so far
         """
         now = self._clock()
         if 0 <= now - self._looked < QUANTUM / LOOKS:
@@ -107,7 +105,7 @@ class FairShares:
         return [] if first is None else self._take_back(first, now)
 
     def _take_back(self, priority: int, now: float) -> list[int]:
-        """Return slots of one class to take: for callers below their share, then for requests of which nothing runs."""
+        """Return slots of one class to take: for callers below their share, then for requests without running ones."""
         lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
         ledger = _Ledger(self._table, self._paging, priority, self._allowance)
         accounts = list(self.accounts.of_class(priority))
@@ -119,7 +117,7 @@ class FairShares:
         return ledger.victims
 
     def _level_accounts(self, accounts: list[Account], lines: list[CallerQueue], ledger: _Ledger) -> None:
-        """Make room for samples of callers that have waited and hold less than their share."""
+        """Free slots for samples of callers that have waited and hold less than their share."""
         waiting = {line.account.id: line.samples(self._table.slots) for line in lines}
         for one in accounts:
             one.looks = one.looks + 1 if one.id in waiting else 0
@@ -134,7 +132,7 @@ class FairShares:
                 self.due += got > 0
 
     def _first_starts(self, line: CallerQueue, ledger: _Ledger, now: float) -> int:
-        """Make room for a sample each of the caller's requests of which nothing runs; returns for how many there is."""
+        """Free a slot for each of the caller's requests without a running sample; return how many of them get one."""
         account, table = line.account, self._table
         most = MAX_SHARING_REQUESTS - account.holders
         if most <= 0 or account.running <= account.holders:
@@ -145,7 +143,7 @@ class FairShares:
 
 
 class _Ledger:
-    """Slots and pages of one class as they will be once its victims are preempted, and the tokens lost by that."""
+    """Free slots and pages as they will be once `victims` of one class are preempted, and the tokens lost by that."""
 
     def __init__(self, table: SequenceTable, paging: Paging, priority: int, allowance: float) -> None:
         self.victims: list[int] = []
@@ -158,7 +156,7 @@ class _Ledger:
         self._allowance = allowance
 
     def holders(self, owner: Int64, account: int | None = None) -> dict[int, list[tuple[int, int]]]:
-        """Return running slots by `owner`, a column of the table, and the tokens that each would lose, least last."""
+        """Return running slots by `owner`, a column of the table, each with the tokens it would lose, least last."""
         table = self._table
         slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
         slots = slots[table.priority[slots] == self._priority]
@@ -173,9 +171,10 @@ class _Ledger:
         return found
 
     def vacate(self, holders: dict[int, list[tuple[int, int]]], least: int, pending: Pending) -> bool:
-        """Make room for one sample; whoever gives it keeps `least` slots. Returns whether there is room.
+        """Choose victims until one more sample can start; each holder keeps at least `least` slots.
 
-        The first sample may lose others as many tokens as it computes itself, all of them together the allowance.
+        Return whether the sample can start. The first victim is always allowed. Further ones are as long as the tokens
+        lost by all of them are within the allowance, or within the tokens of `pending` if these are more.
         """
         size = self._table.page_size
         pages = -(-len(pending.tokens) // size) + 1
@@ -201,7 +200,11 @@ def _aged(request: Request, now: float) -> bool:
 
 
 def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[StartTurn]:
-    """Return a sample each of `begin` late requests of which nothing runs, then each up to its share, then the rest."""
+    """Return turns in three rounds.
+
+    First comes one sample each of up to `begin` late requests without a running sample, then each request up to its
+    share, then the rest.
+    """
     given: Counter[int] = Counter()
     firsts, within, beyond = list[StartTurn](), list[StartTurn](), list[StartTurn]()
     for pending in islice(line, LOOK_AHEAD):
@@ -217,7 +220,7 @@ def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[S
 
 
 def _levelled(lines: Collection[CallerQueue], most: int) -> list[tuple[CallerQueue, int]]:
-    """Return lines and how many of their samples are to start, so that the callers' running samples become level."""
+    """Return lines and how many of their samples are to start, so that all callers come to run equally many."""
     ordered = sorted(lines, key=lambda line: (line.account.running, line.first.order))
     running = np.array([line.account.running for line in ordered], np.int64)
     waiting = np.array([line.samples(most) for line in ordered], np.int64)
@@ -229,7 +232,10 @@ def _levelled(lines: Collection[CallerQueue], most: int) -> list[tuple[CallerQue
 
 
 def _level(running: Int64, waiting: Int64, most: int) -> int:
-    """Return the most samples that each caller can come to run if `most` of those waiting start; both int64 [n]."""
+    """Return the level up to which callers' running samples can be filled by starting at most `most` of those waiting.
+
+    `running`, `waiting`: samples per caller, int64 [n]. With [0, 3] running, [9, 9] waiting and 5 to start: 4.
+    """
     low, high = int(running.min()), int(running.max()) + most
     while low < high:
         level = (low + high + 1) // 2

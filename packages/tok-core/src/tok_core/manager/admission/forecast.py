@@ -1,8 +1,8 @@
-"""Forecast: KV pages over future time, in closed form over the moments at which sequences finish.
+"""Forecast KV pages over future time, in closed form over the moments at which sequences finish.
 
-A sequence of `length` tokens that runs `remaining` more of them, of whose pages `shared` are counted elsewhere,
-needs ceil((length + t) / page_size) − shared pages after t steps, for t = 0 … remaining, and none after that.
-Between two finishes nobody leaves and everybody grows, so use can only peak at the moments t = remaining_k.
+A sequence has `length` tokens and runs `remaining` more of them; `shared` of its pages are counted elsewhere. After t
+steps it needs ceil((length + t) / page_size) − shared pages, for t = 0 … remaining, and none after that. Between two
+finishes all sequences grow and none ends, so page use can only peak at the moments t = remaining_k.
 
 Legend: n sequences, M moments, P page_size.
 """
@@ -19,19 +19,19 @@ from tok_core.messages import Int64
 Reserve = Callable[[Int64], Int64]
 """Pages to leave free at `moments`, steps from now: int64 [M] of int64 [M] ascending.
 
-It is asked of the moments alone at which sequences finish, so it holds at these. What a reserve that falls with time
-wants between two of them, or before the first, goes unheard but for what it still wants at the later one.
+A reserve is evaluated, and holds, only at moments at which sequences finish. If it falls with time, its higher values
+between two of these moments, or before the first, have no effect; only the value at the later moment counts.
 """
 
-NEAR = 1 << 16  # steps from now up to which moments are found by a mark for each step
+NEAR = 1 << 16  # steps from now below which moments are found with one mark per step
 
 
 class _Growth(NamedTuple):
-    """Sequences as they fill pages, int64 [n] each.
+    """Growth of sequences in pages, int64 [n] each.
 
-    now      pages of their own with the next token in the cache, if that begins no page
-    lacking  tokens more after which the last of these is full: below P
-    until    of the moments asked about, the first so many are those at which they still run
+    now      own pages that hold `length` tokens
+    lacking  tokens that still fit into the last of these: below P
+    until    number of moments, the first ones of those asked about, at which the sequence still runs
     """
 
     now: Int64
@@ -43,14 +43,14 @@ class _Growth(NamedTuple):
 
 
 def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
-    """The most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
+    """Return the most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
     if not len(length):
         return 0
     return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max())
 
 
 def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
-    """Pages needed at each of `moments`, int64 [M] ascending."""
+    """Return the pages needed at each of `moments`, int64 [M] ascending."""
     until = np.searchsorted(moments, remaining, side="right")
     return _usage(_growth(length, shared, until, page_size), moments, page_size)
 
@@ -67,15 +67,15 @@ def admissible(
     reserve: Reserve | None = None,
     together: int = 1,
 ) -> int:
-    """How many candidates, in strict order, may start now with the peak of all that run staying within `capacity`.
+    """Return how many candidates, in strict order, may start now with the peak of all staying within `capacity`.
 
-    All of them may, whatever `reserve` wants to be left free for later ones, where they fit even if everybody has its
-    most pages at once. Of candidates that come so many `together`, as which m has to be a multiple of it, all may start
-    or none.
+    The result is the largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never
+    need more than `capacity` pages; 0 if the running ones alone do. `reserve` lowers the capacity at future moments.
+    All candidates may start, whatever the reserve, if they fit even when every sequence has its most pages at once.
+    Candidates are admitted in blocks of `together`; m is a multiple of it.
 
-    The largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never need
-    more than `capacity` pages; 0 where the running ones alone do. Found by search: a sequence never needs less
-    than 0 pages (shared ≤ its pages), so one candidate more lowers the use at no time and hence not the peak.
+    The largest k is found by search. A sequence never needs less than 0 pages (shared ≤ its pages), so one candidate
+    more does not lower the use at any time, and hence not the peak.
     """
     most = _sum_of_peaks(length, remaining, shared, page_size)
     if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
@@ -91,18 +91,18 @@ def admissible(
 
 
 def _search(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, together: int) -> int:
-    """How many times as many candidates as come `together` fit into `spare` pages at each of the moments.
+    """Return how many blocks of `together` candidates fit into `spare` pages at each of the moments.
 
-    Where some are too many, the share of them that would fit if all were alike is tried next, and where that does, one
-    more; half of what is left to be tried where that has not ended the search.
+    If k blocks do not fit, the next try is the share of them that would fit if all were alike. If k blocks fit, it is
+    k + 1. After two equal answers in a row, the remaining range is bisected.
     """
-    low, high = 0, len(candidates.now) // together + 1  # `low` fit, or none do; `high` do not, or are too many
-    k, streak = high - 1, 0  # the last so many that were tried had the same answer
+    low, high = 0, len(candidates.now) // together + 1  # `low` blocks fit, or it is 0; `high` do not, or do not exist
+    k, streak = high - 1, 0  # number of equal answers in a row: positive if too many, negative if they fit
     while high - low > 1:
-        # Moments at which none of these finishes are looked at too: only a reserve makes these count.
+        # These include moments at which none of the k blocks finishes, which matter only with a reserve.
         added = _usage(candidates.first(k * together), moments, page_size)
         over = added > spare
-        if over.any():  # only where k are too many can fewer be
+        if over.any():  # fewer blocks can be too many only where k are
             streak, high = max(streak, 0) + 1, k
             moments, spare = moments[over], spare[over]
             candidates = candidates._replace(until=np.append(0, np.cumsum(over))[candidates.until])
@@ -114,7 +114,10 @@ def _search(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, t
 
 
 def _moments(remaining: Int64) -> tuple[Int64, Int64]:
-    """The distinct ones of `remaining`, int64 [M] ascending, and for each how many of these are not above it, [n]."""
+    """Return the distinct values of `remaining`, int64 [M] ascending, and how many of them each value reaches, [n].
+
+    [5, 2, 5] gives the moments [2, 5] and the counts [2, 1, 2].
+    """
     if remaining.max(initial=0) >= NEAR:
         moments, place = np.unique(remaining, return_inverse=True)
         return moments, place + 1
@@ -129,15 +132,17 @@ def _growth(length: Int64, shared: Int64, until: Int64, page_size: int) -> _Grow
 
 
 def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
-    """Pages needed at each of `moments`, int64 [M].
+    """Return the pages needed at each of `moments`, int64 [M].
 
     With t = Q · P + s, a sequence has Q pages more than now after t steps, and one more if it lacks fewer than s
-    tokens: the sums over all that still run are sums over the tail of a table with a row for each moment.
+    tokens. Sums over all sequences that still run are tail sums of a table with a row for each moment.
+
+    P = 16, t = 20 = 1 · 16 + 4: one page more, and a second one if the last page lacks 0 to 3 tokens
     """
     turns, steps = np.divmod(moments, page_size)
     rows = len(moments) + 1
     cells = np.bincount(growth.until * page_size + growth.lacking, minlength=rows * page_size)
-    # Row i, column s: how many run at moment i and no longer than that lack at most s tokens.
+    # Row i, column s: how many of the sequences that run at moment i lack at most s tokens.
     lacking = _tail_sums(np.cumsum(cells.reshape(rows, page_size)[1:], axis=1))
     crossed = np.where(steps > 0, lacking[np.arange(rows - 1), steps - 1], 0)
     now = _tail_sums(np.bincount(growth.until, growth.now, rows)[1:])  # exact: far below 2 ** 53
@@ -146,10 +151,10 @@ def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
 
 
 def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
-    """Pages that are enough whenever the sequences end: each has its most at the end. Quicker found than the peak."""
+    """Return the pages that suffice whenever the sequences end: the sum of each one's most. Faster than the peak."""
     return int((-(-(length + remaining) // page_size) - shared).sum())
 
 
 def _tail_sums(values: np.ndarray) -> np.ndarray:
-    """Row i is the sum of values[i:]."""
+    """Return an array whose row i is the sum of values[i:]."""
     return np.cumsum(values[::-1], axis=0)[::-1]

@@ -1,10 +1,12 @@
-"""LengthModel: how many more tokens a sample will run, learned from those that finished and those still running.
+"""Predict how many more tokens a sample will run, from samples that have finished and samples still running.
 
-Lengths are put in buckets of geometrically growing width. The chance to end within a bucket is what ended there over
-what came to it (Kaplan and Meier 1958): running samples count in every bucket they have passed, and samples that their
-limit cut off are no ends. Counts fade with what has finished since. There is a curve for each power of two that limits
-are of, drawn to that of all samples where little is known; and that one is drawn to a guess, the distribution of Lomax
-(1954): a sample runs on the longer, the longer it has run. What has run on or ended at a length soon outweighs it.
+Lengths are put in buckets of geometrically growing width. The probability to end within a bucket is the number of
+samples that ended there over the number that reached it (Kaplan and Meier 1958). Running samples count in every bucket
+they have passed, and samples cut off by their limit are no ends. Counts decay with every sample that finishes later.
+
+There is one survival curve for each power of two of the limit. With little data, it is pulled towards the curve of all
+samples. That curve is pulled towards a prior, the distribution of Lomax (1954): the longer a sample has run, the
+longer it will still run. Observed lengths soon outweigh the prior.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ from tok_core.messages import Int64
 
 Float64 = NDArray[np.float64]
 
-HALF_LIFE = 2048  # finished samples after which one counts half
-PRIOR_WEIGHT = 16.0  # samples that came to a bucket at which they and the guess weigh the same
-SCALE, SHAPE = 640.0, 5.0  # of the guess: of those at t tokens, ((SCALE + t) / (SCALE + u)) ** SHAPE come to u
+HALF_LIFE = 2048  # finished samples after which an earlier one counts half
+PRIOR_WEIGHT = 16.0  # samples reaching a bucket at which they and the prior weigh the same
+SCALE, SHAPE = 640.0, 5.0  # of the prior: of samples at t tokens, ((SCALE + t) / (SCALE + u)) ** SHAPE reach u tokens
 MAX_LENGTH_TOKENS = 1 << 31
-GROWTH = 1.08
-MAX_TABLE_TOKENS = 1 << 16  # lengths up to here have their bucket looked up
-CLASSES = 33  # of limits: below 2⁰, 2¹, …; the last row of the counts is of all samples
-CERTAIN = 1 - 1e-9  # of ends in a bucket: nothing is ruled out
+GROWTH = 1.08  # ratio of the first lengths of successive buckets
+MAX_TABLE_TOKENS = 1 << 16  # lengths below this find their bucket in a table
+CLASSES = 33  # classes of limits: below 2⁰, 2¹, …; the last row of the counts is of all samples
+CERTAIN = 1 - 1e-9  # largest probability to end in a bucket: survival is never ruled out
 
 
 class LengthModel:
-    """Predicts further tokens of samples. Its size is fixed but for `families`, a row for each open request of many."""
+    """Model of the remaining lengths of samples.
+
+    Its size is fixed, except for `prompt_stats`: a row for each open request of several samples.
+    """
 
     def __init__(self) -> None:
         self.prompt_stats = PromptLengthStats()
@@ -49,9 +54,10 @@ class LengthModel:
         ended: NDArray[np.bool_],
         family: Int64,
     ) -> None:
-        """Samples that have finished with `lengths` of at most `limit` tokens; all arrays are [n].
+        """Learn from samples that have finished with `lengths` of at most `limit` tokens; all arrays are [n].
 
-        `seen`: tokens that `follow` was told of. `ended`: bool, not cut off by the limit. `family`: as of `families`.
+        `seen`: tokens already counted by `follow`. `ended`: bool, not cut off by the limit. `family`: as in
+        `prompt_stats`.
         """
         self.prompt_stats.finish(family, self.hazard(lengths, limit), ended)
         self.finished += len(lengths)
@@ -64,7 +70,7 @@ class LengthModel:
         np.add.at(self._ended[-1], bucket, 1.0)
 
     def follow(self, seen: Int64, generated: Int64, limit: Int64) -> None:
-        """Samples of at most `limit` tokens have gone on from `seen` to `generated` tokens; int64 [n] each."""
+        """Count that samples of at most `limit` tokens have grown from `seen` to `generated` tokens; int64 [n] each."""
         first, end, width = self._buckets(seen), self._buckets(generated), self._ended.shape[1]
         kind = _kinds(limit) * (width + 1)
         size = CLASSES * (width + 1)
@@ -75,20 +81,20 @@ class LengthModel:
         self._curves = {}
 
     def hazard(self, generated: Int64, limit: Int64) -> Float64:
-        """−log of the chance to outlive `generated` tokens, [n]: how many ends it takes, on average, to get there."""
+        """Return −log of the probability to outlive `generated` tokens, [n]: the expected number of ends by then."""
         found = np.zeros(len(generated))
         for rows, curve in self._by_curve(limit):
             found[rows] = -np.log(np.interp(generated[rows], self._knots, curve))
         return found
 
     def remaining(self, generated: Int64, limit: Int64, family: Int64, share: Float64) -> Int64:
-        """Further tokens, int64 [n], that `share` of samples like each run less than.
+        """Return the quantile `share` of each sample's remaining tokens, int64 [n].
 
         generated, limit   tokens so far and at most, int64 [n]
-        family             as of `families`: samples of one prompt end sooner or later than others by one factor
+        family             as in `prompt_stats`: one factor per prompt on the rate at which its samples end
         share              float64 [n], in [0, 1). Shares spread evenly over many samples give their mean use of memory
 
-        Between 1 and limit − generated; 0 where that is nothing.
+        The result is between 1 and limit − generated, or 0 if that is 0 or less.
         """
         left = np.maximum(limit - generated, 0)
         further = left.copy()
@@ -108,7 +114,7 @@ class LengthModel:
         return [(kinds == kind, self._curve(kind)) for kind in present]
 
     def _curve(self, kind: int) -> Float64:
-        """Chance to outlive each knot, of samples whose limit is of a kind; falls, never to 0."""
+        """Return the probability to outlive each knot for limits of one class; it falls, but never to 0."""
         if kind not in self._curves:
             ended, came = self._ended[-1], self._came[-1]
             every = _drawn(ended, came, self._guess)
@@ -118,7 +124,7 @@ class LengthModel:
         return self._curves[kind]
 
     def _buckets(self, length: Int64) -> Int64:
-        """How many buckets begin at or before each length."""
+        """Return how many buckets begin at or before each length."""
         return self._passed[length] if length.max(initial=0) < MAX_TABLE_TOKENS else self._search(length)
 
     def _search(self, length: Int64) -> Int64:
@@ -130,13 +136,16 @@ def _drawn(ended: Float64, came: Float64, guess: Float64) -> Float64:
 
 
 def _kinds(limit: Int64) -> Int64:
-    """The power of two above each limit."""
+    """Return the class of each limit: the exponent of the next power of two above it."""
     kinds: Int64 = np.minimum(np.frexp(limit.astype(np.float64))[1], CLASSES - 1).astype(np.int64)
     return kinds
 
 
 def _edges() -> Int64:
-    """First lengths of the buckets, and the end of the last. Every length has its own at first, then GROWTH rules."""
+    """Return the first lengths of the buckets, and the end of the last.
+
+    Short lengths have a bucket each; from there on, buckets grow by GROWTH.
+    """
     edges = [1]
     while edges[-1] < MAX_LENGTH_TOKENS:
         edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))

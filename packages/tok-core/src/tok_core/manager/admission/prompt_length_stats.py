@@ -1,8 +1,7 @@
-"""Per-prompt length statistics: how much earlier or later samples of one prompt end than samples in general.
+"""Estimate how much earlier or later samples of one prompt end than samples in general.
 
 Samples of one prompt share a factor on their rate of ends (a gamma frailty; Vaupel, Manton and Stallard 1979). It is
-learned from ends that were there against ends that were to be expected of what the samples have run: those that are
-still running speak, too.
+the ratio of observed ends to the ends expected for the tokens that the samples have run. Running samples count, too.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from tok_core.messages import Int64
 
 Float64 = NDArray[np.float64]
 
-WEIGHT = 8.0  # ends, expected and seen, that every family begins with
+WEIGHT = 8.0  # ends, both expected and seen, that every row begins with
 
 
 class PromptLengthStats:
-    """A row for each open request of several samples; rows given back are used anew."""
+    """Length statistics with a row for each open request of several samples; released rows are reused."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -28,7 +27,7 @@ class PromptLengthStats:
         self._running = np.zeros(1)
 
     def acquire(self, samples: int) -> int:
-        """A family for so many samples of one prompt."""
+        """Return a row for so many samples of one prompt."""
         if samples == 1:
             return SINGLE_SAMPLE
         if not self._free:
@@ -42,22 +41,22 @@ class PromptLengthStats:
         return family
 
     def release(self, family: int) -> None:
-        """All samples of the family have ended, or are not wanted any more."""
+        """Release the row of a request whose samples have all ended or were cancelled."""
         if family != SINGLE_SAMPLE:
             self._free.append(family)
 
     def finish(self, family: Int64, hazard: Float64, ended: NDArray[np.bool_]) -> None:
-        """Samples have finished where so many ends, `hazard` [n], were to be expected of each."""
+        """Add samples that have finished; `hazard`, [n], is the number of ends expected of each."""
         size = len(self._seen)
         self._seen += np.bincount(family, ended, minlength=size)
         self._expected += np.bincount(family, hazard, minlength=size)
 
     def run(self, family: Int64, hazard: Float64) -> None:
-        """All samples that run now, and the ends that were to be expected of each."""
+        """Replace the running samples by these; `hazard`, [n], is the number of ends expected of each."""
         self._running = np.bincount(family, hazard, minlength=len(self._seen)).astype(np.float64, copy=False)
 
     def rate(self, family: Int64) -> Float64:
-        """The factors on the rates of ends, float64 like `family`."""
+        """Return the factors on the rates of ends, float64 of the shape of `family`."""
         rate = (self._seen + WEIGHT) / (self._expected + self._running + WEIGHT)
         rate[SINGLE_SAMPLE] = 1.0
         found: Float64 = rate[family]

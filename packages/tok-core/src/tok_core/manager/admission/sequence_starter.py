@@ -17,12 +17,14 @@ NOBODY: Int64 = np.empty(0, np.int64)
 
 
 class SequenceStarter:
-    """The first sample of a request leads: it prefills the prompt. Samples that may start before it is done follow:
-    they draw their first token from the same logits. The others start later as rows that decode the prompt's last
-    token, from what is kept of the prompt (`RetainedPrompts`); where that had to be given up, one of them leads again.
+    """Assignment of slots to waiting samples.
 
-    So do followers of a leader that has full pages of its own, because it computed what the tree had already: a fork
-    copies the last page and no more.
+    The first sample of a request leads: it prefills the prompt. Samples that may start before it is done follow: they
+    fork from it and sample their first token from the same logits. The others start later as decode rows that feed the
+    prompt's last token, from the retained prompt (`RetainedPrompts`). If that was evicted, one of them leads again.
+
+    Followers also start later if their leader has full pages of its own, because it computed tokens that the tree had
+    already: a fork copies the last page and no more.
     """
 
     def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, families: PromptLengthStats) -> None:
@@ -33,12 +35,12 @@ class SequenceStarter:
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
         self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
-        self.newly_cached: list[tuple[int, int]] = []  # request, prompt tokens found in the cache
+        self.newly_cached: list[tuple[int, int]] = []  # to report: request, prompt tokens found in the cache
         self.cached_tokens = 0
-        self.computed_twice = 0  # tokens of preempted samples that were not cached any more
+        self.computed_twice = 0  # tokens of preempted samples that were no longer cached
 
     def lead(self, pending: Pending, allowed: int) -> tuple[int, int]:
-        """A slot for the first of the samples, and how many of the others, at most `allowed − 1`, follow it."""
+        """Assign a slot to the first of the samples; return it, and how many others, at most `allowed − 1`, follow."""
         samples, request = pending.samples, pending.request
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
@@ -57,14 +59,14 @@ class SequenceStarter:
         return slot, self.follow(pending, allowed - 1) if samples else 0
 
     def adopt(self, slot: int) -> None:
-        """The slot takes over what the cache has of its tokens, unless it has to compute them."""
+        """Let the slot share the cached pages of its tokens, unless it has to compute all of them."""
         request = self.table.requests[slot]
         assert request is not None
         if not (request.needs_all and request.leader == slot):
             self.paging.adopt(slot)
 
     def follow(self, pending: Pending, allowed: int) -> int:
-        """At most `allowed` of the samples will fork from their request's leader; returns how many."""
+        """Let at most `allowed` of the samples fork from their request's leader later; return how many will."""
         request = pending.request
         assert request.leader is not None
         taken = _take(pending.samples, allowed)
@@ -75,7 +77,7 @@ class SequenceStarter:
         return len(taken)
 
     def finish_prefill(self, slot: int, step: int) -> Int64:
-        """The slot's tokens will all be in the cache after `step`; returns its forks, in the cache as far as it."""
+        """Fork the followers of a slot whose prefill ends in `step`; return the forks, which have the slot's length."""
         table, request = self.table, self.table.requests[slot]
         assert request is not None
         if request.leader != slot:
@@ -95,7 +97,7 @@ class SequenceStarter:
         return forks
 
     def start_late(self, retained: RetainedPrompt, pending: Pending, allowed: int, step: int) -> Int64:
-        """Slots of as many of the samples as there are pages for; `step` has their first decode row."""
+        """Start as many of the samples as there are pages for, with a decode row in `step`; return their slots."""
         request = pending.request
         room = min(allowed, self.paging.available) if retained.ready <= step else 0
         samples = _take(pending.samples, room)
@@ -110,7 +112,7 @@ class SequenceStarter:
         return slots
 
     def requeue(self, slot: int) -> None:
-        """A preempted sequence, all of whose tokens are known, goes back to its place in the queue."""
+        """Put a preempted sequence, all of whose tokens are known, back at its place in the queue."""
         request = self.table.requests[slot]
         assert request is not None
         if request.leader == slot:
@@ -126,7 +128,7 @@ class SequenceStarter:
         self.waiting.put_back(Pending(request, samples, tokens))
 
     def _fork(self, leader: int, request: Request, samples: deque[int]) -> Int64:
-        """Slots of as many of the samples as there are slots and pages for; the others wait again."""
+        """Fork as many of the samples as there are slots and pages for; return their slots. The others wait again."""
         if not samples:
             return NOBODY
         cost, room = self.paging.fork_cost(leader), self.table.free_slots
@@ -151,7 +153,7 @@ class SequenceStarter:
 
 
 def _take(samples: deque[int], most: int) -> list[int]:
-    """Removes the first samples, at most so many."""
+    """Remove and return the first samples, at most `most`."""
     if most >= len(samples):
         taken = list(samples)
         samples.clear()

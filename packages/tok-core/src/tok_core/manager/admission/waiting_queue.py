@@ -1,4 +1,4 @@
-"""WaitingQueue: samples that wait for a slot, by class and caller; of one caller, first come, first served."""
+"""Queue samples that wait for a slot, by class and caller; of one caller, first come, first served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _order(pending: Pending) -> tuple[int, int, int]:
 
 
 class CallerQueue:
-    """Samples of one caller in one class: new requests by arrival, merged with samples that return to their place."""
+    """Queue of one caller in one class: new requests by arrival, merged with samples put back at their place."""
 
     __slots__ = ("_back", "_fresh")
 
@@ -32,12 +32,12 @@ class CallerQueue:
 
     @property
     def first(self) -> Pending:
-        """The oldest; there must be one."""
+        """Return the oldest entry; there must be one."""
         return next(iter(self))
 
     @property
     def account(self) -> Account:
-        """The caller's."""
+        """Return the caller's account."""
         return (self._fresh or self._back)[0].request.account
 
     def samples(self, most: int) -> int:
@@ -54,11 +54,11 @@ class CallerQueue:
         self._fresh.append(pending)
 
     def put_back(self, pending: Pending) -> None:
-        """Add samples that were here before."""
+        """Insert samples at their place by age."""
         insort(self._back, pending, key=_order)
 
     def take(self, pending: Pending) -> bool:
-        """Remove one; returns whether it was there."""
+        """Remove an entry; return whether it was there."""
         if self._fresh and self._fresh[0] is pending:
             self._fresh.popleft()
             return True
@@ -77,7 +77,7 @@ class CallerQueue:
 
 
 class WaitingQueue:
-    """Lines by class and caller; none is empty."""
+    """Queues by class and caller; none of them is empty."""
 
     def __init__(self) -> None:
         self._classes: dict[int, dict[str, CallerQueue]] = {}  # by priority, ascending, and tenant
@@ -89,13 +89,13 @@ class WaitingQueue:
         return bool(self._classes)
 
     def __iter__(self) -> Iterator[Pending]:
-        """Iterate by class, and within one by arrival, whoever the caller is."""
+        """Iterate by class, and within a class by arrival, across callers."""
         for lines in self._classes.values():
             yield from heapq.merge(*lines.values(), key=_order) if len(lines) > 1 else next(iter(lines.values()))
 
     @property
     def first_class(self) -> int | None:
-        """The smallest priority number that waits."""
+        """Return the smallest priority number that waits."""
         return next(iter(self._classes), None)
 
     def classes(self) -> list[int]:
@@ -103,7 +103,7 @@ class WaitingQueue:
         return list(self._classes)
 
     def lines(self, priority: int) -> Collection[CallerQueue]:
-        """Return the lines of one class."""
+        """Return the callers' queues of one class."""
         return self._classes.get(priority, {}).values()
 
     def append(self, pending: Pending) -> None:
@@ -111,11 +111,11 @@ class WaitingQueue:
         self._line(pending).append(pending)
 
     def put_back(self, pending: Pending) -> None:
-        """Add samples that were here before."""
+        """Insert samples at their place by age."""
         self._line(pending).put_back(pending)
 
     def take(self, pending: Pending) -> bool:
-        """Remove one; returns whether it was there."""
+        """Remove an entry; return whether it was there."""
         priority, tenant = _place(pending)
         line = self._classes.get(priority, {}).get(tenant)
         taken = line is not None and line.take(pending)

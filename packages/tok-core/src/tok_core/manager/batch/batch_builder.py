@@ -18,7 +18,7 @@ from tok_core.sampling_params import SamplingParams
 
 
 class Changes(NamedTuple):
-    """Page table entries that the step sets, `shared` ones first, and pages that it copies first; all int32 [n]."""
+    """Page table entries that a step sets, `shared` ones first, and page copies made at its start; all int32 [n]."""
 
     shared: list[SharedPages]
     page_slot: Int32
@@ -29,34 +29,34 @@ class Changes(NamedTuple):
 
 
 class BatchBuilder:
-    """Collects what a step computes while it is being scheduled."""
+    """Contents of a step that is being scheduled."""
 
     def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: GrammarManager, faults: Faults) -> None:
         self.table = table
         self.grammars = guides
         self.faults = faults
         self.eos_ids = eos_ids
-        self.fresh: list[int] = []  # slots that the worker has not seen with their present owner
-        self.fresh_length: list[int] = []  # positions they have in the cache before the step
+        self.fresh: list[int] = []  # slots whose present owner the worker does not know
+        self.fresh_length: list[int] = []  # positions that each of these has in the cache before the step
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
-        self.draw_slot: list[int] = []  # slots that draw from a chunk's logits
-        self.draw_chunk: list[int] = []
+        self.draw_slot: list[int] = []  # slots that sample from a chunk's logits
+        self.draw_chunk: list[int] = []  # index of the chunk for each of these
         self.starts: list[Int64] = []  # slots that begin with a decode row
-        self.asking: list[int] = []  # chunks of prompts of which something is asked
-        self._faulty: set[int] = set()  # requests whose parameters cannot be written down
+        self.asking: list[int] = []  # indices of the chunks whose requests ask for prompt outputs
+        self._faulty: set[int] = set()  # requests that cannot be written
 
     @property
     def tokens(self) -> int:
-        """Tokens that prompts and new sequences compute in the step."""
+        """Return the number of tokens that prefill chunks and new sequences compute in the step."""
         return sum(count for _, _, count in self.chunks) + sum(map(len, self.starts))
 
     @property
     def busy(self) -> Int64:
-        """Slots that do so."""
+        """Return the slots of the prefill chunks and new sequences."""
         return np.concatenate((np.array([slot for slot, _, _ in self.chunks], np.int64), *self.starts))
 
     def chunk(self, slot: int, start: int, count: int) -> None:
-        """`slot` prefills `count` tokens from `start` on."""
+        """Add a prefill chunk: `count` tokens of `slot` from position `start` on."""
         if not self.table.announced[slot]:
             self._announce([slot], start)
         request = self.table.requests[slot]
@@ -66,14 +66,14 @@ class BatchBuilder:
         self.chunks.append((slot, start, count))
 
     def draw(self, slot: int, forks: Int64) -> None:
-        """`slot` and its new `forks` draw their next tokens from the logits that end the last chunk."""
+        """Let `slot` and its new `forks` sample their next tokens from the logits at the end of the last chunk."""
         if len(forks):
             self._announce(forks.tolist(), int(self.table.length[slot]))
         self.draw_slot += [slot, *forks.tolist()]
         self.draw_chunk += [len(self.chunks) - 1] * (1 + len(forks))
 
     def start(self, slots: Int64) -> None:
-        """New `slots` of one request begin with a decode row."""
+        """Add new `slots` of one request, which begin with a decode row."""
         self._announce(slots.tolist(), int(self.table.length[slots[0]]))
         self.starts.append(slots)
 
@@ -83,10 +83,10 @@ class BatchBuilder:
         self.fresh_length += [length] * len(slots)
 
     def build(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
-        """The StepInput, with the table's lengths as they will be after the step.
+        """Return the StepInput; the table's lengths must already be those after the step.
 
-        A request that cannot be written down is at fault. Its rows stay in the step, under parameters that cannot fail:
-        the request ends before their tokens are back. An exception that no request raises alone is passed on.
+        A request that cannot be written is at fault. Its rows stay in the step, with parameters that cannot fail, since
+        the request ends before their tokens are back. An exception that no single request raises is passed on.
         """
         try:
             return self._written(step, draws_upto, decode, groups, changes)
@@ -96,7 +96,7 @@ class BatchBuilder:
         return self._written(step, draws_upto, decode, groups, changes)
 
     def _set_faulty_aside(self, decode: Int64) -> bool:
-        """Finds the requests that cannot be written down, each alone; returns whether there are any."""
+        """Write each request alone to find those that raise, and reset their parameters; return whether any does."""
         table = self.table
         sampling = np.concatenate((decode, np.array(self.draw_slot, np.int64)))
         slots = np.concatenate((sampling, self.busy, np.array(self.fresh, np.int64)))
@@ -113,7 +113,7 @@ class BatchBuilder:
         return bool(self._faulty)
 
     def _write_alone(self, rid: int, sampling: Int64) -> None:
-        """Writes down what a step has of one request; `sampling`: slots that sample in it."""
+        """Write the step's part of one request, to see whether it raises; `sampling`: slots that sample in the step."""
         table = self.table
         own = sampling[table.rid[sampling] == rid]
         self.grammars.masks(own[table.guided[own]].astype(np.int32))
@@ -168,7 +168,7 @@ class BatchBuilder:
         )
 
     def _new_slots(self, fresh: list[int], length: list[int]) -> NewSlots:
-        """Parameters are read once a request, however many of its samples are new."""
+        """Return the parameters of new slots, read once per request, however many of its samples are new."""
         table, slots = self.table, array(fresh)
         rids, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
         params = [PLAIN if rid in self._faulty else self._params(fresh[i]) for rid, i in zip(rids, first, strict=True)]
@@ -206,7 +206,7 @@ class BatchBuilder:
         }
 
     def _biases(self, slot: int, params: SamplingParams) -> list[tuple[int, int, float, int]]:
-        """Entries of the bias table: logit_bias for ever, and what would end the sample until min_tokens."""
+        """Return bias table entries: logit_bias at all positions, and −inf for ending tokens until min_tokens."""
         entries = [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
             until = int(self.table.min_total[slot])

@@ -10,10 +10,10 @@ WORK: Final[tuple[WorkKind, ...]] = get_args(WorkKind)
 
 
 class DeferralLimit(NamedTuple):
-    """How long work may wait.
+    """Bounds on how long work may wait.
 
-    steps  that go without at most, one after the other
-    few    the work is due as soon as it concerns one in so many of the sequences that run
+    steps  largest number of consecutive steps without the work
+    few    the work is due as soon as it concerns one in `few` of the running sequences
     """
 
     steps: int
@@ -27,37 +27,41 @@ BOUNDS: Final[Mapping[WorkKind, DeferralLimit]] = {
     "cache": DeferralLimit(2, 64),
     "statistics": DeferralLimit(16, 128),
 }
-"""Every kind of optional work, what a step without it does, and whom it concerns:
+"""Every kind of optional work, the effect of a step without it, and the sequences that it concerns:
 
-admission   the search for samples to start; none starts. Those that have left room
-forecast    the length model is not told how far the running samples are: a search takes it as it was. Those that ended
-regrouping  the last groups, as far as their rows still run; rows that are new read their prefixes alone. These
-cache       what ended sequences hold stays theirs, instead of being cached or freed: there must be pages enough
-            without, nothing prefills and no sample is looked for. Those that have ended
-statistics  the report repeats the last figures. Those that have ended
+admission   No samples are searched for, and none starts. Concerns sequences that have ended.
+forecast    The length model does not learn how far the running samples are; a search uses it as it was. Concerns
+            sequences that have ended.
+regrouping  The last groups are used, as far as their rows still run; new rows read their prefixes alone. Concerns new
+            rows.
+cache       Ended sequences keep their pages, which are neither cached nor freed. Deferred only if there are enough
+            other pages, nothing prefills and no samples are searched for. Concerns sequences that have ended.
+statistics  The report repeats the last figures. Concerns sequences that have ended.
 """
 
 
 def runs_low(queued: int, wanted: int) -> bool:
-    """Whether fewer than half of the `wanted` steps are queued at the worker; one that is the only one wanted is no
-    sign: the worker waits for each."""
+    """Return whether fewer than half of the `wanted` steps are queued at the worker.
+
+    With one wanted step, always return False: the worker then waits for each step anyway.
+    """
     return queued < wanted // 2
 
 
 class DeferredWork:
-    """What is put off, by kind. It is caught up with as soon as the queue has filled, or when it is due.
+    """Optional work that is deferred, by kind. It is done as soon as the queue has filled, or when it is due.
 
-    counts  steps that went without; of `statistics`, reports
+    counts  number of steps without the work; for `statistics`, of reports
     """
 
     def __init__(self, bounds: Mapping[WorkKind, DeferralLimit] = BOUNDS) -> None:
         self._bounds = bounds
         self.counts: dict[WorkKind, int] = dict.fromkeys(WORK, 0)
         self._row: dict[WorkKind, int] = dict.fromkeys(WORK, 0)
-        self._concerned: dict[WorkKind, int] = dict.fromkeys(WORK, 0)  # since it was done
+        self._concerned: dict[WorkKind, int] = dict.fromkeys(WORK, 0)  # sequences concerned since it was done
 
     def puts_off(self, work: WorkKind, *, hurried: bool, running: int) -> bool:
-        """Whether this step goes without; if not, it is done now. `hurried`: the worker's queue runs low."""
+        """Return whether this step defers the work; if not, it is done now. `hurried`: the worker's queue runs low."""
         bound = self._bounds[work]
         if hurried and self._row[work] < bound.steps and self._concerned[work] * bound.few < running:
             self._row[work] += 1
@@ -67,10 +71,10 @@ class DeferredWork:
         return False
 
     def concern(self, count: int, *works: WorkKind) -> None:
-        """So many sequences more are a reason to do the work."""
+        """Note that the work concerns `count` more sequences."""
         for work in works:
             self._concerned[work] += count
 
     def done(self, work: WorkKind) -> None:
-        """Nothing of it is left to do."""
+        """Note that the work has been done."""
         self._row[work] = self._concerned[work] = 0

@@ -1,7 +1,7 @@
 """Assign running sequences to the microbatches of a pipeline.
 
 A step is one microbatch. Microbatches take turns, one per step: while one is computed at a stage, others are at the
-neighbouring stages, and one more is spare, so that the tokens of the microbatch whose turn comes are back at the first
+neighbouring stages. One more is spare, so that the tokens of the microbatch whose turn comes are back at the first
 stage. A sequence joins the microbatch of the step in which it samples first, so a prompt's samples stay together.
 """
 
@@ -14,14 +14,14 @@ import numpy as np
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
-MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer than these gain nothing by being computed apart
-SPARE = 128  # rows of each microbatch from which on reading the weights once more for the spare one costs little
+MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer gain nothing by being computed separately
+SPARE = 128  # rows per microbatch from which on reading the weights once more, for the spare one, costs little
 CONTEXT = 1024  # positions to attend to that cost about as much as the rest of a row
-SLACK = 1 / 32  # of its share, that a microbatch may be above it
+SLACK = 1 / 32  # fraction of its share by which a microbatch may exceed it
 
 
 class Microbatches:
-    """The decoding sequences of `table`, in `stages` + 1 microbatches; in one without a pipeline.
+    """Assignment of the decoding sequences of `table` to `stages` + 1 microbatches, or to one without a pipeline.
 
     Sequences beyond their microbatch's share, or of one no longer needed, move to the next one and wait one turn.
 
@@ -41,19 +41,19 @@ class Microbatches:
         self._table = table
         self._stages = stages
         self._draws_upto = 0
-        self._chains: deque[tuple[int, int]] = deque()  # steps under way and how many of them waited for each other
+        self._chains: deque[tuple[int, int]] = deque()  # steps in flight, each with the length of its chain of waiting
 
     def rows(self) -> Int64:
-        """Slots that decode in this turn, ascending; those held do not."""
+        """Return the slots that decode in this turn, ascending, without held ones."""
         slots = self._table.in_state(State.DECODE)
         if self._table.held.any():
             slots = slots[~self._table.held[slots]]
         return slots if self.count == 1 else slots[self._table.microbatch[slots] == self.turn]
 
     def resting(self, decode: Int64) -> Int64:
-        """Slots of this turn that do not decode in a step in which `decode` do, but would if no grammar guided them.
+        """Return the guided slots of this turn that are not in `decode`, but would be without a grammar.
 
-        They wait for a token, or compute several at once.
+        They wait for a token's value, or prefill several tokens at once.
         """
         table = self._table
         among = table.guided & (table.length >= table.prompt_len)
@@ -67,9 +67,10 @@ class Microbatches:
         self.turn = (self.turn + 1) % self.count
 
     def waits(self, depth: int) -> bool:
-        """Whether this turn's step would be more than the `depth`-th of those under way that wait for each other.
+        """Return whether this turn's step would extend a chain of `depth` or more steps in flight.
 
-        One step after the other of a lone sequence would only stand in the way of what arrives.
+        In a chain, each step feeds tokens that the one before it samples. Without this bound, all steps of a lone
+        sequence would be queued one after another, and only delay requests that arrive.
         """
         if self.count == 1:
             return False
@@ -79,7 +80,7 @@ class Microbatches:
         return any(step == last and chain >= depth for step, chain in self._chains)
 
     def balance(self) -> None:
-        """Decides who of this turn's sequences waits for the next."""
+        """Move sequences to the next microbatch if this turn's one exceeds its share or is no longer needed."""
         if self.count == 1:
             return
         table = self._table
@@ -96,13 +97,13 @@ class Microbatches:
             return
         share = load.sum() / wanted
         if load[self.turn] > share * (1 + SLACK) + cost[mine].max():
-            oldest = np.argsort(table.order[slots[mine]])  # samples of a request stand together
+            oldest = np.argsort(table.order[slots[mine]])  # keeps samples of a request together
             before = np.cumsum(cost[mine][oldest]) - cost[mine][oldest]
-            over = oldest[before >= share]  # not more: what no microbatch kept would go round for ever
+            over = oldest[before >= share]  # no more than these: sequences that no microbatch keeps would never decode
             table.microbatch[slots[mine][over]] = (self.turn + 1) % self.count
 
     def step(self, number: int, decode: Int64) -> int:
-        """The step of this turn is `number`, and in it these slots decode: returns its `draws_upto`."""
+        """Register the step of this turn, of this number, in which `decode` slots decode; return its `draws_upto`."""
         if self.count == 1:
             self.cycles += 1
             return number - 1
@@ -116,17 +117,17 @@ class Microbatches:
         return self._draws_upto
 
     def drew(self, number: int, slots: Int64) -> None:
-        """In step `number`, of this turn, these slots draw."""
+        """Record that these slots sample in step `number`, of this turn."""
         if self.count > 1:
             self._table.microbatch[slots] = self.turn
             self._table.drawn[slots] = number
 
     def _last(self, slots: Int64) -> int:
-        """The last step in which any of them drew."""
+        """Return the last step in which any of the slots sampled."""
         return int(self._table.drawn[slots].max(initial=0))
 
     def _wanted(self, rows: int) -> int:
-        """As many microbatches as pay for so many rows."""
+        """Return how many microbatches pay off for so many rows."""
         if rows >= SPARE * self.count:
             return self.count
         return max(1, min(self._stages, -(-rows // self.fewest)))

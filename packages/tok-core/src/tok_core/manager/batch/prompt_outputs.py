@@ -10,11 +10,11 @@ from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.messages import EMPTY, RequestedPromptOutputs, array
 
 Chunk = tuple[int, int, int]
-"""Slot, start and number of tokens of a part of a prompt."""
+"""Slot, start and number of tokens of a prefill chunk."""
 
 
 def prompt_asks(table: SequenceTable, chunks: Sequence[Chunk], asking: Sequence[int]) -> RequestedPromptOutputs | None:
-    """What is asked of those of the step's chunks; None for nothing."""
+    """Return the prompt outputs that the `asking` ones of the step's chunks have to yield; None if there are none."""
     scored, pooled = [], []
     for index in asking:
         slot, start, count = chunks[index]
@@ -38,7 +38,7 @@ def prompt_asks(table: SequenceTable, chunks: Sequence[Chunk], asking: Sequence[
 
 
 def _pooled_rows(request: Request, end: int, count: int) -> int:
-    """How many of the last of `count` rows before position `end` are part of the request's embedding."""
+    """Return how many rows, the last of the `count` before position `end`, are part of the request's embedding."""
     if request.pooling == "mean":
         return count
     return int(request.pooling == "last" and end == len(request.prompt))

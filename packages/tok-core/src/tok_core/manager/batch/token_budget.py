@@ -1,20 +1,20 @@
 """Choose the token budget of pipeline steps so that successive steps take about equally long.
 
-A stage that has done with a long step waits for the next of a short one, and the sequences of the short one for the
-long one to pass all stages. Prompts come when they come, or when others have left room for them: what a step takes of
-them is therefore bounded by what steps have lately needed, and the rest follows in the next ones.
+Steps of different length make pipeline stages wait for each other, and the sequences of a short step wait until a long
+one has passed all stages. Prompts arrive irregularly, or start when others have freed pages. The prompt tokens of a
+step are therefore bounded by what recent steps have needed; the rest follows in the next steps.
 """
 
 from __future__ import annotations
 
-MIN_STEP_TOKENS = 256  # tokens of a step: with fewer, reading the weights takes longer than the products
+MIN_STEP_TOKENS = 256  # tokens of a step: with fewer, reading the weights takes longer than the GEMMs
 
 
 class TokenBudget:
     """Largest number of tokens in a step, between MIN_STEP_TOKENS and `most`.
 
-    It grows while prompts wait for it and shrinks while none does, each time by 1 / (2 · `microbatches`) of itself.
-    With one microbatch it is `most`.
+    It grows while prompts wait for it and shrinks otherwise, with each step by 1 / (2 · `microbatches`) of itself. With
+    one microbatch it is `most`.
     """
 
     def __init__(self, most: int, microbatches: int) -> None:
@@ -24,10 +24,10 @@ class TokenBudget:
 
     @property
     def tokens(self) -> int:
-        """What the next step may have."""
+        """Return the largest number of tokens of the next step."""
         return int(self._bound)
 
     def observe(self, *, exhausted: bool) -> None:
-        """Whether prompts would have filled more than the last step was allowed."""
+        """Adapt to a step. `exhausted`: prompts would have filled more than it was allowed."""
         self._bound *= 1 + self._change if exhausted else 1 - self._change
         self._bound = min(max(self._bound, MIN_STEP_TOKENS), self._most)

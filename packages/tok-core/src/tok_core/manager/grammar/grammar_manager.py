@@ -1,9 +1,9 @@
 """Follow the grammar of each guided sequence and provide the mask of tokens allowed next.
 
-Workers compile grammars and follow them, each worker one of them: this module sends them tokens and takes masks in.
-Nobody waits for a worker but the sequences that it follows.
+Each worker compiles one grammar and follows its sequences. This module sends tokens to the workers and receives masks.
+Only the sequences that a worker follows wait for it.
 
-Legend: W words of a packed set of tokens, n sequences, m different masks.
+Legend: W words of a packed set of tokens, n sequences, m distinct masks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from tok_core.sampling_params import Grammar
 Bools = NDArray[np.bool_]
 LOOK: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
 MAX_WORKERS: Final = 128  # grammars that are compiled or followed at once
-MAX_IDLE: Final = 32  # of them, that are kept for requests to come
-MAX_COMPILING: Final = 4
-PATIENCE: Final = 60.0  # seconds for an answer, where the CPU has other things to do
+MAX_IDLE: Final = 32  # grammars without requests, among these, that are kept for later requests
+MAX_COMPILING: Final = 4  # grammars that are compiled at once
+PATIENCE: Final = 60.0  # seconds that a worker has for an answer, since the CPU may be busy with other work
 TOO_MUCH: Final = "grammars whose texts take less time and memory to follow: fewer alternatives that begin alike"
 
 
 class StepMasks(NamedTuple):
-    """The masks of a step's guided rows: each of them once, packed, int32 [m, W], and which each row has, int32 [n]."""
+    """Masks of a step's guided rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
 
     words: Int32
     which: Int32
@@ -56,11 +56,11 @@ NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)
 
 
 class Advance(NamedTuple):
-    """What comes next in guided sequences, of each n.
+    """Continuation of n guided sequences.
 
-    slots  theirs
-    runs   tokens about which there is no choice, and that nobody need sample; often none
-    stuck  whether nothing may come after these: the grammar cannot be followed on with this vocabulary; bool [n]
+    slots  int64 [n], their slots
+    runs   forced tokens of each, appended without being sampled; often none
+    stuck  bool [n]: whether no token may follow these, since this vocabulary cannot continue the grammar
     """
 
     slots: Int64
@@ -69,10 +69,10 @@ class Advance(NamedTuple):
 
 
 class GrammarManager:
-    """Guides the sequences in `table` whose requests have a grammar.
+    """Guided decoding of the sequences in `table` whose requests have a grammar.
 
-    A request whose grammar is being compiled waits here, beside the queue; others of its class may pass it. Of several
-    callers those that have fewer grammars compiled come first.
+    A request whose grammar is being compiled waits here and not in the queue; others of its class may overtake it. The
+    next grammar to compile is one of the caller with the fewest grammars being compiled.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class GrammarManager:
         self._vocab_size = vocab_size
         self._workers = workers
         self._clock = clock
-        self._masks: MaskCache | None = None  # once there is a grammar
-        self._guides: dict[Grammar, GrammarState] = {}  # those that were needed last come last
+        self._masks: MaskCache | None = None  # set when the first grammar has been compiled
+        self._guides: dict[Grammar, GrammarState] = {}  # in order of last use
         self._count = 0
         self._advanced: list[tuple[MatcherState, list[int], bool]] = []
-        self._touched: dict[Grammar, GrammarState] = {}  # that have work to be sent
+        self._touched: dict[Grammar, GrammarState] = {}  # grammars with work to be sent
         self.waiting: dict[int, Request] = {}
-        self.failed: list[tuple[int, str]] = []  # requests that cannot be guided any more, and why: to be told of
+        self.failed: list[tuple[int, str]] = []  # requests to report that cannot be guided any more, and why
         self.refused: list[tuple[int, str]] = []  # those whose grammar takes too much, and what is allowed instead
 
     def admit(self, request: Request) -> bool:
-        """Whether the request may join the queue; if not, it waits here for its grammar."""
+        """Return whether the request may join the queue; if not, it waits here for its grammar."""
         grammar = request.params.grammar
         if grammar is None:
             return True
@@ -110,7 +110,7 @@ class GrammarManager:
         return guide.first is not None
 
     def admitted(self) -> list[Request]:
-        """Requests that have waited here and may join the queue now, in order of arrival."""
+        """Remove and return the requests that have waited here and may join the queue now, in order of arrival."""
         if not self.waiting:
             return []
         found = [one for one in self.waiting.values() if one.guide is not None and one.guide.first is not None]
@@ -119,7 +119,7 @@ class GrammarManager:
         return found
 
     def leave(self, request: Request) -> None:
-        """The request has ended: what only it needed is given up."""
+        """Release the grammar state that only this request, which has ended, needed."""
         guide = request.guide
         if guide is None:
             return
@@ -132,7 +132,7 @@ class GrammarManager:
         self._begin_some()
 
     def end(self, follower: MatcherState) -> None:
-        """The sequence has ended: its worker may forget it."""
+        """Drop the matcher state of a sequence that has ended, and queue the notice to its worker."""
         guide = follower.guide
         if guide.followers.pop(follower.number, None) is None:
             return
@@ -145,17 +145,17 @@ class GrammarManager:
 
     @property
     def patience(self) -> float:
-        """Seconds after which to look what workers have said, though nothing wakes whoever waits."""
+        """Return the seconds after which to poll the workers, even if nothing wakes the manager's loop."""
         return 1.0 if self._workers.wakes or not self.waiting else LOOK
 
     def close(self) -> None:
-        """Ends its workers."""
+        """Stop the workers."""
         for guide in list(self._guides.values()):
             self._drop(guide)
         self._workers.close()
 
     def masks(self, slots: Int32) -> StepMasks:
-        """The tokens that may come next: all tokens so far are known of these sequences."""
+        """Return the masks of the tokens that may come next. All tokens so far of these sequences must be known."""
         if not len(slots):
             return NO_MASKS
         masks = [self._of(slot).mask for slot in slots.tolist()]
@@ -166,7 +166,7 @@ class GrammarManager:
         )
 
     def follow(self, slots: Int64, token: Int32) -> None:
-        """Each of the sequences has got a token. Once it is followed, `advance` tells what comes next."""
+        """Send each sequence's new token to its worker. `advance` returns what comes next, once the worker replies."""
         table = self._table
         room = (table.limit[slots] - table.known[slots]).tolist()
         for slot, one, left in zip(slots.tolist(), token.tolist(), room, strict=True):
@@ -177,7 +177,7 @@ class GrammarManager:
         self._send()
 
     def advance(self) -> Advance | None:
-        """Return what comes next in the sequences followed since the last call; None where there are none."""
+        """Return what comes next in the sequences followed since the last call; None if there are none."""
         self._listen()
         if not self._advanced:
             return None
@@ -209,7 +209,7 @@ class GrammarManager:
         return self._table.followers.get(slot) or self._begin(slot)
 
     def _begin(self, slot: int) -> MatcherState:
-        """The sequence samples its first token, or goes on after it has lost its slot."""
+        """Return the matcher state of a sequence that samples its first token, or that has a slot again."""
         table = self._table
         request = table.requests[slot]
         assert request is not None
@@ -224,12 +224,12 @@ class GrammarManager:
         return follower
 
     def _give(self, follower: MatcherState) -> None:
-        """The next of the tokens that it is given is all that it may sample."""
+        """Set the mask: the next forced token alone, if one is left, else the mask after the forced tokens."""
         assert self._masks is not None
         follower.mask = self._masks.single(follower.given[-1]) if follower.given else follower.free
 
     def _begin_some(self) -> None:
-        """Has grammars compiled that requests wait for, as many as may be at once."""
+        """Start compiling grammars that requests wait for, as many as may be compiled at once."""
         if not self.waiting:
             return
         compiling = Counter(guide.tenant for guide in self._guides.values() if guide.worker and not guide.ready)
@@ -241,7 +241,7 @@ class GrammarManager:
             self._start(guide)
 
     def _make_room(self) -> bool:
-        """Whether there may be one worker more; gives up those that nobody needs."""
+        """Return whether one more worker may start; stop workers without requests beyond the limits."""
         workers = [guide for guide in self._guides.values() if guide.worker is not None]
         idle = [guide for guide in workers if not guide.requests]
         for guide in idle[: max(len(idle) - MAX_IDLE, len(workers) + 1 - MAX_WORKERS, 0)]:
@@ -265,7 +265,7 @@ class GrammarManager:
 
     @staticmethod
     def _close(guide: GrammarState) -> None:
-        """Ends the grammar's worker, if it has one. A worker that cannot be closed is no request's fault."""
+        """Stop the grammar's worker, if it has one. If that fails, it is logged, but no request fails."""
         worker, guide.worker = guide.worker, None
         if worker is not None:
             try:
@@ -274,7 +274,7 @@ class GrammarManager:
                 log.exception("a worker of a grammar cannot be closed")
 
     def _send(self) -> None:
-        """Sends all that is to be followed, in one message to each worker."""
+        """Send all queued work, in one message to each worker."""
         touched, self._touched = self._touched, {}
         for guide in touched.values():
             if guide.worker is not None and guide.ready:
@@ -285,14 +285,14 @@ class GrammarManager:
                     self._fail(guide, list(guide.requests), _reason(error))
 
     def _listen(self) -> None:
-        """Takes in what workers have said."""
+        """Process the messages of all workers."""
         now = self._clock()
         for guide in list(self._guides.values()):
             if guide.worker is None:
                 continue
             try:
                 self._hear(guide, guide.worker, now)
-            except Exception as error:  # others are not to end by it
+            except Exception as error:  # it must not end other grammars' requests
                 self._fail(guide, list(guide.requests), _reason(error))
         self._send()
 
@@ -313,7 +313,7 @@ class GrammarManager:
             self._lose(guide, worker.at)
 
     def _judge(self, guide: GrammarState, verdict: Verdict) -> None:
-        """The grammar is compiled, or is not going to be."""
+        """Process the verdict on a grammar: compiled, refused or failed."""
         if verdict.allowed or verdict.failed:
             for rid in guide.requests:
                 one = self.refused if verdict.allowed else self.failed
@@ -326,7 +326,7 @@ class GrammarManager:
         masks = self._masks or MaskCache(begin)
         guide.first, guide.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
         self._masks = masks
-        if guide.followers:  # of a worker that was lost
+        if guide.followers:  # sequences of a worker that was lost: the new one replays them
             guide.work = MatcherCall([self._replay(one) for one in guide.followers.values() if one.tokens], [])
             self._touched[guide.grammar] = guide
         self._begin_some()
@@ -337,7 +337,7 @@ class GrammarManager:
         return Follow(follower.number, follower.tokens, follower.room if waits else REPLAY)
 
     def _take(self, guide: GrammarState, answer: MatcherReply) -> None:
-        """Sequences have been followed."""
+        """Process a worker's reply about the sequences it has followed."""
         if self._masks is None or not guide.ready:
             raise ValueError("the worker answers before it has said whether the grammar can be followed")
         guide.losses = 0
@@ -359,7 +359,7 @@ class GrammarManager:
                 self._refuse(guide, Followed(one.sequence, failed=_reason(error)))
 
     def _go_on(self, guide: GrammarState, follower: MatcherState, one: Followed) -> None:
-        """A sequence has been followed. Raises before anything has changed where that cannot be."""
+        """Apply the reply about one sequence. If it is invalid, raises before anything has changed."""
         if one.run or one.given:
             tokens = one.run + one.given
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
@@ -375,7 +375,7 @@ class GrammarManager:
         self._advanced.append((follower, one.run, one.stuck))
 
     def _refuse(self, guide: GrammarState, one: Followed) -> None:
-        """The request of a sequence ends."""
+        """Refuse or fail the request of a sequence."""
         rids = [rid for rid, request in guide.requests.items() if self._has(request, one.sequence)]
         self.refused += [(rid, one.refused) for rid in rids if one.refused]
         self.failed += [(rid, one.failed) for rid in rids if not one.refused]
@@ -385,7 +385,7 @@ class GrammarManager:
         return any(one is not None and one.number == number for one in (*followers, *request.resting.values()))
 
     def _lose(self, guide: GrammarState, sequence: int) -> None:
-        """The worker has ended, over this sequence: another one goes on with the others."""
+        """Handle a worker that has ended while it was at `sequence`; start another for the remaining sequences."""
         self._close(guide)
         guide.ready = False
         guide.known.clear()

@@ -1,4 +1,4 @@
-"""State of one request's grammar, and of the matcher of each of its sequences."""
+"""Hold the state of each grammar, and of the matcher of each sequence that it guides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GrammarWorker(Protocol):
-    """See `grammar.processes.WorkerProcess` and `grammar.local.LocalWorker`."""
+    """Worker of one grammar: a `WorkerProcess` of `tok_core.grammar.worker_processes`, or a `LocalWorker`."""
 
     @property
     def at(self) -> int: ...
@@ -25,9 +25,9 @@ class GrammarWorker(Protocol):
 
 
 class GrammarWorkers(Protocol):
-    """See `grammar.processes.WorkerProcesses` and `grammar.local.LocalWorkers`.
+    """Factory of workers: `WorkerProcesses` or `LocalWorkers` of `tok_core.grammar`.
 
-    wakes  whether a port that waits for its descriptor wakes when a worker has said something
+    wakes  whether a message from a worker wakes a port that waits for the factory's file descriptor
     """
 
     wakes: bool
@@ -42,13 +42,14 @@ class GrammarWorkers(Protocol):
 class GrammarState:
     """A grammar, the worker that follows it, and the requests and sequences that it guides.
 
-    first      what a text may begin with, once the grammar has been compiled
+    first      mask of the first token of a text, once the grammar has been compiled
     ready      whether the worker has compiled it
-    known      masks that the worker speaks of by number
-    followers  sequences that have begun, by number
-    waiting    those that wait for the worker
-    since      when the worker was last heard of
-    losses     of workers, in a row
+    known      masks by the number that the worker refers to them by
+    followers  matcher states of sequences that have begun, by number
+    waiting    numbers of the sequences that wait for the worker
+    work       work to be sent to the worker
+    since      time at which the worker last replied, or at which the present wait for it began
+    losses     workers lost in a row
     """
 
     def __init__(self, grammar: Grammar, tenant: str) -> None:
@@ -67,13 +68,13 @@ class GrammarState:
 
 
 class MatcherState:
-    """The worker has followed all tokens that the sequence has, and those that are `given`.
+    """Matcher state of one sequence. Its worker has followed all its tokens, and those in `given`.
 
-    mask    what the sequence may sample next
-    given   tokens, the last first, that it is to sample one by one although it has no choice
-    free    what it may sample after these
-    tokens  all that the worker has followed: another one follows them anew if it is lost
-    slot    where the sequence waits for the worker; −1 while it does not
+    mask    tokens that the sequence may sample next
+    given   forced tokens, the last first, that it samples one by one all the same
+    free    tokens that it may sample after these
+    tokens  all tokens that the worker has followed; if that worker is lost, another one replays them
+    slot    slot in which the sequence waits for the worker; −1 while it does not
     """
 
     __slots__ = ("free", "given", "guide", "mask", "number", "room", "slot", "tokens")

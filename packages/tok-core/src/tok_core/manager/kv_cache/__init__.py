@@ -1,4 +1,4 @@
-"""Pages of the KV cache: allocation, sharing through the prefix tree, eviction, retained prompts, preemption."""
+"""Manage KV cache pages: allocation, sharing through the prefix tree, retained prompts, eviction, preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue copies of KV pages that the worker makes at the start of a step, in the order of earlier steps."""
+"""Queue copies of KV pages, which the worker makes at the start of a step, after all earlier steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_core.messages import EMPTY, Int32, Int64
 
 
 class _Copy(NamedTuple):
-    """From `source` to `target`, int32 [n] each; `use` is how often each target had been released by then."""
+    """Copies from `source` to `target`, int32 [n] each; `use`: how often each target had been released when queued."""
 
     source: Int32
     target: Int32
@@ -19,9 +19,11 @@ class _Copy(NamedTuple):
 
 
 class PageCopies:
-    """Copies to come. One whose target has been released meanwhile is dropped, whoever has the page now: so no page
-    is a target twice, and none is overwritten that its new owner has filled. A source may have been released: the
-    copies come before whatever the step writes. Within a step a page may be one's source and another's target.
+    """Queue of page copies.
+
+    A copy is dropped if its target has been released since, whoever owns the page now. So no page is a target twice,
+    and no page is overwritten that its new owner has filled. A source may have been released, because copies run before
+    anything that the step writes. Within a step, a page may be the source of one copy and the target of another.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
@@ -30,15 +32,15 @@ class PageCopies:
         self._later: list[_Copy] = []
 
     def add(self, source: Int32, target: Int32) -> None:
-        """To be made at the start of the step that is being scheduled."""
+        """Queue copies for the start of the step that is being scheduled."""
         self._now.append(_Copy(source, target, self._allocator.times_released[target]))
 
     def add_later(self, source: Int32, target: Int32) -> None:
-        """To be made at the start of the step after the one that is being scheduled, which may write the sources."""
+        """Queue copies for the start of the next step; the step that is being scheduled may still write the sources."""
         self._later.append(_Copy(source, target, self._allocator.times_released[target]))
 
     def take(self) -> tuple[Int32, Int32]:
-        """The step is sent: sources and targets, int32 [n] each, of the copies at its start."""
+        """Return the sources and targets, int32 [n] each, of the copies at the start of the step that is being sent."""
         now, self._now, self._later = self._now, self._later, []
         if not now:
             return EMPTY, EMPTY

@@ -1,4 +1,4 @@
-"""Paging: which pages each sequence holds, which it shares through the prefix tree, and what the worker is told."""
+"""Track which pages each sequence holds and shares through the prefix tree, and what of it changes for the worker."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tok_core.manager.kv_cache.tree_nodes import Insertion
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
-MANY = 4  # slots of one node whose pages go to the tree faster at once than one by one
-AT_ONCE = 1 << 14  # page table entries of slots that begin alike from which on the worker is told the pages once
+MANY = 4  # slots of one node from which on their pages are inserted into the tree faster together than one by one
+AT_ONCE = 1 << 14  # page table entries of slots with common pages from which on the worker is sent these pages once
 
 
 class Paging:
-    """Pages of the sequences in `table`. A page is free, the tree's, one slot's own, or the tail of a stem.
+    """Pages of the sequences in `table`. A page is free, the tree's, one slot's own, or the tail of a retained prompt.
 
-    A page may be given away in the very step after its last use was scheduled: the worker carries steps out in order.
+    A page may be reallocated in the very step after its last use was scheduled: the worker executes steps in order.
 
     at_once  as AT_ONCE
     """
@@ -36,25 +36,25 @@ class Paging:
         self.at_once = AT_ONCE
         self._shared: list[SharedPages] = []
         self._changes: list[tuple[Int64, Int64]] = []  # slots and indices
-        self._runs: list[tuple[int, int, int]] = []  # changes of one slot each: first index, how many
+        self._runs: list[tuple[int, int, int]] = []  # changes of one slot each: slot, first index, count
 
     @property
     def locked(self) -> int:
-        """Tree pages that running sequences hold."""
+        """Return the number of pages of the tree that are locked."""
         return self.tree.pages - self.tree.evictable
 
     @property
     def available(self) -> int:
-        """Pages that are free or merely cached."""
+        """Return the number of pages that are free or can be evicted."""
         return self.allocator.free + self.tree.evictable
 
     @property
     def used(self) -> int:
-        """Pages that are neither free nor merely cached."""
+        """Return the number of pages that are neither free nor evictable."""
         return self.num_pages - self.available
 
     def depth_in_common(self, slots: Int64) -> Int64:
-        """Pages at the beginning of each slot's sequence that other slots or retained prompts hold, too; int64 [n]."""
+        """Return how many leading pages of each slot other slots or retained prompts hold, too; int64 [n]."""
         table, tree = self.table, self.tree
         node = table.node[slots]
         rows = tree.alone[node].nonzero()[0]
@@ -65,25 +65,25 @@ class Paging:
         return np.minimum(depth, table.num_shared[slots], dtype=np.int64)
 
     def room_for(self, count: int) -> bool:
-        """Whether `count` pages are free, once the least recently used cached ones have been given up for them."""
+        """Make `count` pages free, if possible by evicting the least recently used ones; return whether they are."""
         short = count - self.allocator.free
         if short > 0:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.free >= count
 
     def grow(self, slots: Int64, pages: Int32) -> None:
-        """One more page for each of `slots`."""
+        """Append one of `pages` to each of `slots`."""
         index = self.table.num_pages[slots].astype(np.int64)
         self.table.pages[slots, index] = pages
         self.table.num_pages[slots] = index + 1
         self._changes.append((slots, index))
 
     def missing(self, slot: int, tokens: int) -> int:
-        """How many pages `slot` lacks to hold `tokens`."""
+        """Return how many pages `slot` lacks to hold `tokens` tokens."""
         return max(0, -(-tokens // self.page_size) - int(self.table.num_pages[slot]))
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Gives `slot` the pages it lacks to hold `tokens`; there must be room."""
+        """Allocate the pages that `slot` lacks to hold `tokens` tokens; they must be free."""
         count = self.missing(slot, tokens)
         if count:
             first = int(self.table.num_pages[slot])
@@ -91,7 +91,7 @@ class Paging:
             self.table.num_pages[slot] = first + count
 
     def share(self, slots: Int64, node_id: int, pages: Int32) -> None:
-        """New slots begin with the tree's `pages` down to a node."""
+        """Let new slots begin with the tree's `pages` down to a node, which each of them locks."""
         self.tree.lock(self.tree.node(node_id), len(slots))
         self.table.node[slots] = node_id
         if len(slots) * len(pages) < self.at_once:
@@ -102,12 +102,12 @@ class Paging:
         self.table.num_pages[slots] = self.table.num_shared[slots] = len(pages)
 
     def start(self, slot: int) -> None:
-        """A slot that has no pages yet begins at the root of the tree."""
+        """Let a slot that has no pages yet begin at the root of the tree."""
         self.tree.lock(self.tree.root)
         self.table.node[slot] = self.tree.root.id
 
     def adopt(self, slot: int) -> None:
-        """Takes over whatever more of the slot's prompt the tree holds by now; its last token is always computed."""
+        """Share whatever more of the slot's tokens the tree holds by now; the last one is always computed."""
         table = self.table
         shared, page_size = int(table.num_shared[slot]), self.page_size
         limit = (int(table.target[slot]) - 1) // page_size * page_size
@@ -127,9 +127,9 @@ class Paging:
         table.length[slot] = max(int(table.length[slot]), match.length)
 
     def publish(self, slot: int) -> None:
-        """Lets other sequences share the full pages of what `slot` has prefilled, from the next chunk on.
+        """Insert the full pages that `slot` has prefilled into the tree; others share them from their next chunk on.
 
-        A page whose tokens the tree has already stays the slot's own: it may be being written in this very step.
+        A page whose tokens the tree has already stays the slot's own, since this very step may be writing it.
         """
         table, page_size = self.table, self.page_size
         shared, depth = int(table.num_shared[slot]), int(table.length[slot]) // page_size
@@ -145,7 +145,7 @@ class Paging:
         table.num_shared[slot] = depth
 
     def surrender(self, slots: Int64) -> None:
-        """The slots give up all pages; full pages of known tokens stay cached."""
+        """Release all pages of the slots; full pages of known tokens stay cached in the tree."""
         table, tree = self.table, self.tree
         shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]
         depth = np.maximum(np.minimum(table.length[slots], table.known[slots]) // self.page_size, shared)
@@ -158,11 +158,11 @@ class Paging:
         table.num_pages[slots] = table.num_shared[slots] = 0
 
     def fork_cost(self, leader: int) -> int:
-        """Pages that each fork of `leader` needs at once."""
+        """Return how many pages each fork of `leader` needs at once."""
         return int(self.table.num_pages[leader] - self.table.num_shared[leader])
 
     def fork(self, leader: int, slots: Int64) -> None:
-        """New slots share the leader's tree pages; they get copies of the others, as this step leaves them."""
+        """Let new slots share the leader's tree pages, and give them copies of the others, as this step leaves them."""
         table = self.table
         shared, held = int(table.num_shared[leader]), int(table.num_pages[leader])
         self.share(slots, int(table.node[leader]), table.pages[leader, :shared].copy())
@@ -173,10 +173,11 @@ class Paging:
         table.num_pages[slots] = held
 
     def take_changes(self) -> tuple[list[SharedPages], Int32, Int32, Int32]:
-        """Page table entries set since the last call: pages shared by many, then slots, indices, page ids of others.
+        """Return the page table entries set since the last call.
 
-        One of the others that was set several times comes as often, each time with the page that is there now; that
-        also makes up for what has changed since of those shared.
+        First come pages shared by many slots, then slots, indices and page ids of other entries. An entry of the second
+        kind that was set several times occurs as often, each time with its present page. That also corrects entries of
+        shared pages that have changed since.
         """
         shared, self._shared = self._shared, []
         if self._runs:
@@ -189,14 +190,14 @@ class Paging:
         return shared, slot.astype(np.int32), index.astype(np.int32), self.table.pages[slot, index]
 
     def _extend(self, slot: int, shared: int, depth: int) -> Insertion:
-        """Gives the slot's pages `[shared, depth)` to the tree."""
+        """Hand the slot's pages `[shared, depth)` over to the tree."""
         table, size = self.table, self.page_size
         node = self.tree.node(int(table.node[slot]))
         tokens, pages = table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth]
         return self.tree.extend(node, tokens, pages, table.salt[slot])
 
     def _leave(self, slots: Int64, holders: Mapping[int, int]) -> list[Int32]:
-        """Gives the slots' full pages to the tree, those of a node with many `holders` at once; returns duplicates."""
+        """Hand the slots' full pages over to the tree, in one call per node with many `holders`; return duplicates."""
         table, size, back = self.table, self.page_size, []
         depth = np.minimum(table.length[slots], table.known[slots]) // size
         together: defaultdict[tuple[int, int, int, bytes], list[int]] = defaultdict(list)
@@ -221,13 +222,13 @@ class Paging:
             self.table.node[slot] = node_id
 
     def _set_one(self, slot: int, first: int, pages: Int32) -> None:
-        """Page table entries of `slot` from `first` on."""
+        """Set page table entries of `slot` from index `first` on."""
         count = len(pages)
         self.table.pages[slot, first : first + count] = pages
         self._runs.append((slot, first, count))
 
     def _set(self, slots: Int64, first: int, pages: Int32) -> None:
-        """Page table entries from `first` on: the same for all of `slots`, or with a row for each."""
+        """Set page table entries from index `first` on: the same for all of `slots`, or one row for each."""
         count = pages.shape[-1]
         if count:
             self.table.pages[slots, first : first + count] = pages
@@ -235,7 +236,10 @@ class Paging:
 
 
 def _one_by_one(runs: Int64) -> tuple[Int64, Int64]:
-    """The slots and indices of `runs`, int64 [n, 3] of slot, first index and count."""
+    """Expand `runs`, int64 [n, 3] of slot, first index and count, to the slot and index of each entry.
+
+    [[7, 2, 3]] gives the slots [7, 7, 7] and the indices [2, 3, 4].
+    """
     slot, first, count = runs.T
     before = np.cumsum(count) - count
     return np.repeat(slot, count), np.arange(count.sum()) + np.repeat(first - before, count)

@@ -1,4 +1,4 @@
-"""Victims: which of the running sequences gives up its pages when there are none left."""
+"""Choose which running sequence is preempted when no pages are left."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from tok_core.messages import Int64
 def choose_victim(paging: Paging, slots: Int64) -> int:
     """Return the one of `slots`, int64 [n] and not empty, that is preempted.
 
-    Of the lowest class, and of callers who hold at least the mean number of slots, the one with the least work lost:
-    tokens that nobody else holds, which it would have to compute again. Of equals, the youngest. Sequences that were
-    started because they had waited too long are spared while others run. Whoever was preempted before is spared while a
-    younger one of the class runs that was not, and whoever has no page of its own while another will do.
+    Candidates are narrowed down in this order:
+
+    1. sequences of the lowest class;
+    2. sequences of callers that hold at least the mean number of slots;
+    3. without sequences that were started because they had waited too long, if others are left;
+    4. without sequences preempted before, while a younger one is left that was not.
+
+    Of these, the sequence with the least work lost is preempted; of equals, the youngest. The work lost is the tokens
+    in pages that no other sequence holds, which have to be computed again. Sequences without a page of their own come
+    last.
     """
     table = paging.table
     lowest = table.priority[slots]
@@ -30,7 +36,7 @@ def choose_victim(paging: Paging, slots: Int64) -> int:
 
 
 def rank_victims(paging: Paging, slots: Int64) -> tuple[Int64, Int64]:
-    """Return `slots`, int64 [n], lowest class first and in it those with the least work lost, and the tokens lost."""
+    """Return `slots`, int64 [n], lowest class first and within it least work lost first, and the tokens each loses."""
     table = paging.table
     common = paging.depth_in_common(slots)
     lost = table.length[slots] - common * table.page_size

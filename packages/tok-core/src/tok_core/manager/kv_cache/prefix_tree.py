@@ -1,8 +1,8 @@
-"""PrefixTree: a path-compressed radix tree over whole pages of tokens, evicted in order of last use.
+"""Cache KV pages in a path-compressed radix tree over whole pages of tokens, evicted in order of last use.
 
-The tree owns the pages in it. A lock on a node keeps the node and all above it; whoever holds pages of the tree
-holds a lock on the node that they end with. When a node is split, its id and its locks stay with the lower part,
-which ends where the whole did, so that what holders remember stays true.
+The tree owns the pages in it. A lock on a node protects the node and all its ancestors from eviction. Every holder of
+pages of the tree has a lock on the node that these pages end with. When a node is split, its id and its locks stay with
+the lower part, which ends where the whole node did, so the node ids of holders stay valid.
 
 Prompts with different salts share no page: the root finds its children by the salt followed by the tokens of their
 first page. All salts have the same length, except the empty one.
@@ -21,10 +21,10 @@ from tok_core.messages import EMPTY, Int32, Int64
 class PrefixTree:
     """Radix tree with pages of `page_size` tokens. Matching and inserting lock nothing; both count as use.
 
-    pages      pages held
-    evictable  pages of nodes without locks: all of them can be evicted
-    alone      bool by node id: one lock only is on it or below
-    parent     int64 by node id: the parent's id, the root's being its own
+    pages      number of pages in the tree
+    evictable  number of pages of nodes without locks: all of them can be evicted
+    alone      bool by node id: exactly one lock is on the node or below it
+    parent     int64 by node id: the parent's id; the root's is its own
     depth      int64 by node id: the node's depth
     """
 
@@ -40,26 +40,29 @@ class PrefixTree:
         self._nodes: list[Node | None] = [self.root]
         self._free_ids: list[int] = []
         self._clock = 0
-        # Unlocked leaves by time of last use: one entry a node at most, whose time may lag behind the node's, and one
-        # for many leaves at once, a number below 0. Times only grow, so an entry is a lower bound, and is put right
-        # when it comes to the top.
+        # Unlocked leaves by time of last use: at most one entry per node, and one entry per leaf batch, whose number is
+        # below 0. An entry's time may lag behind its node's. Times only grow, so it is a lower bound, and is corrected
+        # when the entry comes to the top.
         self._queue: list[tuple[int, int]] = []
         self._leaves: dict[int, LeafBatch] = {}  # by number
 
     def node(self, node_id: int) -> Node:
-        """The node that has `node_id` now."""
+        """Return the node that has `node_id` now."""
         node = self._nodes[node_id]
         assert node is not None, f"node {node_id} is gone"
         return node
 
     def match(self, tokens: Int32, salt: bytes = b"") -> Match:
-        """The longest prefix of `tokens`, int32 [n], that is cached in whole pages. Splits a node that it ends in."""
+        """Return the longest prefix of `tokens`, int32 [n], cached in whole pages. Split a node that it ends within."""
         node, pages = self._descend(self.root, np.asarray(tokens, np.int32), salt)
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
     def depths(self, tokens: Int32, salt: bytes = b"") -> tuple[int, int]:
-        """Pages of the longest prefixes of `tokens` under lock and cached. Only looks: no use, and nothing is split."""
+        """Return how many leading pages of `tokens` are locked, and how many are cached.
+
+        This does not count as use and splits no node.
+        """
         data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
         whole = len(data) // width * width
         while at < whole:
@@ -68,7 +71,7 @@ class PrefixTree:
                 break
             common = self._common(child, data, at)
             at += common * width
-            if child.locks:  # as all above it
+            if child.locks:  # then its ancestors have locks, too
                 locked = at
             if common < len(child.pages):
                 break
@@ -76,7 +79,7 @@ class PrefixTree:
         return locked // width, at // width
 
     def pages_down_to(self, nodes: Int64) -> int:
-        """Return how many pages stand between the root and any of the nodes, int64 [n], theirs included."""
+        """Return how many pages are on the paths from the root to the nodes, int64 [n], each counted once."""
         seen = np.zeros(len(self.parent), np.bool_)
         while len(nodes := np.unique(nodes[~seen[nodes]])):
             seen[nodes] = True
@@ -85,11 +88,11 @@ class PrefixTree:
         return int((self.depth[nodes] - self.depth[self.parent[nodes]]).sum())
 
     def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
-        """Whether a page of `tokens`, int32 [page_size], follows on `node`. Only looks."""
+        """Return whether a page of `tokens`, int32 [page_size], follows on `node`. This does not count as use."""
         return bool(node.children) and self._key(node, tokens, salt) in node.children
 
     def lock(self, node: Node, count: int = 1) -> None:
-        """Keeps `node` and all above it until as many times `unlock`."""
+        """Add `count` locks to `node` and its ancestors, which protect them from eviction until `unlock`."""
         at: Node | None = node
         while at is not None:
             if not at.locks:
@@ -99,7 +102,7 @@ class PrefixTree:
             at = at.parent
 
     def unlock(self, node: Node, count: int = 1) -> None:
-        """Takes back so many of the times that `node` was locked. Its holders had use of it until now."""
+        """Remove `count` locks from `node` and its ancestors. They count as used until now."""
         self._touch(node)
         at: Node | None = node
         while at is not None:
@@ -113,16 +116,17 @@ class PrefixTree:
         self._queue_if_evictable(node)
 
     def insert(self, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
-        """The tree takes over `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from the start on.
+        """Hand over to the tree `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from position 0 on.
 
-        Blocks that the tree has already keep their page there; the caller's, where it is another, is a duplicate.
+        If the tree already has a page of the same tokens, it keeps its own. The caller's page, if it is another one, is
+        a duplicate.
         """
         return self._insert_below(self.root, tokens, pages, salt)
 
     def extend(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
         """Like `insert`, for tokens that follow on `node`, on which the caller has a lock.
 
-        A leaf that only the caller holds grows in place, so that a sequence's chunks make no chain of nodes.
+        A leaf that only the caller holds grows in place, so that the chunks of a sequence form no chain of nodes.
         """
         if not len(pages) or node.parent is None or node.children or node.locks != 1:
             return self._insert_below(node, tokens, pages, salt)
@@ -131,21 +135,22 @@ class PrefixTree:
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
         self._deepen(node, len(pages))
         self.pages += len(pages)
-        return Insertion(node, pages, EMPTY)  # the caller's unlock will say how long it was in use
+        return Insertion(node, pages, EMPTY)  # the caller's unlock will set the time of last use
 
     def extend_each(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Int32:
         """Like `extend` for each row of `tokens`, int32 [n, k · page_size], and `pages`, int32 [n, k], on one node.
 
-        As many callers hold it, who are to leave it next: they get the duplicates of all, and no node.
+        As many holders have a lock on the node and unlock it next, so the result is the duplicates of all rows, and no
+        node.
         """
         assert tokens.shape[1] == pages.shape[1] * self.page_size, f"{tokens.shape[1]} tokens in {pages.shape[1]} pages"
         keys: list[bytes] = np.ascontiguousarray(tokens[:, : self.page_size]).view(f"V{self._width}").ravel().tolist()
         if salt and node is self.root:
             keys = [salt + key for key in keys]
-        if len(set(keys)) == len(keys) and node.children.keys().isdisjoint(keys):  # most often so
+        if len(set(keys)) == len(keys) and node.children.keys().isdisjoint(keys):  # the common case
             self._add_leaves(node, keys, tokens, pages)
             return EMPTY
-        first = dict(zip(reversed(keys), range(len(keys))[::-1], strict=True))  # row that a key comes with first
+        first = dict(zip(reversed(keys), range(len(keys))[::-1], strict=True))  # first row of each key
         others = [row for row, key in enumerate(keys) if key in node.children or first[key] != row]
         fresh = np.delete(np.arange(len(keys)), others)
         if len(fresh):
@@ -153,10 +158,10 @@ class PrefixTree:
         return np.concatenate([self._insert_below(node, tokens[row], pages[row], salt).duplicates for row in others])
 
     def evict(self, count: int) -> Int32:
-        """Gives up to `count` pages back to the caller, int32, least recently used first.
+        """Evict up to `count` pages, least recently used first, and return them, int32.
 
-        A page goes only when no lock is on or below it and all pages below it are gone: leaves are trimmed from their
-        tail, and only as much as is needed.
+        A page is evicted only if no lock is on or below its node and all pages below it are gone. Leaves are trimmed
+        from their tail, and only as much as is needed.
         """
         freed, left = [EMPTY], count
         while left > 0 and self._queue:
@@ -178,7 +183,7 @@ class PrefixTree:
         return np.concatenate(freed)
 
     def _descend(self, node: Node, tokens: Int32, salt: bytes) -> tuple[Node, Int32]:
-        """The node below `node` where the cached part of `tokens` ends, and the pages down to there."""
+        """Return the node below `node` where the cached part of `tokens` ends, and the pages down to there."""
         if not node.children:
             return node, EMPTY
         data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
@@ -194,8 +199,8 @@ class PrefixTree:
         return node, np.concatenate(pages) if len(pages) > 1 else EMPTY
 
     def _common(self, node: Node, data: bytes, start: int) -> int:
-        """How many of the node's pages stand in `data`, the bytes of tokens, from byte `start` on; not none."""
-        if data.startswith(node.tokens.tobytes(), start):  # as bytes they are compared in a tenth of the time
+        """Return how many of the node's pages match `data`, the bytes of tokens, from byte `start` on; at least 1."""
+        if data.startswith(node.tokens.tobytes(), start):  # comparing bytes takes a tenth of the time
             return len(node.pages)
         tokens = np.frombuffer(data, np.int32, offset=start)
         length = min(len(tokens), len(node.tokens))
@@ -206,7 +211,7 @@ class PrefixTree:
     def _insert_below(self, node: Node, tokens: Int32, pages: Int32, salt: bytes) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         tokens = np.asarray(tokens, np.int32)
-        if len(pages) and (key := self._key(node, tokens, salt)) not in node.children:  # most often so
+        if len(pages) and (key := self._key(node, tokens, salt)) not in node.children:  # the common case
             return Insertion(self._add_leaf(node, tokens, pages, key), pages, EMPTY)
         node, kept = self._descend(node, tokens, salt)
         known = len(kept)
@@ -221,7 +226,7 @@ class PrefixTree:
         return Insertion(node, kept, duplicates)
 
     def _add_leaf(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
-        """A new node that nobody holds, with copies of these."""
+        """Add an unlocked leaf with copies of `tokens` and `pages`."""
         node = self._add(parent, tokens.copy(), pages.copy(), key)
         self.pages += len(pages)
         self.evictable += len(pages)
@@ -230,7 +235,7 @@ class PrefixTree:
         return node
 
     def _add(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
-        """A new node below `parent`."""
+        """Add a node below `parent`."""
         if not self._free_ids:
             self._free_ids.append(len(self._nodes))
             self._nodes.append(None)
@@ -247,18 +252,18 @@ class PrefixTree:
         return node
 
     def _add_leaves(self, parent: Node, keys: list[bytes], tokens: Int32, pages: Int32) -> None:
-        """New leaves that nobody holds, used one after the other."""
+        """Add unlocked leaves as one batch; their times of last use are consecutive."""
         leaves = LeafBatch(parent, keys, tokens, pages, self._clock + 1)
         self._clock += len(keys) - 1
         self._touch(parent)
         self.pages += pages.size
         self.evictable += pages.size
-        number = -leaves.used  # no other has the same
+        number = -leaves.used  # unique, since the clock only grows
         self._leaves[number] = leaves
         heappush(self._queue, (leaves.used, number))
 
     def _child(self, node: Node, key: bytes) -> Node | None:
-        """The child found by `key`. One of many leaves becomes a node of its own."""
+        """Return the child with this key. A leaf of a batch becomes a node of its own."""
         child = node.children.get(key)
         if not isinstance(child, LeafBatch):
             return child
@@ -269,7 +274,10 @@ class PrefixTree:
         return found
 
     def _evict_leaves(self, leaves: LeafBatch, count: int) -> Int32:
-        """Up to `count` pages of these leaves, which are at the top of the queue; none where another's turn is now."""
+        """Evict and return up to `count` pages of the batch at the top of the queue.
+
+        Return none if the queue entry is outdated, or if the next leaf, which has more pages, first becomes a node.
+        """
         freed, (used, number) = EMPTY, self._queue[0]
         leaves.skip()
         if used == leaves.used + leaves.gone:
@@ -278,7 +286,7 @@ class PrefixTree:
                 self.pages -= len(freed)
                 self.evictable -= len(freed)
             else:
-                self._child(leaves.parent, leaves.keys[leaves.gone])  # a node can be trimmed
+                self._child(leaves.parent, leaves.keys[leaves.gone])  # only nodes can be trimmed
             leaves.skip()
         if leaves.gone == len(leaves.keys):
             heappop(self._queue)
@@ -289,7 +297,7 @@ class PrefixTree:
         return freed
 
     def _split(self, lower: Node, count: int) -> Node:
-        """Moves the first `count` pages of `lower` to a new node above it, which is returned."""
+        """Move the first `count` pages of `lower` to a new node above it, and return that node."""
         assert lower.parent is not None
         cut = count * self.page_size
         upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), lower.key)
@@ -303,7 +311,7 @@ class PrefixTree:
         return upper
 
     def _trim(self, node: Node, count: int) -> None:
-        """Drops the last `count` pages of the leaf at the top of the queue, and the leaf with its last page."""
+        """Drop the last `count` pages of the leaf at the top of the queue; remove the leaf if none is left."""
         self.pages -= count
         self.evictable -= count
         left = len(node.pages) - count
@@ -343,7 +351,7 @@ class PrefixTree:
         return (salt if parent is self.root else b"") + tokens[: self.page_size].tobytes()
 
     def check(self) -> None:
-        """Asserts every invariant; walks the whole tree."""
+        """Assert every invariant; walks the whole tree."""
         nodes, stack = [], [self.root]
         while stack:
             nodes.append(stack.pop())
@@ -360,7 +368,7 @@ class PrefixTree:
         assert all(used <= self.node(number).used for used, number in self._queue if number > 0)
 
     def _checked_leaf(self, node: Node, key: bytes, child: Node | LeafBatch) -> Int32:
-        """The pages of one of many leaves below `node`; none of a child that is a node."""
+        """Check the leaf of a batch that `node` finds by `key`, and return its pages; none if the child is a node."""
         if isinstance(child, Node):
             return EMPTY
         child.check(node, key, self.page_size)

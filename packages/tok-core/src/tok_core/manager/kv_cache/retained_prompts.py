@@ -1,7 +1,7 @@
 """Keep prompts in the cache for samples that start after the prefill, as decode rows.
 
-Such a sample feeds the last token of the prompt. It shares the full pages of all tokens before that, and gets one page
-of its own with a copy of the rest.
+Such a sample feeds the last token of the prompt. It shares the full pages of all tokens before that one, and gets one
+page of its own with a copy of the remaining tokens, the tail.
 
     prompt   ┌──────────┬──────────┬──────┐┌─┐
              │  pages, shared      │ tail ││ │ ◄ the last token: fed by the sample's first decode row
@@ -20,11 +20,12 @@ from tok_core.messages import EMPTY, Int32, Int64
 
 
 class RetainedPrompt(NamedTuple):
-    """What is kept of a prompt.
+    """Prompt that is kept in the cache.
 
-    node    of the tree, locked, that ends with `pages`, int32 [k]
-    tail    the page that holds the rest, int32 [1], or [0] where there is none
-    source  the page, like `tail`, that it is copied from at the start of step `ready`, the first that may use the stem
+    node    id of the tree node, locked, that ends with `pages`, int32 [k]
+    tail    page that holds the remaining tokens, int32 [1]; [0] if there are none
+    source  page, like `tail`, from which the tail is copied at the start of step `ready`
+    ready   first step that may use the retained prompt
     """
 
     request: Request
@@ -36,25 +37,25 @@ class RetainedPrompt(NamedTuple):
 
 
 class RetainedPrompts:
-    """At most one for each request that has samples left to start. It may be given up at any time."""
+    """Retained prompts, at most one for each request with samples left to start. Each may be evicted at any time."""
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
-        self.tails = 0  # pages that are tails
-        self._retained: dict[int, RetainedPrompt] = {}  # by request
+        self.tails = 0  # number of pages that are tails
+        self._retained: dict[int, RetainedPrompt] = {}  # by rid
 
     def find(self, request: Request) -> RetainedPrompt | None:
         """Return the request's retained prompt, if there is one."""
         return self._retained.get(request.rid)
 
     def keep(self, request: Request, leader: int, step: int) -> None:
-        """Keeps the prompt of `request`, which slot `leader` finishes to prefill in `step`, if there is room."""
+        """Retain the prompt of `request`, whose prefill slot `leader` finishes in `step`, if a page is free for it."""
         paging, size = self.paging, self.paging.page_size
         depth, rest = divmod(len(request.prompt) - 1, size)
         match = paging.tree.match(request.prompt[: depth * size], request.salt)
         assert request.rid not in self._retained
         if match.length < depth * size:
-            return  # other sequences' pages, which the leader computed too, do not reach so far
+            return  # the tree holds another sequence's copy of pages that the leader computed too, and it is shorter
         paging.tree.lock(match.node)
         tail = source = EMPTY
         if rest:
@@ -67,7 +68,7 @@ class RetainedPrompts:
         self._retained[request.rid] = RetainedPrompt(request, match.node.id, match.pages, tail, source, step + 1)
 
     def start(self, retained: RetainedPrompt, samples: list[int], step: int) -> Int64:
-        """Slots for `samples`, decoding from `step` on. There must be as many free slots and pages."""
+        """Return slots for `samples`, which decode from `step` on. There must be as many free slots and pages."""
         paging, table, request = self.paging, self.paging.table, retained.request
         count = len(samples)
         slots = table.claim(request, samples, request.prompt)
@@ -82,7 +83,7 @@ class RetainedPrompts:
         return slots
 
     def drop(self, rid: int) -> None:
-        """Give up the request's retained prompt, if it has one."""
+        """Evict the request's retained prompt, if it has one."""
         retained = self._retained.pop(rid, None)
         if retained is not None:
             self.tails -= len(retained.tail)
@@ -90,14 +91,14 @@ class RetainedPrompts:
             self.paging.tree.unlock(self.paging.tree.node(retained.node))
 
     def held(self, priority: int) -> tuple[Int64, int]:
-        """Return the nodes, int64 [n], where prompts of this and higher classes are kept, and the number of tails."""
+        """Return the nodes, int64 [n], of retained prompts of this and higher classes, and how many tails they have."""
         kept = [retained for retained in self._retained.values() if retained.request.params.priority <= priority]
         return np.array([retained.node for retained in kept], np.int64), sum(len(retained.tail) for retained in kept)
 
     def drop_youngest(self, below: int | None = None) -> bool:
-        """Give up the prompt of the last request of the lowest class; returns whether there was one.
+        """Evict the prompt of the youngest request of the lowest class; return whether there was one.
 
-        below  only of classes lower than this one
+        below  evict only prompts of classes lower than this one
         """
         requests = (retained.request for retained in self._retained.values())
         last = max(requests, key=lambda one: (one.params.priority, one.arrival), default=None)

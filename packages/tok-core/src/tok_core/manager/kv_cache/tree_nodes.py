@@ -1,4 +1,4 @@
-"""Nodes and leaf batches of the prefix tree, and the result types of its methods."""
+"""Define the nodes and leaf batches of the prefix tree, and the result types of its methods."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tok_core.messages import Int32
 
 
 class Node:
-    """Some pages of one path, up to where the next path branches off or a holder's pages end.
+    """Pages of one path, up to where the next path branches off or a holder's pages end.
 
-    id        small int, used anew when the node is gone
-    parent    None for the root alone
-    key       the parent finds it by this: the bytes of its first page's tokens, below the root with a salt before them
+    id        small int, reused after the node is removed
+    parent    None only for the root
+    key       by which the parent finds it: bytes of the tokens of its first page; below the root, preceded by the salt
     children  by key
     tokens    int32 [k · page_size]
     pages     int32 [k]
     depth     pages from the root, its own included
-    locks     locks on it and below
-    used      logical time of the last use of it or of anything below
+    locks     number of locks on it and below it
+    used      logical time of the last use of it or of anything below it
     queued    whether the eviction queue has an entry for it
     """
 
@@ -40,7 +40,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix: the node it ends with, its pages int32 [k], its length in tokens."""
+    """Longest cached prefix: the node it ends with, its pages int32 [k], its length in tokens."""
 
     node: Node
     pages: Int32
@@ -48,11 +48,11 @@ class Match(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """The places of inserted pages.
+    """Result of inserting pages.
 
-    node        ends with the last of them
-    pages       the tree's page of each block, int32 [k]
-    duplicates  the caller's pages that the tree did not take because it had the block; still the caller's
+    node        node that ends with the last of them
+    pages       the tree's page for each inserted page, int32 [k]
+    duplicates  pages that the tree did not take because it had their tokens already; they stay the caller's
     """
 
     node: Node
@@ -61,7 +61,7 @@ class Insertion(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One of many leaves: views of its tokens and pages, and when it was used."""
+    """One leaf of a batch: views of its tokens and pages, and its logical time of last use."""
 
     tokens: Int32
     pages: Int32
@@ -69,16 +69,16 @@ class Leaf(NamedTuple):
 
 
 class LeafBatch:
-    """Leaves of one parent, equally long, that were inserted together and that nobody has asked for since.
+    """Leaves of one parent, equally long, that were inserted together and have not been looked up since.
 
-    Most samples of a prompt are continued by nobody: a node each, only to be evicted again, would be most of what they
-    cost. A leaf is one of these as long as its parent has this object as its child.
+    Most samples of a prompt are never continued. One node for each, only to be evicted again, would be most of their
+    cost. A leaf belongs to the batch as long as its parent has this object as the child for the leaf's key.
 
-    keys    by what the parent finds each, in order of last use
+    keys    the parent's key of each leaf, in order of last use
     tokens  int32 [n, k · page_size]
     pages   int32 [n, k]
-    used    logical time of the last use of the first; each further one's is later by 1
-    gone    so many of the first are none of these any more
+    used    logical time of the last use of the first leaf; that of each further one is later by 1
+    gone    number of leading leaves that no longer belong to the batch
     """
 
     __slots__ = ("gone", "keys", "pages", "parent", "tokens", "used")
@@ -93,14 +93,14 @@ class LeafBatch:
         parent.children.update(dict.fromkeys(keys, self))
 
     def row(self, key: bytes) -> Leaf:
-        """The leaf that is found by `key`."""
+        """Return the leaf with this key."""
         row = self.keys.index(key)
         return Leaf(self.tokens[row], self.pages[row], self.used + row)
 
     def leave(self, count: int) -> Int32:
-        """Takes the next leaves away from the parent, up to `count` or the first that is none of these any more.
+        """Remove the next leaves from the parent, up to `count` or to the first that no longer belongs to the batch.
 
-        Returns their pages, the last of each leaf first.
+        Return their pages, the last page of each leaf first.
         """
         children, first = self.parent.children, self.gone
         for key in islice(self.keys, first, first + count):
@@ -111,13 +111,13 @@ class LeafBatch:
         return self.pages[first : self.gone, ::-1].reshape(-1)
 
     def skip(self) -> None:
-        """Passes over those of the next leaves that are none of these any more."""
+        """Skip the next leaves that no longer belong to the batch."""
         children = self.parent.children
         while self.gone < len(self.keys) and children.get(self.keys[self.gone]) is not self:
             self.gone += 1
 
     def check(self, parent: Node, key: bytes, page_size: int) -> None:
-        """Asserts what holds of a leaf that `parent` finds by `key`."""
+        """Assert the invariants of the leaf that `parent` finds by `key`."""
         leaf = self.row(key)
         assert self.parent is parent
         assert self.used + self.gone <= leaf.used <= parent.used
@@ -127,6 +127,6 @@ class LeafBatch:
 
 
 def head(array: Int32, count: int) -> Int32:
-    """The first `count` entries; what they are a view of is given up once it is more than twice as long."""
+    """Return the first `count` entries: a view, or a copy if the array behind a view is more than twice as long."""
     head = array[:count]
     return head.copy() if head.base is not None and head.base.size > 2 * count else head

@@ -16,7 +16,7 @@ from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInpu
 
 
 class Reported(NamedTuple):
-    """Tokens of one step that still belong to somebody, in columns, and the samples that they end."""
+    """Tokens of one step that belong to open samples, in columns, and the samples that they end."""
 
     rid: np.ndarray
     sample: np.ndarray
@@ -30,7 +30,7 @@ class Reported(NamedTuple):
 
 
 class _Endings(NamedTuple):
-    """Sequences that end, int64 [n]; whether of their own and not by length, bool [n]; what to report of each."""
+    """Sequences that end, int64 [n]; whether each ends by a stop and not by length, bool [n]; the report of each."""
 
     slots: Int64
     of_own: np.ndarray
@@ -38,7 +38,7 @@ class _Endings(NamedTuple):
 
 
 class OutputProcessor:
-    """Takes StepOutputs in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
+    """Processor of StepOutputs, in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
 
     def __init__(self, table: SequenceTable, scheduler: Scheduler, stops: StopSets, lengths: LengthModel) -> None:
         self.table = table
@@ -54,16 +54,16 @@ class OutputProcessor:
         self.requests_finished = 0
 
     def expect(self, step: StepInput) -> None:
-        """The step was sent: remembers whose tokens it will return."""
+        """Record whose tokens a step that was sent will return."""
         slots = step.sample_slot
         self.in_flight.append((step.step, slots, self.table.epoch[slots]))
         if step.prompts is not None:
             self.prompts.expect(step, step.prompts)
 
     def take(self, output: StepOutput) -> Reported:
-        """Stores the step's tokens, ends what they end, and returns what is to be reported.
+        """Store the step's tokens, end the sequences that they end, and return what is to be reported.
 
-        Nothing is reported of requests that are `broken` then.
+        Requests that are in `broken` afterwards are not reported.
         """
         number, slots, epoch = self.in_flight.popleft()
         assert number == output.step, f"step {output.step} returned where {number} was expected"
@@ -88,9 +88,9 @@ class OutputProcessor:
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
     def skip(self) -> list[Reported]:
-        """The tokens about which guided sequences have no choice, once they are known: the next of each, and so on.
+        """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
 
-        To be called after each `take`, and whenever grammars may have been followed: these sequences can go on then.
+        Call this after each `take`, and whenever grammars may have been followed: these sequences can go on then.
         """
         advance = self.scheduler.grammars.advance()
         if advance is None:
@@ -98,7 +98,7 @@ class OutputProcessor:
         slots, runs, stuck = advance
         top = int(self.table.top_logprobs[slots].max(initial=0))
         epoch, count = self.table.epoch[slots], np.array([len(run) for run in runs], np.int64)
-        # Runs may be longer than the sequence; one whose end could not be told would be written beyond its row.
+        # Runs may exceed the limit: a sequence whose end check raises would be written beyond its row of the table.
         count = np.minimum(count, self.table.limit[slots] - self.table.known[slots])
         reported = []
         for at in range(count.max(initial=0)):
@@ -117,7 +117,7 @@ class OutputProcessor:
     def _find_broken(
         self, logprob: np.ndarray, slots: np.ndarray, live: np.ndarray, scores: list[Scores], embedded: list[Embedded]
     ) -> set[int]:
-        """Return the requests that sampled from logits without a distribution, or whose prompts gave such values.
+        """Return the requests that sampled from logits that are not finite, or with prompt outputs that are not finite.
 
         The log-probability of a sampled token is finite unless a logit is NaN or +inf, or all are -inf.
         """
@@ -129,7 +129,7 @@ class OutputProcessor:
     def _gain(
         self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
     ) -> Reported:
-        """The sequences have these tokens more, and end where that ends them."""
+        """Append one token to each sequence, end the sequences that it ends, and return the report."""
         table = self.table
         self.output_tokens += len(slots)
         table.tokens[slots, table.known[slots]] = token
@@ -139,7 +139,7 @@ class OutputProcessor:
         return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
-        """Ends sequences whose grammar no token can follow on: they are cut, like those that may not be longer."""
+        """End sequences whose grammar no token can continue; report them as ended by length."""
         table = self.table
         found = _cut(table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots])
         if found:
@@ -147,9 +147,9 @@ class OutputProcessor:
         return found
 
     def _end_silent(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
-        """Ends the live ones that may have no token: what they have drawn only tells that their prompt is computed.
+        """End the live sequences that may have no output token: the sampled one only shows that the prompt is computed.
 
-        They are not `live` after that.
+        They are removed from `live`.
         """
         silent = live & (self.table.limit[slots] <= self.table.prompt_len[slots])
         if not silent.any():
@@ -161,7 +161,7 @@ class OutputProcessor:
         return found
 
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
-        """Ends the sequences among `slots` that their new token ends."""
+        """End the sequences among `slots` that their new token ends, and return their reports."""
         try:
             endings = self._endings(slots, token)
         except Exception:
@@ -172,7 +172,10 @@ class OutputProcessor:
         return endings.finished
 
     def _endings_each(self, slots: Int64, token: np.ndarray) -> _Endings:
-        """The same request by request, since one of them raises: that one is at fault, and does not end here."""
+        """Find endings request by request, after `_endings` has raised. A request that raises is at fault.
+
+        The sequences of a request at fault do not end here.
+        """
         found = []
         for rid in np.unique(self.table.rid[slots]).tolist():
             own = self.table.rid[slots] == rid
@@ -197,7 +200,7 @@ class OutputProcessor:
         of = slots[rows]
         tokens = known[rows] - table.prompt_len[of]
         whose = table.rid[of], table.sample[of], tokens
-        if not kind.any():  # most often so
+        if not kind.any():  # the common case
             return _Endings(of, np.zeros(len(of), np.bool_), _cut(*whose))
         columns = of, *whose, token[rows], kind[rows], full[rows]
         finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
@@ -206,7 +209,7 @@ class OutputProcessor:
         return _Endings(of[over], np.array([one.reason != "length" for one in ended], np.bool_), ended)
 
     def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
-        """Takes MAYBE_STRING from those of `kind` that what stands before the new token speaks against."""
+        """Clear MAYBE_STRING in `kind` where the bytes before the new token rule out a match."""
         table = self.table
         maybe = (kind & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
         if not len(maybe):
@@ -217,7 +220,7 @@ class OutputProcessor:
         kind[over] &= END | STOP_ID
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
-        """From the lengths of sequences that are over; not all have `ended` of their own."""
+        """Update the length model with sequences that are over; `ended`: by a stop and not by length."""
         table = self.table
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
         columns = (table.followed[slots], known - prompt, limit - prompt)
@@ -227,7 +230,7 @@ class OutputProcessor:
     def _finished(
         self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
     ) -> Finished | None:
-        """How the new token of a slot's sequence, which has so many now, ends it, if it does."""
+        """Return how the new token ends the slot's sequence, which has `tokens` output tokens; None if it does not."""
         # A stop string that ends with an end token still has to be cut from the text.
         if kind & MAYBE_STRING and (hit := self._find_string(slot)) is not None:
             return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
@@ -241,14 +244,14 @@ class OutputProcessor:
         return self.stops.find(int(table.stop_set[slot]), generated)
 
     def _end(self, slots: Int64) -> None:
-        """Ends sequences with the last token that they have."""
+        """End sequences with the last token that they have."""
         table = self.table
-        # The worker computes nothing for a sequence after its end: what the last token would add is not in the cache.
+        # The worker computes nothing for a sequence after its end, so its last token's KV is not in the cache.
         table.length[slots] = np.minimum(table.length[slots], table.known[slots] - 1)
         self._close(slots)
 
     def _close(self, slots: Int64) -> None:
-        """Takes the slots of sequences that have ended back, and what their requests hold with the last of them."""
+        """Release the slots of ended sequences, and what a request holds once its last sample has ended."""
         for request, count in Counter(map(self.table.requests.__getitem__, slots.tolist())).items():
             assert request is not None
             request.left -= count
@@ -261,7 +264,7 @@ class OutputProcessor:
         self.scheduler.release(slots)
 
     def _requeue(self, slots: Int64) -> None:
-        """Preempted sequences whose last scheduled token is back wait for a slot again."""
+        """Requeue preempted sequences whose last scheduled token is back."""
         table = self.table
         back = slots[table.state[slots] == State.PREEMPTED]
         for slot in back[table.known[back] > table.length[back]].tolist():
@@ -272,7 +275,7 @@ NOBODY: Int64 = np.empty(0, np.int64)
 
 
 def together(rounds: list[Reported]) -> Reported:
-    """All of one step's, one after the other; what they tell of prompts comes with the first."""
+    """Concatenate the reports of one step; prompt outputs are those of the first."""
     if len(rounds) == 1:
         return rounds[0]
     top = max(one.top_token.shape[1] for one in rounds)
@@ -283,7 +286,7 @@ def together(rounds: list[Reported]) -> Reported:
 
 
 def _widened(one: Reported, top: int) -> Reported:
-    """With so many most likely tokens; those that are none are impossible."""
+    """Return the report with `top` most likely tokens per row, padded with tokens of log-probability −inf."""
     more = ((0, 0), (0, top - one.top_token.shape[1]))
     if not more[1][1]:
         return one
@@ -292,7 +295,7 @@ def _widened(one: Reported, top: int) -> Reported:
 
 
 def _cut(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
-    """Samples that have ended because they may not be longer."""
+    """Return the reports of samples that end by length."""
     columns = rid.tolist(), sample.tolist(), tokens.tolist()
     return [Finished(of, index, "length", count) for of, index, count in zip(*columns, strict=True)]
 
@@ -306,7 +309,10 @@ NOTHING = _nothing(0)
 
 
 def _certain(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log-probabilities of tokens beside which none is possible, and the `top` most likely ones: them, and others."""
+    """Return the log-probabilities, 0, of forced tokens, and their `top` most likely tokens and log-probabilities.
+
+    The most likely token is the forced one; the others are padding of log-probability −inf.
+    """
     top_token, top_logprob = np.zeros((len(token), top), np.int32), np.full((len(token), top), -np.inf, np.float32)
     top_token[:, :1], top_logprob[:, :1] = token[:, None], 0.0
     return np.zeros(len(token), np.float32), top_token, top_logprob

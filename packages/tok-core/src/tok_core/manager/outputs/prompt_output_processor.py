@@ -13,7 +13,7 @@ from tok_core.messages import Embedded, PromptValues, RequestedPromptOutputs, Sc
 
 
 class _Scored(NamedTuple):
-    """Tokens of a prompt that a step scores, from position `first` on. They hold whatever becomes of its slot."""
+    """Tokens of a prompt that a step scores, from position `first` on. They stay valid whatever becomes of its slot."""
 
     rid: int
     first: int
@@ -21,7 +21,7 @@ class _Scored(NamedTuple):
 
 
 class _Pooled(NamedTuple):
-    """Part of an embedding, of the sequence that has the slot until its epoch changes; the first, the last, or both."""
+    """Part of an embedding: the first, the last, both or neither. It belongs to the slot's owner of this epoch."""
 
     slot: int
     epoch: int
@@ -30,7 +30,7 @@ class _Pooled(NamedTuple):
 
 
 class PromptOutputProcessor:
-    """Takes PromptValues in the order of their StepInputs; adds up the parts of embeddings."""
+    """Processor of PromptValues, in the order of their StepInputs; sums the parts of embeddings."""
 
     def __init__(self, table: SequenceTable, faults: Faults) -> None:
         self.table = table
@@ -38,7 +38,7 @@ class PromptOutputProcessor:
         self._expected: deque[tuple[list[_Scored], list[_Pooled]]] = deque()
 
     def expect(self, step: StepInput, asks: RequestedPromptOutputs) -> None:
-        """The step was sent: remembers whose values it will return."""
+        """Record whose values a step that was sent will return."""
         table, slots, starts = self.table, step.prefill_slot, step.prefill_start
         scored = [
             _Scored(int(table.rid[slots[chunk]]), int(starts[chunk]) + 1, count)
@@ -54,7 +54,7 @@ class PromptOutputProcessor:
         self._expected.append((scored, pooled))
 
     def take(self, values: PromptValues) -> tuple[list[Scores], list[Embedded]]:
-        """What is to be reported of a step's values."""
+        """Return the scores and embeddings to report from a step's values."""
         scored, pooled = self._expected.popleft()
         scores, at = [], 0
         for rid, first, count in scored:
@@ -72,7 +72,7 @@ class PromptOutputProcessor:
         return scores, found
 
     def _add(self, part: _Pooled, vector: np.ndarray) -> Embedded | None:
-        """The embedding, if this was its last part. One of a sequence that was preempted or has ended is dropped."""
+        """Add a part and return the embedding if this was its last. Drop parts of preempted or ended sequences."""
         request = self.table.requests[part.slot]
         if request is None or self.table.epoch[part.slot] != part.epoch:
             return None

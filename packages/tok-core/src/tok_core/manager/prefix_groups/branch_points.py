@@ -18,13 +18,13 @@ MAX_EXACT_HEIGHT = 16
 
 
 class BranchPoints(NamedTuple):
-    """Nodes that at least two rows are at or below, no child having as many; and the root, which comes first.
+    """Nodes with at least two rows at or below them, and with more than any child has; the root comes first.
 
-    up      int64 [V], the nearest branch above; the root's is its own
+    up      int64 [V], the nearest branch above; the root's is itself
     depth   int64 [V], pages from the root
-    rows    int64 [V], rows at or below
-    level   int64 [H + 2], the branches of height h are those from level[h] to level[h + 1]; siblings stand together
-    of      int64 by tree node id, of the nodes that were asked for: the nearest branch at or above
+    rows    int64 [V], number of rows at or below
+    level   int64 [H + 2], branches of height h are level[h] to level[h + 1] − 1; siblings are adjacent
+    of      int64 by tree node id, for nodes that rows hold: the nearest branch at or above
     """
 
     up: Int64
@@ -35,14 +35,14 @@ class BranchPoints(NamedTuple):
 
 
 def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
-    """Return the branch points of rows; `counts[id]` rows hold tree node `id`, int64.
+    """Return the branch points; `counts[i]`, int64, is the number of rows that hold tree node i.
 
     If a path has more than MAX_EXACT_HEIGHT branch points, row counts are rounded to a few steps per doubling, and only
     nodes at which the rounded count changes are kept.
     """
     held = counts.nonzero()[0]
     place = _shared(tree, held)
-    if not place.any():  # at the root, which has no pages
+    if not place.any():  # rows meet only at the root, which has no pages
         root, of = np.zeros(1, np.int64), np.zeros(len(counts), np.int64)
         return BranchPoints(root, root, np.array([counts.sum()]), np.array([0, 1]), of)
     at = np.bincount(place, counts[held], len(tree.parent)).astype(np.int64)
@@ -65,7 +65,7 @@ def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
 
 
 def _shared(tree: PrefixTree, node_ids: Int64) -> Int64:
-    """Each node, or the nearest one above it that somebody else holds too; no rows meet below."""
+    """Return for each node the nearest one, at or above it, with more than one lock; no rows meet below."""
     place = node_ids
     while not tree.alone[0] and (alone := tree.alone[place]).any():
         place = np.where(alone, tree.parent[place], place)
@@ -73,7 +73,7 @@ def _shared(tree: PrefixTree, node_ids: Int64) -> Int64:
 
 
 def _closed(tree: PrefixTree, node_ids: Int64) -> Int64:
-    """The nodes and all above them, in ascending order: the root, whose id is 0, first."""
+    """Return the nodes and all their ancestors, in ascending order; the root, whose id is 0, is first."""
     found = np.zeros(len(tree.parent), np.bool_)
     found[0] = True
     new = node_ids[~found[node_ids]]
@@ -85,7 +85,7 @@ def _closed(tree: PrefixTree, node_ids: Int64) -> Int64:
 
 
 def _sum_upwards(rows: Int64, up: Int64) -> None:
-    """Adds to each node the rows of all below it."""
+    """Add to each node the rows of all nodes below it."""
     heights = _heights(up)
     order = np.argsort(-heights, kind="stable")
     ends = np.cumsum(np.bincount(heights)[::-1])
@@ -95,8 +95,11 @@ def _sum_upwards(rows: Int64, up: Int64) -> None:
 
 
 def _branching(up: Int64, rows: Int64) -> NDArray[np.bool_]:
-    """The root, and nodes with rows to share of which no child has as many, or nearly as many."""
-    most = np.zeros(len(up), np.int64)  # of any child
+    """Return a mask of the nodes to keep: the root, and those with two rows or more of which no child has as many.
+
+    If a path has too many of these, nodes of which a child has nearly as many rows are dropped, too.
+    """
+    most = np.zeros(len(up), np.int64)  # largest number of rows of any child
     np.maximum.at(most, up[1:], rows[1:])
     keep = (rows > most) & (rows > 1)
     keep[0] = True
@@ -109,7 +112,7 @@ def _branching(up: Int64, rows: Int64) -> NDArray[np.bool_]:
 
 
 def _nearest(up: Int64, keep: NDArray[np.bool_]) -> Int64:
-    """The nearest node to keep at or above each."""
+    """Return the nearest node to keep at or above each node."""
     near: Int64 = np.where(keep, np.arange(len(up)), up)
     while not keep[near].all():
         near = near[near]
@@ -117,7 +120,7 @@ def _nearest(up: Int64, keep: NDArray[np.bool_]) -> Int64:
 
 
 def _heights(up: Int64) -> Int64:
-    """Steps from each node to the root, which is node 0, by doubling how far `up` reaches."""
+    """Return the steps from each node to the root, which is node 0, by doubling how far `up` reaches."""
     heights: Int64 = (up != np.arange(len(up))).astype(np.int64)
     while up.any():
         heights += heights[up]

@@ -1,11 +1,16 @@
-"""Cascades: the branches whose rows read their pages together, chosen so that no other choice saves more.
+"""Choose the prefix groups of a cascade that save the most page reads, by dynamic programming over the branch points.
 
-A chain is the branches in whose groups a row is, from the root down: the first group reads from position 0, each other
-from where the one before ends. A branch chosen below a chain either goes on from one of its ends, or from 0; its rows
-leave the groups of the chain beyond. The best choice is found from the highest branches down to the root, for every
-chain that may come from below (dynamic programming over a tree).
+A chain is the list of branches in whose groups a row is, from the root down. The first group reads from position 0,
+each further group from where the one before ends. If a branch below a chain is chosen, its group reads from 0 or from
+the end of one of the chain's groups. Its rows leave the groups of the chain beyond that point.
 
-Legend: V branches; k the height of a branch; C chains of at most L of the k − 1 branches between it and the root.
+    chain (A, B), and a branch C below B: not chosen (A, B); chosen (A, B, C), (A, C) or (C)
+
+The search goes from the branches furthest from the root towards it. It finds the best saving of each branch for every
+chain that may stand above it.
+
+Legend: V branches; k the height of a branch, which is its number of steps to the root; C chains of at most L of the
+k − 1 branches between it and the root.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ Float64 = NDArray[np.float64]
 
 
 class CascadeCosts(NamedTuple):
-    """What reading together costs, in pages that one row reads by itself.
+    """Costs of groups, in pages that one row reads by itself.
 
-    member  each row of a group: its partial result is written, and both are read again
-    group   each group: blocks of work of its own, however few pages they read
-    level   each level after the first, in a step: more kernels in every layer, and no recorded graph
+    member  per row of a group: its partial result is written, and both partial results are read again
+    group   per group: work blocks of its own, however few pages they read
+    level   per level after the first, in a step: more kernels in every layer, and no CUDA graph
     """
 
     member: float
@@ -38,18 +43,18 @@ class CascadeCosts(NamedTuple):
 
 
 COSTS = CascadeCosts(member=2, group=20, level=4096)
-"""Measured on an H200: decode attention of a layer, pages of 16 tokens, 256 to 8192 rows that have 16 pages or more in
-common, in no group, in one level and in two. Least squares of the relative error give a member 1.7 pages, a group 19
-and a level 2800 with the Triton kernels, where a page takes 0.0068 µs; 3.6, 21 and 2900 with FlashInfer's. The
-recorded graph that further levels lose is on top of these.
+"""Measured on an H200: decode attention of one layer, pages of 16 tokens, 256 to 8192 rows with 16 or more common
+pages, in no group, in one level and in two. A least-squares fit of the relative error gives 1.7 pages per member, 19
+per group and 2800 per level with the Triton kernels, where a page takes 0.0068 µs; 3.6, 21 and 2900 with FlashInfer's.
+The CUDA graph that further levels lose comes on top of these.
 """
 
 
 class CascadePlan(NamedTuple):
-    """The best choice of at most L levels.
+    """Best choice of groups in at most L levels.
 
-    saved  pages read less than without groups, less what members and groups cost
-    chain  int64 [V, L], the branches in whose groups a branch's rows are; 0, the root, stands for none
+    saved  pages saved compared with no groups, minus the costs of members and groups
+    chain  int64 [V, L], each branch's chain, padded with 0, the root
     """
 
     saved: float
@@ -57,7 +62,7 @@ class CascadePlan(NamedTuple):
 
 
 def best_cascade(branches: BranchPoints, levels: int, costs: CascadeCosts) -> CascadePlan:
-    """The groups of at most `levels` levels that save most; what a further level costs is left out."""
+    """Return the groups of at most `levels` levels that save the most; the cost of further levels is left out."""
     height = len(branches.level) - 2
     paths = _paths(branches)
     below = np.zeros((1, 1))
@@ -76,20 +81,20 @@ def best_cascade(branches: BranchPoints, levels: int, costs: CascadeCosts) -> Ca
 
 
 def choices(branches: BranchPoints, levels: int) -> int:
-    """How many numbers `best_cascade` compares: its cost."""
+    """Return how many numbers `best_cascade` compares, as a measure of its cost."""
     chains = [sum(comb(k - 1, links) for links in range(levels + 1)) for k in range(1, len(branches.level) - 1)]
     return levels * int(np.diff(branches.level)[1:] @ np.array(chains, np.int64))
 
 
 class _Options(NamedTuple):
-    """What a branch of height k may do in each chain: to be chosen, with `kept` links of the chain above it.
+    """Options of a branch of height k, for each chain above it. Column i: it is chosen and keeps i links of the chain.
 
-    same   int64 [C], the chain as it is, among those of height k + 1
-    to     int64 [C, L], the chain that the branch then ends, likewise
-    start  int64 [C, L], the height where its group begins to read, 0 for the root
-    end    int64 [C, L], the height down to which groups have read so far
-    more   int64 [C, L], groups that a row is in then and was not before
-    bar    float64 [C, L], 0, or −∞ where there are not so many links
+    same   int64 [C], index of the unchanged chain among the chains of height k + 1
+    to     int64 [C, L], index, among the same, of the chain that then ends with the branch
+    start  int64 [C, L], height of the branch where its group begins to read, 0 for the root
+    end    int64 [C, L], height of the branch down to which the chain's groups read
+    more   int64 [C, L], change in the number of groups of a row; may be negative
+    bar    float64 [C, L], 0, or −∞ if the chain has fewer than i links
     """
 
     same: Int64
@@ -102,7 +107,7 @@ class _Options(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _chains(k: int, levels: int) -> list[tuple[int, ...]]:
-    """The chains that may stand above a branch of height k, as ascending heights; the first has no link."""
+    """Return the chains that may stand above a branch of height k, as ascending heights; the first is empty."""
     return [chain for links in range(levels + 1) for chain in combinations(range(1, k), links)]
 
 
@@ -121,7 +126,7 @@ def _options(k: int, levels: int) -> _Options:
 
 
 def _paths(branches: BranchPoints) -> list[Int64]:
-    """For each height k the branches from the root to each branch of it, int64 [V of that height, k + 1]."""
+    """Return for each height k the path from the root to each branch of it, int64 [V of that height, k + 1]."""
     paths = [np.zeros((1, 1), np.int64)]
     for k, (first, last) in enumerate(zip(branches.level[1:-1].tolist(), branches.level[2:].tolist(), strict=True)):
         above = paths[k][branches.up[first:last] - branches.level[k]]
@@ -132,7 +137,7 @@ def _paths(branches: BranchPoints) -> list[Int64]:
 def _decide(
     branches: BranchPoints, path: Int64, first: int, below: Float64, options: _Options, costs: CascadeCosts
 ) -> tuple[Float64, Int64]:
-    """What each branch of a height saves at best in each chain, float64 [V, C], and the option, −1: not chosen."""
+    """Return the best saving of each branch of a height in each chain, float64 [V, C], and its option, −1: unchosen."""
     own = slice(first, first + len(path))
     rows, depth = branches.rows[own, None, None], branches.depth[path]
     here, start, end = depth[:, -1, None, None], depth[:, options.start], depth[:, options.end]
@@ -144,9 +149,9 @@ def _decide(
 
 
 def _follow(branches: BranchPoints, paths: list[Int64], decided: list[Int64], levels: int) -> Int64:
-    """The chain of every branch, from the root on."""
+    """Return the chain of every branch, by the decisions made, from the root on."""
     found = np.zeros((len(branches.up), levels), np.int64)
-    above = np.zeros(1, np.int64)  # chains of the branches one height lower, as numbers
+    above = np.zeros(1, np.int64)  # indices of the chains of the branches one height lower
     for k, chosen in enumerate(decided, 1):
         first, last = branches.level[k : k + 2].tolist()
         chain, options = above[branches.up[first:last] - branches.level[k - 1]], _options(k, levels)
@@ -158,6 +163,6 @@ def _follow(branches: BranchPoints, paths: list[Int64], decided: list[Int64], le
 
 @lru_cache(maxsize=256)
 def _links(k: int, levels: int) -> Int64:
-    """The heights that each chain above height k links, int64 [C, L], filled up with the root's."""
+    """Return the heights that each chain above height k links, int64 [C, L], padded with the root's, 0."""
     chains = _chains(k, levels)
     return np.array([chain + (0,) * (levels - len(chain)) for chain in chains], np.int64).reshape(-1, levels)

@@ -1,4 +1,4 @@
-"""Grouping: which decoding sequences read a common prefix together, in one level or in several nested ones."""
+"""Group decode rows by shared prefix for cascade attention, in one level or in several nested ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cas
 from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
 MAX_GROUPING_CHOICES = 1 << 17
-"""That are compared to find the best groups of several levels, so that it takes a few milliseconds at most."""
+"""Numbers compared, at most, to find the best groups of several levels, so that it takes a few milliseconds at most."""
 
 
 class Groups(NamedTuple):
     """Groups among n decode rows.
 
-    order   int64 [n], a permutation after which the members of every group, of each level, stand side by side, the
-            rows without a group last
-    levels  from the outermost on; a group's `start` is a place in `order`
-    rows    how many rows are in groups
+    order   int64 [n], a permutation after which the members of every group, of each level, are adjacent, and the rows
+            without a group come last
+    levels  from the outermost on; a group's `start` is an index into `order`
+    rows    number of rows in groups
     """
 
     order: Int64
@@ -35,16 +35,16 @@ NOBODY: Int64 = np.empty((3, 0), np.int64)
 
 
 class Grouping:
-    """Groups of the sequences that hold nodes of one tree; found anew only when rows have come, gone or moved.
+    """Groups of the sequences that hold nodes of one tree; found anew only when rows have been added, removed or moved.
 
-    Where that is to wait, there are those found last, without the rows that are gone. Each that is left holds what it
-    shares with the others as it did before: a sequence that decodes changes no page behind its last one.
+    If regrouping is deferred, the last groups are used without the rows that have left. The remaining rows still share
+    the same pages, since a decoding sequence changes no page but its last one.
     """
 
     def __init__(self, tree: PrefixTree, costs: CascadeCosts = COSTS) -> None:
         self._tree = tree
         self._costs = costs
-        self._known = NOBODY  # those for which `_groups` were found
+        self._known = NOBODY  # slots, nodes and epochs for which `_groups` were found
         self._groups = Groups(np.empty(0, np.int64), [], 0)
 
     def find(
@@ -55,17 +55,17 @@ class Grouping:
         puts_off: Callable[[], bool] = lambda: False,
         resting: Int64 = NOBODY,
     ) -> Groups:
-        """The groups of decode rows; the very same object as before if nothing has changed.
+        """Return the groups of decode rows; the very same object as before if nothing has changed.
 
-        slots     int64 [n], of the rows
-        node_ids  int32 [n], the deepest tree nodes of their pages: prefixes that they hold a lock on
-        epochs    int64 [n], which of a slot's owners, one after the other, the row belongs to
-        puts_off  asked once where something has changed: whether new groups can wait
-        resting   int64 [3, m], the same of sequences that only sit this step out. The groups are found with them, and
-                  these rows have what is left of them: so nothing is found anew when they sit out, or come back
+        slots     int64 [n], slots of the rows
+        node_ids  int32 [n], the deepest tree node of each row's pages, on which the row has a lock
+        epochs    int64 [n], the epoch of each slot, which identifies its owner
+        puts_off  called once if something has changed: whether new groups can wait
+        resting   int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found with
+                  them and then used without them, so nothing is found anew when they sit out or return
 
-        What may have happened to the tree meanwhile changes nothing: a lock keeps the path above it as it is, and
-        where a node on it is split, nobody holds the upper part before some row here does.
+        Changes of the tree between two calls do not matter. A lock keeps the path above it. If a node on that path is
+        split, no sequence holds its upper part before one of these rows does, and then the rows have changed.
         """
         now = np.array((slots, node_ids, epochs), np.int64)
         if resting.size:
@@ -79,7 +79,7 @@ class Grouping:
         return self._what_is_left(slots, epochs) if resting.size else self._groups
 
     def _what_is_left(self, slots: Int64, epochs: Int64) -> Groups:
-        """The groups found last, of those of the rows that were there already; rows without a group come last."""
+        """Return the groups found last, without rows that have left; rows without a group come last."""
         known, _, owner = self._known[:, self._groups.order]
         place = np.full(int(max(known.max(initial=0), slots.max(initial=0))) + 1, -1)
         place[slots] = np.arange(len(slots))
@@ -88,18 +88,18 @@ class Grouping:
         others = np.ones(len(slots), np.bool_)
         others[row[stays]] = False
         order = np.concatenate((row[stays], others.nonzero()[0]))
-        until = np.append(0, np.cumsum(stays))  # rows that stay before each
+        until = np.append(0, np.cumsum(stays))  # number of staying rows before each row
         levels = [_thinned(level, until, slots[order]) for level in self._groups.levels]
-        levels = [level for level in levels if len(level.start)]  # a group of a level lies within one of that before
+        levels = [level for level in levels if len(level.start)]  # groups are nested: only the last levels get empty
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
 def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: CascadeCosts = COSTS) -> Groups:
-    """The groups that save most pages of reading, less what they and their members cost.
+    """Return the groups that save the most page reads, minus the costs of groups and members.
 
-    Each level after the first must save `costs.level` more than the best without it. No other groups of as many levels
-    save more, but where very many nodes of one path are held (`branches.meet`). Rows are handled by a fixed number of
-    array operations.
+    Each level after the first must save `costs.level` more than the best choice without it. No other groups of as many
+    levels save more, unless very many nodes of one path are held (`find_branch_points`). Rows are handled by a fixed
+    number of array operations.
     """
     branches = find_branch_points(tree, np.bincount(node_ids))
     chain = _best_chains(branches, costs)
@@ -109,10 +109,10 @@ def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: 
 
 
 def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
-    """The groups that the branches' chains make of rows at the branches `branch_of`."""
-    # Depth first: by the first level's group, within it by the second's; who is in none of a level comes last.
+    """Return the groups that the branches' chains make of rows at the branches `branch_of`."""
+    # Depth first: by the first level's group, within it by the second's; branches in no group of a level come last.
     order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
-    rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # 16 bits are sorted by radix
+    rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # NumPy radix-sorts 16 bits
     rank[order] = np.arange(len(order))
     rank_of_row = rank[branch_of]
     count = np.bincount(rank_of_row, minlength=len(order))
@@ -126,7 +126,7 @@ def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int
 
 
 def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
-    """Without the rows that are the only ones of their group to stay."""
+    """Drop from `stays` the rows that are the only ones of their group to stay."""
     for level in outermost:
         until = np.append(0, np.cumsum(stays))
         first = until[level.start]
@@ -136,7 +136,11 @@ def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDAr
 
 
 def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
-    """A level's groups once `until[i]` of the rows before row i are left, in `slots`, read through one of these."""
+    """Return a level's groups after rows have left; groups of one row are dropped.
+
+    `until[i]`: number of rows left before row i. `slots`: slots of the rows left, in order; each group's pages are read
+    through the page table of its first slot.
+    """
     start = until[level.start]
     count = until[level.start + level.count] - start
     left = count > 1
@@ -146,7 +150,7 @@ def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
 
 
 def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
-    """The chain of each branch, in as many levels as pay."""
+    """Return the chain of each branch, in as many levels as pay off."""
     all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
     best = best_cascade(branches, 1, costs)
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.level) - 2)):
@@ -160,9 +164,13 @@ def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
 
 
 def _level(group: Int64, count: Int64, start: Int64, end: Int64, slots: Int64, rows: Int64) -> GroupLevel:
-    """Of branches in order: the group of each, 0 for none, its number of rows, its positions; of `rows` in order."""
+    """Return one level's groups as ranges of `rows`.
+
+    Per branch, in order: its group, or 0 for none; its number of rows; the positions where its group's reads start and
+    end. `rows` are sorted in the order of their branches.
+    """
     through = np.cumsum(count)
-    last = (group != np.append(group[1:], 0)).nonzero()[0]  # of a run of branches; one of none may come last
+    last = (group != np.append(group[1:], 0)).nonzero()[0]  # ends of runs of equal groups, but for a final run of 0
     first = np.append(0, last[:-1] + 1)
     taken = group[last] > 0
     first, last = first[taken], last[taken]

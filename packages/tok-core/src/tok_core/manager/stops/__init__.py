@@ -1,4 +1,4 @@
-"""Stop conditions of samples: stop tokens, stop strings, length limits."""
+"""Find out which samples a new token ends, by stop tokens or stop strings."""
 
 from __future__ import annotations
 

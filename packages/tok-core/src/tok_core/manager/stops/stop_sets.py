@@ -1,12 +1,13 @@
-"""StopSets: what ends a sample, as one row of flags a distinct set, looked up for a whole step at once.
+"""Look up, for all tokens of a step at once, whether they end their samples.
 
-Legend: V vocabulary, S rows of the mask matrix, n tokens of a step.
+Each distinct set of stop conditions is one row of flags in a mask matrix, with a column per token. Legend: V
+vocabulary, S rows of the mask matrix, n tokens of a step.
 
-Whether a token may complete a stop string is known beforehand (`EndingIndex`). Most that may do not, since
-the string's beginning is not before them: a few bytes of all flagged samples at once tell (`StopStringPrefilter`). Only
-the others are searched, and only at their end. Stop strings are searched in the bytes of the pieces of all
-generated tokens, special tokens' content included; and where there are such, in the text without it, too, which is what
-clients see.
+`EndingIndex` finds the tokens that may complete a stop string beforehand. Most of these do not complete it, since the
+string's beginning does not precede them. `StopStringPrefilter` rules them out by a few bytes, for all flagged samples
+at once. Only the remaining samples are searched, and only at their end. Stop strings are searched in the bytes of all
+generated tokens, special tokens included. If there are special tokens, the text without them is searched, too, since
+that is what clients see.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from tok_core.text import EndingIndex, Endings, PieceBytes
 
 Int32s = npt.NDArray[np.int32]
 
-END = 1  # one of the model's own end ids
+END = 1  # one of the model's own EOS ids
 STOP_ID = 2  # one of the request's stop_token_ids
-MAYBE_STRING = 4  # may complete one of the request's stop strings: ask `find`
-WITHIN = 8  # may do so whatever the bytes before it are; without it, ask `possible` first
+MAYBE_STRING = 4  # may complete one of the request's stop strings: call `find`
+WITHIN = 8  # may do so whatever the bytes before it are; without this flag, call `possible` first
 
-CACHED_STRINGS = 256
+CACHED_STRINGS = 256  # stop strings whose completing tokens are cached; the least recently used one is dropped
 
 
 class StopHit(msgspec.Struct, frozen=True):
-    """A stop string that was completed.
+    """Stop string that a sample has completed.
 
     token_count  tokens of the sample, the completing one included
-    cut          bytes of the pieces of all these tokens that lie before the stop string
+    cut          number of bytes, of all these tokens, before the stop string
     """
 
     stop: str
@@ -52,12 +53,12 @@ class _StopSet(msgspec.Struct, frozen=True):
 
 
 class StopSets:
-    """Interns sets of what ends a sample; equal ones share an id, which is a row of the mask matrix.
+    """Interned sets of stop conditions; equal ones share an id, which is a row of the mask matrix.
 
-    vocab_size  V: token ids the model can make
-    eos_ids     the model's own end ids; those from V on cannot be made and are left out
+    vocab_size  V: number of token ids that the model can sample
+    eos_ids     the model's own EOS ids; those from V on cannot be sampled and are left out
     pieces      bytes of each token id, missing ones taken as empty; None without a tokenizer
-    hidden_ids  ids of special tokens, which are not shown
+    hidden_ids  ids of special tokens, which clients do not see
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class StopSets:
         self._users: dict[int, int] = {}
 
     def acquire(self, params: SamplingParams) -> int:
-        """Id of what ends a sample of `params`; hand it back by `release`, once each time.
+        """Return the id of the stop conditions of `params`; each call needs one `release`.
 
-        Errors: InvalidField for stop strings without a tokenizer or that are no Unicode, and for
-        stop_token_ids outside of the vocabulary; nothing is acquired then.
+        Raises InvalidField for stop strings without a tokenizer and for stop_token_ids outside of the vocabulary;
+        nothing is acquired then. SamplingParams have refused stop strings that are not valid Unicode.
         """
         key = _StopSet(params.ignore_eos, frozenset(params.stop_token_ids), frozenset(params.stop))
         if key not in self._ids:
@@ -100,25 +101,25 @@ class StopSets:
         return set_id
 
     def release(self, set_id: int) -> None:
-        """One user of `set_id` less; its row is used anew when there are none."""
+        """Release one use of `set_id`; its row is reused when none is left."""
         self._users[set_id] -= 1
         if self._users[set_id] == 0:
             del self._ids[self._sets.pop(set_id)], self._stops[set_id], self._users[set_id]
             self._free.append(set_id)
 
     def classify(self, set_ids: Int32s, tokens: Int32s) -> npt.NDArray[np.uint8]:
-        """Flags uint8 [n] of each row's new token under its set: END, STOP_ID, MAYBE_STRING and WITHIN, or 0."""
+        """Return the flags, uint8 [n], of each row's new token in its set: END, STOP_ID, MAYBE_STRING and WITHIN."""
         places = set_ids.astype(np.int64) * self._vocab_size + tokens
         return self._masks.reshape(-1).take(places)
 
     def possible(self, set_ids: Int32s, rows: TokenRows) -> Bools:
-        """Bool [n]: whether to ask `find` about rows flagged MAYBE_STRING and not WITHIN. False is certain."""
+        """Return bool [n]: whether to call `find` for rows flagged MAYBE_STRING and not WITHIN. False is certain."""
         return self._prefilter.possible(set_ids, rows)
 
     def find(self, set_id: int, tokens: Int32s) -> StopHit | None:
-        """The stop string of `set_id` that the last of `tokens` completes; `tokens` are all of the sample.
+        """Return the stop string of `set_id` that the last of `tokens` completes; `tokens` are all of the sample.
 
-        Of several, the one that ends first; of those that end at the same byte, the longest.
+        Of several, the one that ends first counts; of those that end at the same byte, the longest.
         """
         stops = self._stops[set_id]
         size = int(self._sizes[tokens].sum())
@@ -137,7 +138,7 @@ class StopSets:
         return StopHit(stop.decode(), len(tokens), cut)
 
     def _end(self, tokens: Int32s, size: int, hidden: Collection[int] = ()) -> tuple[bytes, int]:
-        """Return the last pieces, `hidden` ones left out, that have `size` bytes, and the number of their tokens."""
+        """Return the bytes of the last tokens, at least `size`, and the number of these tokens; skip `hidden` ones."""
         end, at = b"", len(tokens)
         while len(end) < size and at:
             at -= 1
@@ -146,7 +147,7 @@ class StopSets:
         return end, len(tokens) - at
 
     def _size_from(self, tokens: Sequence[int], at: int) -> int:
-        """Return how many bytes of all pieces lie behind the shown byte number `at`, and with it."""
+        """Return how many bytes of `tokens` follow byte `at` of the text without hidden tokens, that byte included."""
         size = sum(len(self._pieces[token]) for token in tokens)
         for token in tokens:
             piece = self._pieces[token]
@@ -193,9 +194,9 @@ class StopSets:
 
 
 def _ends_in(before: bytes, last: bytes, stops: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the place in `before + last`, and the bytes behind, of each string that first ends in `last`."""
+    """Yield each string that ends in `last`, after its index in `before + last` and the number of bytes behind it."""
     text = before + last
     for stop in stops:
-        at = text.find(stop, max(0, len(before) - len(stop) + 1))  # none that ended before the last token
+        at = text.find(stop, max(0, len(before) - len(stop) + 1))  # skip ends before `last`
         if at >= 0:
             yield at, len(text) - at - len(stop), stop

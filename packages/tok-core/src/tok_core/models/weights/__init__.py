@@ -1,4 +1,4 @@
-"""Weights of a model: found, loaded, sharded, or made up."""
+"""Find, load and shard a model's weights, or generate dummy weights."""
 
 from __future__ import annotations
 

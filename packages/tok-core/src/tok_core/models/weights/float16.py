@@ -1,4 +1,4 @@
-"""For which layers of a bfloat16 model float16 has the range; queries, keys and values of the others are bfloat16, too.
+"""Find the layers of a bfloat16 model whose QKV projection may overflow float16, and keep those in bfloat16.
 
 Axes: N hidden size, F queries, keys and values of a rank, L layers of a stage.
 """
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from tok_core.models.decoder import CausalLM, DecoderLayer
     from tok_core.models.layers import Linear
 
-LIMIT = 60_000.0  # float16 ends at 65 504: what is rounded on the way adds far less than the difference
+LIMIT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
 
 
 def keep_coarse(model: CausalLM) -> dict[str, WeightTarget]:
-    """Gives layers that may leave float16's range parameters of the model's dtype; where those are to be filled from.
+    """Recast QKV projections that may overflow float16 to the model's dtype, and return their weight targets.
 
-    To be called by all ranks of a stage once weights are loaded: they gather what is normed, in one dtype.
+    The caller must fill these targets again. All ranks of a stage call this once weights are loaded, and decide
+    alike: they gather normed hidden states, which must have one dtype.
     """
     if model.dtype != torch.bfloat16:
         return {}
@@ -33,7 +34,7 @@ def keep_coarse(model: CausalLM) -> dict[str, WeightTarget]:
         most_L = model.tensor.gather(most_L).amax(0)
     again: dict[str, WeightTarget] = {}
     for number, most in zip(layers, most_L.tolist(), strict=True):
-        if not most <= LIMIT:  # or no number at all
+        if not most <= LIMIT:  # also true for NaN
             linear = layers[number].self_attn.qkv_proj
             linear.recast(model.dtype)
             prefix = f"model.layers.{number}.self_attn"
@@ -42,9 +43,10 @@ def keep_coarse(model: CausalLM) -> dict[str, WeightTarget]:
 
 
 def _most(gain_N: Tensor, linear: Linear) -> Tensor:
-    """What no entry exceeds, be x what it may, of `norm(x)`, of its product, or of a part of that product's sums.
+    """Return a bound, for any x, on the entries of `norm(x)`, of the GEMM's result and of its partial sums.
 
-    A normed x is no longer than √N, and a row of W times the gains multiplies it by no more than its own length.
+    `x / rms(x)` has a length of at most √N. By Cauchy–Schwarz a row w of W yields at most `√N · ‖w · gain‖`, plus the
+    bias.
     """
     root = math.sqrt(len(gain_N))
     most_F = torch.linalg.vector_norm(linear.weight * gain_N.float(), dim=1) * root

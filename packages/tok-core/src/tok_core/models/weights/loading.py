@@ -1,4 +1,4 @@
-"""Fills a model's parameters from a checkpoint: of each tensor just the part that is here, right into its place."""
+"""Load a checkpoint into a model's parameters, reading only the part of each tensor that this worker holds."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16")
-NAMED_AT_MOST = 8  # tensors an error lists before it only counts
-COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
+NAMED_AT_MOST = 8  # tensors that an error names; further ones are only counted
+COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
 EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
 _OUTER = (EMBEDDING, "model.norm.weight", HEAD)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def load(model: CausalLM, path: Path) -> None:
-    """Copies the checkpoint in directory `path` into `model`, cast to its dtype; reads nothing that is not its own.
+    """Copy the checkpoint in directory `path` into `model`, cast to its dtype; read only this worker's part.
 
-    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage are to call it together. What
-    float16 has not the range for is read a second time.
+    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights that
+    do not fit into float16's range are read a second time (see `keep_coarse`).
     Raises ModelError for missing, unexpected, misshapen, repeated or non-float tensors, for unreadable files, and for
-    an LM head that is not the embedding of a model built as tied: see `as_stored`.
+    an LM head that differs from the embedding in a model built as tied: see `as_stored`.
     """
     if as_stored(model.config, path) != model.config:
         raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
@@ -53,9 +53,9 @@ def load(model: CausalLM, path: Path) -> None:
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
-    """`config`, untied where the checkpoint in directory `path` has an LM head that differs from its embedding.
+    """Return `config`, untied if the checkpoint in directory `path` has an LM head that differs from its embedding.
 
-    transformers 5 does the same: such a checkpoint is not what its config says.
+    Such a checkpoint contradicts its config; transformers 5 unties it as well.
     """
     if not config.tied:
         return config
@@ -77,7 +77,7 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: the single one, or those its index names. None: ModelError."""
+    """Return the safetensors files of a directory: the single file, or those of its index. Raise ModelError if none."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     index = path / INDEX
@@ -95,7 +95,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[TensorFile]:
-    """The tensors of a file. Raises ModelError where it cannot be read."""
+    """Open a safetensors file and yield its tensors. Raise ModelError if the file cannot be read."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -104,17 +104,17 @@ def _opened(file: Path) -> Iterator[TensorFile]:
 
 
 def _prefixed(name: str) -> str:
-    """A tensor's name with the prefix that AutoModel leaves out."""
+    """Return a tensor's name with the prefix that AutoModel leaves out."""
     return name if name.startswith(PREFIX) or name == HEAD else PREFIX + name
 
 
 def _canonical_names(
     model: CausalLM, files: list[Path], wanted: Mapping[str, WeightTarget]
 ) -> dict[Path, dict[str, str]]:
-    """For each file the tensors that are wanted of it: their names there, and the model's names.
+    """Return, for each file, the tensors to load from it: `{name in the file: name in the model}`.
 
-    A tied model without a stored embedding takes its LM head for it. Raises ModelError for tensors that have no place
-    in the model, and for those that are stored twice.
+    A tied model without a stored embedding loads the LM head in its place. Raises ModelError for tensors that have no
+    place in the model, and for those that are stored twice.
     """
     names: dict[Path, dict[str, str]] = {}
     for file in files:
@@ -143,14 +143,14 @@ def _canonical_names(
 
 
 def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, WeightTarget], dtype: torch.dtype) -> None:
-    """Copy the tensors of one file, `names` of which have those of `wanted`."""
+    """Copy one file's tensors into `wanted`; `names` maps their names in the file to the model's names."""
     with _opened(file) as tensors:
         for name, own_name in names.items():
             HEARTBEAT.turned()
             stored = tensors.get_slice(name)
             target = _checked(file, name, stored, wanted[own_name])
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
-            # Tensors held in a finer dtype than asked for are converted later.
+            # A target of another dtype is a float16 projection: `keep_coarse` recasts it if it overflows.
             if not target.fill(own) and target.view.dtype == dtype:
                 raise _no_room(file, name, dtype)
 
@@ -173,8 +173,11 @@ class TensorFile(Protocol):
 
 
 class _Elsewhere:
-    """Names of tensors that a checkpoint may hold although the model at hand does not: those of other pipeline
-    stages, and what some checkpoints hold although it follows from the rest."""
+    """Set of tensor names that a checkpoint may hold although this worker's model does not.
+
+    They are the tensors of other pipeline stages, and redundant ones: rotary frequencies, and the LM head of a tied
+    model.
+    """
 
     def __init__(self, model: CausalLM, wanted: Mapping[str, WeightTarget]) -> None:
         self._layers = range(model.config.num_layers)

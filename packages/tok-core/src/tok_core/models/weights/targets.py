@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint goes: a view of a parameter, and the part of the tensor that fills it."""
+"""Map each tensor of a checkpoint to the parameter view that it fills and to the part of it that is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_core.parallel import Slice
 
 
 class StoredTensor(Protocol):
-    """A tensor of a safetensors file, described but not yet read; indexing reads a part of it."""
+    """Tensor of a safetensors file that is not read yet; indexing reads a part of it."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -24,34 +24,34 @@ class StoredTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """`view`, a part of a parameter, is filled by what `parts`, one an axis, cut out of the checkpoint's tensor."""
+    """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis."""
 
     view: Tensor
     parts: tuple[Slice, ...]
 
     @property
     def shape(self) -> list[int]:
-        """Of the checkpoint's tensor."""
+        """Return the shape of the checkpoint's tensor."""
         return [part.size for part in self.parts]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the tensor is here."""
+        """Return whether this worker holds all of the tensor."""
         return all(part.is_whole for part in self.parts)
 
     def part_of(self, stored: StoredTensor | Tensor) -> Tensor:
-        """What of the checkpoint's tensor belongs here."""
+        """Return the part of the checkpoint's tensor that fills `view`."""
         return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
 
     def fill(self, own: Tensor) -> bool:
-        """Takes over the part that belongs here, cast to the parameter's dtype; whether that has the range for it."""
+        """Copy the part `own` into `view`, cast to its dtype; return whether all finite values stay finite."""
         self.view.copy_(own)
         narrower = torch.finfo(self.view.dtype).max < torch.finfo(own.dtype).max
         return not narrower or bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
 
 
 def targets(model: nn.Module) -> dict[str, WeightTarget]:
-    """For each tensor name of a checkpoint its place in the model; together they cover all parameters once."""
+    """Return the target of each tensor name of a checkpoint; together they cover all parameters once."""
     found: dict[str, WeightTarget] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""What a worker computes with: device, data types and backend, every `auto` resolved."""
+"""Choose a worker's device, data types and kernel backend; resolve every `auto`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tok_kernels import AttentionShape, Backend, choose
 
 
 def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, index: int | None = None) -> torch.device:
-    """The device asked for, of the worker at `place`; `auto` is the GPU where there is one.
+    """Return the requested device of the worker at `place`; `auto` is a GPU if there is one.
 
-    `index`: of the GPU that was chosen for it; None: by replica and place.
+    `index`: the GPU assigned to the worker; None: derived from replica and place.
 
-    Raises InvalidField where there is none, or not one for each worker.
+    Raises InvalidField if there is no such device, or not one for each worker.
     """
     requested, found = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cuda" and not found:
@@ -33,7 +33,7 @@ def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, in
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
-    """The data type asked for; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the requested dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if requested == "auto":
         requested = "bfloat16" if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, requested)
@@ -41,12 +41,12 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
 
 
 def choose_cache_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
-    """Of cached keys and values: the model's own, or eight bits."""
+    """Return the dtype of cached keys and values: the model's own for `auto`, else float8_e4m3fn."""
     return dtype if requested == "auto" else torch.float8_e4m3fn
 
 
 def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
-    """The model's attention, as `tok_kernels.choose` wants it."""
+    """Return the shape of the model's attention, for `tok_kernels.choose`."""
     return AttentionShape(
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
@@ -59,9 +59,9 @@ def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cach
 
 
 def choose_backend(requested: str, device: torch.device, shape: AttentionShape) -> Backend:
-    """The backend asked for; `auto` on a GPU: whatever is fastest there, measured the first time.
+    """Return the requested backend; `auto` on a GPU is the fastest one, measured the first time.
 
-    Raises InvalidField, with the reason, where it cannot compute the shape on the device.
+    Raises InvalidField, with the reason, if it cannot compute the shape on the device.
     """
     try:
         return choose(device, requested, shape)

@@ -1,4 +1,4 @@
-"""Measure what a KV cache of eight bits without scales costs: the loaded model's log-probabilities with and without."""
+"""Measure the error of an 8-bit KV cache without scales, by log-probabilities of the loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_kernels import Backend
 
 log = logging.getLogger("tok_core")
 
-MAX_TOKENS = 256  # of the text that is scored: enough for a mean, and milliseconds on a GPU
+MAX_TOKENS = 256  # of the text that is scored: enough for a mean, and takes milliseconds on a GPU
 
 
 def warn_of_cache_error(
@@ -26,7 +26,7 @@ def warn_of_cache_error(
 ) -> None:
     """Log how log-probabilities of random tokens differ between caches of `cache_dtype` and of the model's dtype.
 
-    `max_tokens` bounds their number. All workers of a replica are to call it; the one with the logits logs.
+    `max_tokens` bounds their number. All workers of a replica call this; rank 0 of the last stage logs.
     """
     rng = np.random.default_rng(0)
     count = min(MAX_TOKENS, max_tokens, model.config.max_positions)
@@ -49,7 +49,7 @@ def warn_of_cache_error(
 def _score(
     model: CausalLM, backend: Backend, pipeline: Pipeline, dtype: torch.dtype, page_size: int, tokens: np.ndarray
 ) -> PromptValues | None:
-    """The log-probability of each token but the first, and the most likely one; None at stages without logits."""
+    """Return the log-probability of each token but the first, and the top-1 token; None at stages without logits."""
     count = len(tokens)
     pages = np.arange(-(-count // page_size), dtype=np.int32)
     state = WorkerState(

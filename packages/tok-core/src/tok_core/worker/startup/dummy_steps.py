@@ -1,6 +1,6 @@
-"""Dummy steps of a given shape that belong to no request, for measuring and warming up the device.
+"""Build and run dummy steps of a given shape, which belong to no request, to measure and warm up the device.
 
-All their sequences stand on the cache's first page, which nobody owns yet; `WorkerState.reset` forgets them.
+All their sequences use the cache's first page, which has no owner yet; `WorkerState.reset` removes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_dummy_step(runner: Runner, step: StepInput) -> StepOutput:
-    """Carries out a trial step on slots that hold nothing, whatever was tried before."""
+    """Run a dummy step on empty slots, after resetting the runner."""
     runner.forget()
     return runner.launch(step).output()
 
@@ -40,13 +40,17 @@ def dummy_step(
     masked: int = 0,
     words: int = 0,
 ) -> StepInput:
-    """A step of `decode` rows, evenly in `groups` of a prefix, and `chunks` of `tokens` in all behind `cached` ones.
+    """Build a step of `decode` rows and of `chunks` prefill chunks.
 
-    levels     parts that the prefix is read in: all but the last by one group of all rows
-    draws      rows that sample, spread over the sequences; None: one of each sequence
-    filtered, penalised   how many of them, from the first on, ask for that
-    asks       all that can be asked of prompts is asked of all chunks
-    masked     how many rows are guided, each by a mask of so many `words`, which forbids nothing
+    groups     prefix groups that divide the decode rows evenly
+    prefix     positions that the rows of a group share
+    levels     cascade levels of the prefix; in all but the last, one group has all rows
+    tokens     prefill tokens of all chunks together
+    cached     positions cached before each chunk
+    draws      rows that sample, spread over the sequences; None: one for each sequence
+    filtered, penalised   number of sampled rows, from the first on, with filters and with penalties
+    asks       request all prompt outputs for all chunks
+    masked     number of rows with a grammar mask of `words` words, which allows every token
     """
     slot = np.arange(decode + chunks, dtype=np.int32)
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)

@@ -1,5 +1,4 @@
-"""Which kernels a model would be computed with on this machine, and how fast they are: for those that may not import
-tok_kernels."""
+"""Report a model's kernels on this machine and their times, for callers that may not import tok_kernels."""
 
 from __future__ import annotations
 
@@ -29,9 +28,15 @@ __all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """What computes each phase of attention, and what was measured to find out; why kernels were left out, and
-    launches that were searched; `known`: all this is from `directory`, and nothing was measured now. `shape` is that
-    of the first of `tp` ranks."""
+    """Kernels chosen for each phase of attention, with the measurements behind the choice.
+
+    shape      attention shape of rank 0 of `tp` ranks
+    fastest    chosen kernel of each phase
+    known      the results are from `directory`; nothing was measured now
+    measured   all measurements
+    left_out   why kernels were not candidates
+    launches   launch configurations found by search
+    """
 
     device: str
     tp: int
@@ -46,8 +51,12 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelsMeasured:
-    """What the machine allows, in TB/s copied and TFLOP/s of matrix products, and each kernel as it is measured, on
-    the share of the first of `tp` ranks."""
+    """Limits of the machine, and the kernels' times on the shard of rank 0 of `tp` ranks.
+
+    bandwidth  TB/s of a copy
+    rate       TFLOP/s of GEMMs
+    kernels    yields each kernel once it is measured
+    """
 
     device: str
     backend: str
@@ -58,10 +67,10 @@ class KernelsMeasured:
 
 
 def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
-    """What computes the phases of the attention of `config.model`, or of one rank's share with `config.tp`, from the
-    disk or measured now; `anew`: measured in any case. `sizes` replace the model's, by the names of AttentionShape.
+    """Return the kernels for each attention phase of `config.model`, on one rank's shard if `config.tp` is above 1.
 
-    Errors: InvalidField, ModelError, EngineError where no kernel computes a phase.
+    The result is read from disk, or measured if it is not there or `anew` is set. `sizes` replace the model's sizes,
+    by the names of AttentionShape. Raises InvalidField, ModelError, or EngineError if no kernel computes a phase.
     """
     device, model = shapes(config, sizes)
     shape = model.attention
@@ -93,8 +102,11 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
 
 
 def measure(config: EngineConfig) -> KernelsMeasured:
-    """Every kernel that `config.model`, or one rank's share of it with `config.tp`, is computed with, beside its
-    floor: on one device, whatever `tp`. Errors: InvalidField unless on a CUDA device, ModelError."""
+    """Measure every kernel of `config.model`, or of one rank's shard with `config.tp`, and its lower bound here.
+
+    One device is used, whatever `tp`. Raises InvalidField unless on a CUDA device, ModelError, and EngineError if no
+    kernel computes the model's attention.
+    """
     device, model = shapes(config, {})
     if device.type != "cuda":
         raise InvalidField("device", config.device, "cuda (kernels are measured on a CUDA device)")
@@ -109,9 +121,9 @@ def measure(config: EngineConfig) -> KernelsMeasured:
 
 
 def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
-    """A device, and what the first of `config.tp` ranks has of `config.model`, whose sizes `sizes` replace.
+    """Return a device, and the sizes of rank 0's shard of `config.model`, with `sizes` in place of the model's own.
 
-    Errors: InvalidField, naming `tp` where the model cannot be cut so; ModelError.
+    Raises InvalidField, which names `tp` if the model cannot be sharded in this way, and ModelError.
     """
     device = choose_device(config, 0, RankCoordinates())  # one rank is measured, alone
     dtype = choose_dtype(config.dtype, device)
@@ -119,7 +131,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
-    if sizes:  # of attention: the others are then nobody's, and no reason to refuse a `tp`
+    if sizes:  # only attention counts: the other sizes must not rule out a `tp`
         model = replace(model, intermediate_size=config.tp, vocab_size=config.tp)
     model = replace(
         model,

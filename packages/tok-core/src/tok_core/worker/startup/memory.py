@@ -1,4 +1,4 @@
-"""Memory: how many positions the KV cache may hold beside the weights, the largest step and the graphs."""
+"""Compute the size of the KV cache from the memory left by the weights, the largest step and the CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tok_core.worker.cuda_graphs import kept_rows, sizes
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
-CPU_MEMORY_SHARE = 0.25  # of the free memory, for the cache, where nothing else is said
-CPU_CACHE_TOKENS = 1 << 18  # and no more than this many positions
-CHUNK_TOKENS = 512  # of the prompts in the largest step
-GRAPHS_BYTES = 512 << 20  # what the driver keeps for the graphs themselves
-SLACK = 1.1  # over the activations measured: what the allocator loses between blocks
+CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
+CPU_CACHE_TOKENS = 1 << 18  # positions; upper limit of that default
+CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
+GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
+SLACK = 1.1  # factor on the measured activations, for the allocator's losses between blocks
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a model's steps were seen to take.
+    """Measured memory of a model's steps.
 
-    step_bytes    of the largest step, without weights
-    graph_rows    decode rows up to which a graph is faster to launch than its kernels one by one; 0: none is
-    graph_bytes   of a decode step of that many rows, and of what each graph keeps
+    step_bytes    peak bytes of the largest step, without weights
+    graph_rows    decode rows up to which CUDA graphs are worth capturing; 0: no graphs
+    graph_bytes   peak bytes of a decode step of that many rows, and bytes that all graphs keep
     """
 
     step_bytes: int
@@ -36,14 +36,14 @@ class StepMemory:
 
     @property
     def activations(self) -> int:
-        """Bytes to keep free beside weights and cache."""
+        """Return the bytes to keep free beside weights and cache."""
         return int((self.step_bytes + self.graph_bytes) * SLACK) + (GRAPHS_BYTES if self.graph_rows else 0)
 
 
 def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> StepMemory:
-    """Runs the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
+    """Measure the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
 
-    All workers of a replica do so together. They agree on `graph_rows`: none has graphs where one cannot.
+    All workers of a replica do so together and agree on `graph_rows`: either all use graphs or none does.
     """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
     rows = graph_rows(runner) if runner.pipeline.peers.least(graphs) else 0
@@ -52,22 +52,21 @@ def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 
 
 
 def measured_len(max_positions: int, slots: int, tokens: int) -> int:
-    """Positions that the sequences of the largest step need, if `slots` of them are to have `tokens` together."""
+    """Return the length that `slots` sequences of the largest step need to have `tokens` together."""
     return min(max_positions, max(CHUNK_TOKENS, -(-tokens // slots)))
 
 
 def _kept_bytes(runner: Runner, rows: int) -> int:
-    """Bytes of the hidden state, token and log-probability of each row of the graphs, and of what they read."""
+    """Return the bytes of the graphs' outputs (hidden state, token, log-probability of each row) and of their input."""
     state = runner.model.config.hidden_size * runner.model.dtype.itemsize
     return kept_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
 
 
 def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
-    """As many prompt tokens as a step may have, with all that can be asked of them, and as many draws, as costly as
-    draws can be.
+    """Return the step that needs most memory: the maximum of prefill tokens and of sampled rows, with all options.
 
-    No sequence is longer than `max_len`: where `slots` of them hold fewer than `tokens`, so does any step. `words`: of
-    a mask; all draws are guided then, 0 where none can be.
+    No sequence is longer than `max_len`: if `slots` sequences hold fewer than `tokens`, so does the step. `words`:
+    words of a grammar mask, which every sampled row then has; 0 if there is no guided decoding.
     """
     tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
@@ -85,9 +84,9 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
 
 
 def _peak(runner: Runner, step: StepInput) -> int:
-    """Bytes allocated at most while the step is carried out, beyond what was allocated before."""
+    """Return the peak of bytes allocated during the step, beyond those allocated before."""
     device = runner.state.device
-    run_dummy_step(runner, step)  # once before: kernels are compiled, and their scratch memory is not the step's
+    run_dummy_step(runner, step)  # compiles kernels first, whose scratch memory does not count
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run_dummy_step(runner, step)
@@ -95,9 +94,9 @@ def _peak(runner: Runner, step: StepInput) -> int:
 
 
 def graph_rows(runner: Runner) -> int:
-    """The largest size at which the host takes as long to launch a decode step as half of its time on the device.
+    """Return the largest graph size whose decode step takes the device less than twice the host's launch time.
 
-    As the first of a replica's workers sees it: all of them carry out the same steps to find out.
+    Worker 0's times decide; all workers of a replica run the same steps.
     """
     step = dummy_step(decode=1)
     launch = min(run_dummy_step(runner, step).launch_seconds for _ in range(5))
@@ -120,15 +119,18 @@ def cache_tokens(
     measured: StepMemory | None,
     on_host: int,
 ) -> int:
-    """Positions of the KV cache: as configured, else what the memory leaves.
+    """Return the positions of the KV cache: as configured, else as many as fit into memory.
 
-    `per_token`: bytes of a position; `tables`: bytes of the page tables; `measured` is needed on a CUDA device. Raises
-    InvalidField, or EngineError where the memory is too small. A CPU's memory is cut evenly among the workers
-    `on_host`.
+    per_token  bytes of a position
+    tables     bytes of the page tables
+    measured   required on a CUDA device
+    on_host    workers that share the host's memory, which they divide evenly on a CPU
+
+    Raises InvalidField, or EngineError if the memory is too small.
     """
     per_cpu = psutil.virtual_memory().available // on_host
     if config.kv_cache_tokens is not None:
-        # A CPU's memory is promised before it is there; what takes more than is free is killed later.
+        # CPU memory is overcommitted: a process that allocates more than is free is killed later.
         free = per_cpu if device.type == "cpu" else None
         if free is not None and config.kv_cache_tokens * per_token > free:
             raise InvalidField(
@@ -150,4 +152,4 @@ def cache_tokens(
             f"steps take {needed_gib:.1f} GiB, and CUDA and other processes {others_gib:.1f} GiB; raise "
             "gpu_memory_fraction, lower max_step_tokens or max_running, or end what else uses the device"
         )
-    return room // per_token - config.page_size  # a page belongs to nobody
+    return room // per_token - config.page_size  # minus the page that no sequence owns

@@ -1,4 +1,4 @@
-"""Setup: from an EngineConfig to a worker ready to run — model loaded, cache sized, every `auto` resolved."""
+"""Set up a worker from an EngineConfig: load the model, size the cache, resolve every `auto`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,15 @@ def set_up(
     gpu: int | None = None,
     on_host: int | None = None,
 ) -> tuple[Runner, EngineInfo]:
-    """A runner and what it found out; `config.model` is a local directory. Returns when all workers of `replica`,
-    which meet at `rendezvous`, are ready; without a `place` there can be but one. `gpu`: see `choose_device`.
-    `on_host`: the workers that share this host's memory; None: all of all replicas.
+    """Return a worker's runner, and the sizes and settings it resolved, once all workers of `replica` are ready.
 
-    Raises ModelError, InvalidField, or EngineError where the memory is too small.
+    config      `config.model` is a local directory
+    place       None: the replica has a single worker
+    rendezvous  where the workers of `replica` meet
+    gpu         see `choose_device`
+    on_host     workers that share this host's memory; None: all workers of all replicas
+
+    Raises ModelError, InvalidField, or EngineError if the memory is too small.
     """
     path, place = Path(config.model), place or next(all_coordinates(config.pp, config.tp))
     clock = StartupTimer()
@@ -86,7 +90,7 @@ def set_up(
         clock.done("error of the cache")
     measured, words = None, 0
     if device.type == "cuda":
-        # Without a tokenizer nothing can be guided. All workers are to try out the same steps.
+        # Without a tokenizer there is no guided decoding. All workers must measure the same steps.
         guided = peers.least((path / "tokenizer.json").is_file())
         words = -(-model_config.vocab_size // 32) if guided else 0
         measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
@@ -126,7 +130,7 @@ def set_up(
 
 
 def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """Return the config of the directory, checked against its checkpoint, without windows of `max_model_len`."""
+    """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
     model = read_config(path, config.ignore_config_keys or ())
     if config.load_format != "dummy" and model.tied:
         model = as_stored(model, path)
@@ -164,7 +168,7 @@ def _load_model(
 
 
 def _thresholds(model: CausalLM, place: RankCoordinates) -> tuple[int | None, int | None]:
-    """`few_tokens` and `async_tokens` of the model's TensorParallel, which worker 0 logs; None without one."""
+    """Return `few_tokens` and `async_tokens` of the model's TensorParallel, None without one. Worker 0 logs them."""
     tensor = model.tensor
     if tensor is None:
         return None, None
@@ -187,7 +191,7 @@ def _measure(
     max_step_tokens: int,
     words: int,
 ) -> StepMemory:
-    """What steps take, seen on a state whose sequences all stand on one page."""
+    """Measure the memory of steps, on a state whose sequences all share one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
     state = WorkerState(
         model.local,
@@ -225,7 +229,7 @@ def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: 
 def _tracer(config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
     if config.trace is None:
         return None
-    from tok_core.worker.trace import Tracer  # takes seconds, for what few ask for
+    from tok_core.worker.trace import Tracer  # takes seconds, and few runs trace
 
     return Tracer.of(config, place, device)
 

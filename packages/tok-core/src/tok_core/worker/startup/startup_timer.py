@@ -1,4 +1,4 @@
-"""Log how long each part of a worker's start takes, at level debug."""
+"""Log the duration of each part of a worker's startup, at level debug."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ log = logging.getLogger("tok_core")
 
 
 class StartupTimer:
-    """Read at the end of each part."""
+    """Timer of consecutive parts of the startup."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
     def done(self, part: str) -> None:
-        """`part` is what was done since the last call, or since this was made."""
+        """Log the time since the last call, or since construction, as that of `part`."""
         HEARTBEAT.turned()
         now = time.monotonic()
         log.debug("start: %s: %.1f s", part, now - self._began)

@@ -1,4 +1,4 @@
-"""Warm-up: all that would otherwise be compiled, captured or allocated during the first requests."""
+"""Warm up: compile, capture and allocate ahead of the first requests."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.startup.memory import SLACK, StepMemory, largest_step
 
 LONG_CONTEXT_TOKENS = 4096  # positions
-PAIRS = 1 << 25  # of rows and the positions that they share, in a step
+PAIRS = 1 << 25  # rows × shared positions in a step; bounds its time
 
 
 def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int = 0) -> None:
-    """Captures the decode graphs, and carries out a step of each kind, on a CUDA device. `words`: as in `kinds`."""
+    """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `kinds`."""
     state = runner.state
     if measured.graph_rows:
         runner.graphs.capture(sizes(measured.graph_rows))
-    # One block, given back at once: the allocator then makes room for steps within it, and asks the driver no more.
+    # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
     for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         run_dummy_step(runner, step)
     runner.forget()
-    for length in (1, 2):  # draws that come from another stage are recorded by the step after theirs
+    for length in (1, 2):  # the step after records the sampled tokens of another stage
         runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
     runner.forget()
     torch.cuda.synchronize(state.device)
 
 
 def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
-    """A step for each way in which kernels are chosen: few rows and many, with prefix groups, nested ones and none,
-    prompts alone and beside decode rows, short and long contexts, and whatever rows may ask of their draw: masks, too,
-    where they have `words`."""
+    """Return a step for each case in which other kernels are chosen.
+
+    Cases: few and many decode rows; no, flat and nested prefix groups; prefill alone and beside decode rows; short and
+    long contexts; every sampling option. `words`: words of a grammar mask; 0: no masks.
+    """
     pages, most = max_len // 2 // page_size, min(slots, tokens)
     prefix = pages * page_size
     found = [largest_step(slots, tokens, max_len, words)]
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(dummy_step(decode=rows))
-        # Long enough to be treated as long, but not so that many rows take many seconds to read it.
+        # Long enough to count as a long context, but not so long that many rows take seconds to read it.
         shared = min(pages, max(LONG_CONTEXT_TOKENS, PAIRS // rows) // page_size)
         if rows > 1 and shared:
             prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MAX_CASCADE_LEVELS + 1)]
@@ -58,7 +60,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
             cached = max(0, max_len - 2 * few)
             chunks = min(few, slots - decode, tokens - decode)
             found.append(dummy_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
-            found.append(dummy_step(decode=decode, chunks=1, tokens=1, greedy=True))  # no graph draws these
+            found.append(dummy_step(decode=decode, chunks=1, tokens=1, greedy=True))  # sampled without a graph
             found.append(dummy_step(decode=decode, chunks=1, tokens=1, asks=True))
         if few > 1 and prefix:
             found.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))

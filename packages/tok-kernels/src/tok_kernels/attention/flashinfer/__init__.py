@@ -1,9 +1,9 @@
-"""Thin adapters to FlashInfer's kernels (Ye et al. 2025), one for each phase of attention.
+"""Adapt FlashInfer's attention kernels (Ye et al. 2025), one adapter per phase.
 
-Sampling stays with Triton. FlashInfer draws a row from the first of its seeds and the row's place in the batch, so that
-a request's tokens would change with its neighbours; it wants float32 logits or probabilities, so that the logits are
-read and written several times; and it returns no log-probability. Its top-k and top-p filters of probabilities would
-help only rows that ask for them, at the price of a float32 copy of those.
+Sampling stays with Triton. FlashInfer derives a row's random numbers from the first of its seeds and the row's index in
+the batch. A request's tokens would thus change with its neighbours. FlashInfer needs float32 logits or probabilities,
+so the logits are read and written several times, and it returns no log-probability. Its top-k and top-p filters of
+probabilities would help only rows that use them, at the price of a float32 copy of these rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters: FlashInfer's ways to compute a phase for one shape, which share one workspace."""
+"""Create FlashInfer's kernels of each phase for one shape; all share one workspace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tok_kernels.attention.shape import AttentionShape
 
 
 class Adapters:
-    """Makes the adapters of `shape` on `device`. All of them belong to one CUDA stream."""
+    """Factory of the FlashInfer kernels of `shape` on `device`; all of them must run on one CUDA stream."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape

@@ -1,7 +1,7 @@
-"""Cascade by FlashInfer: each group's pages once, each row's own pages, merged by log-sum-exp.
+"""Compute cascade attention with FlashInfer: each group's pages once, each row's own pages, merged by log-sum-exp.
 
-A level is a prefill without a causal mask in which a group of rows is one request (Ye et al. 2024, "Cascade
-inference"). FlashInfer's log-sum-exps are of base 2, from all its kernels alike, and its merge takes such.
+A level is a prefill without a causal mask, in which a group of rows is one request (Ye et al. 2024, "Cascade
+inference"). All FlashInfer kernels return log-sum-exps of base 2, and its merge takes them in that base.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCach
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A planned level, and which rows it covers; None: all."""
+    """A planned level and the rows it covers, as a bool tensor; None: all rows."""
 
     wrapper: Any
     covered: Tensor | None
 
 
 class FlashInferCascade:
-    """The phase "cascade" (see `PhaseKernel`); needs `batch.host`. `kernels` read the prefixes."""
+    """The phase "cascade" (see `PhaseKernel`), which needs `batch.host`; the prefixes are read by `kernels`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class FlashInferCascade:
         lse = self._own.with_lse(q_THD, cache, batch, scale, out_THD)
         for level in self._levels:
             part, part_lse = level.wrapper.run(q_THD[rows], (cache.k, cache.v), return_lse=True)
-            # A row of which neither part has keys would become NaN; none that is covered is such.
+            # Merging two partial results without keys would give NaN. Every covered row has keys in `part`.
             flashinfer().merge_state_in_place(out_THD[rows], lse, part, part_lse, level.covered)
 
     def _plan(self, batch: AttentionBatch, scale: float) -> list[_Level]:
@@ -79,7 +79,7 @@ class FlashInferCascade:
     def _plan_level(
         self, wrappers: WrapperRing, level: CascadeLevel, host: HostLevel, batch: AttentionBatch, scale: float
     ) -> _Level | None:
-        """None where no group of the level has keys."""
+        """Return the planned level, or None if no group of the level has keys."""
         device = batch.slots.device
         items = level_items(host, batch.num_decode)
         if not items.covered.any():

@@ -1,4 +1,4 @@
-"""Decode rows by FlashInfer: one query a sequence over its own pages, planned once a step."""
+"""Compute decode rows with FlashInfer: one query per sequence over its own pages, planned once a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 
 
 class FlashInferDecode:
-    """The phase "decode" (`tok_kernels.attention.phases.PhaseKernel`); needs `batch.host`.
+    """The phase "decode" (`tok_kernels.attention.phases.PhaseKernel`), which needs `batch.host`.
 
-    `tensor_cores` pay where several query heads share a key/value head; a group of 1, 2, 3, 4 or 8 does without.
-    Planning reads every length in Python: about 15 ms at 8192 sequences.
+    `tensor_cores` are faster where several query heads share a key/value head. Groups of 1, 2, 3, 4 or 8 also work
+    without them. Planning reads every length in Python: about 15 ms at 8192 sequences.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, *, tensor_cores: bool) -> None:
@@ -38,8 +38,11 @@ class FlashInferDecode:
     def with_lse(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
     ) -> Tensor:
-        """As a call, over the positions from `kv_start` on; returns their base-2 log-sum-exp, float32
-        `[num_decode, H]`, −inf and a result of zeros without keys."""
+        """Compute as `__call__`, over the positions from `kv_start` on, and return the base-2 log-sum-exp.
+
+        The log-sum-exp is float32 `[num_decode, H]`. A row without keys gets an output of zeros and a log-sum-exp of
+        −inf.
+        """
         rows = slice(batch.num_decode)
         self._plan(batch, scale)
         _, lse = self._planned.run(q_THD[rows], (cache.k, cache.v), out=out_THD[rows], return_lse=True)

@@ -1,6 +1,7 @@
-"""A cascade level as prefill items: each group of rows is one, and so is each run of rows between groups.
+"""Describe a cascade level as prefill items: one for each group of rows, and one for each run of rows between groups.
 
-FlashInfer's queries lie without a gap, so that rows in no group need an item too: one without keys.
+FlashInfer's queries must be contiguous, so rows in no group need an item, too: one without keys. For example, take 6
+rows and groups of the rows 1–2 and 4. The items are the rows 0, 1–2, 3, 4 and 5; items 0, 2 and 4 have no keys.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from tok_kernels.batch import HostLevel
 
 @dataclass(frozen=True, slots=True)
 class LevelItems:
-    """`indptr` `[I + 1]` of the items' rows; `group` `[I]`: whose pages are read, 0 where none are; their positions
-    `[start[i], end[i])`; `covered` bool `[rows]`: rows that some group gives keys."""
+    """The I items of a level.
+
+    indptr      [I + 1]      first row of each item, and the end of the last
+    group       [I]          group whose pages are read; 0 if none
+    start, end  [I]          positions `[start[i], end[i])` that the item reads; empty if none
+    covered     bool [rows]  rows that receive keys from some group
+    """
 
     indptr: Ints
     group: Ints
@@ -27,7 +33,7 @@ class LevelItems:
 
 
 def level_items(level: HostLevel, rows: int) -> LevelItems:
-    """The items of a level over the first `rows` decode rows."""
+    """Return the items of a level over the first `rows` decode rows."""
     used = np.flatnonzero((level.row_count > 0) & (level.kv_end > level.kv_start))
     first = level.row_start[used]
     bounds = np.unique(np.concatenate(([0, rows], first, first + level.row_count[used])))

@@ -1,4 +1,4 @@
-"""Page lists as FlashInfer wants them: lengths counted on the host, page ids gathered on the device.
+"""Build page lists in FlashInfer's format: lengths counted on the host, page ids gathered on the device.
 
 Axes: I items (sequences or groups), N pages of all items.
 """
@@ -17,7 +17,13 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """`indptr` `[I + 1]`, `last_page_len` and `length` `[I]` on the host, `indices` `[N]` on the device; int32."""
+    """Page lists of I items, all int32.
+
+    indptr         [I + 1]  on the host
+    last_page_len  [I]      on the host
+    length         [I]      on the host
+    indices        [N]      on the device
+    """
 
     indptr: Tensor
     last_page_len: Tensor
@@ -26,9 +32,9 @@ class PageLists:
 
 
 def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_size: int) -> PageLists:
-    """The pages of the positions `[start[i], end[i])` of slot `slot_I[i]`; none where `end[i] <= start[i]`.
+    """Return the pages of the positions `[start[i], end[i])` of slot `slot_I[i]`; none where `end[i] <= start[i]`.
 
-    Nothing waits for the device. Raises ValueError where a start lies within a page.
+    The host never waits for the device. Raises ValueError if a start is not a multiple of the page size.
     """
     if (start % page_size).any():
         within = int(start[start % page_size != 0][0])
@@ -37,7 +43,7 @@ def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_
     count = -(-length // page_size)
     indptr = np.concatenate(([0], np.cumsum(count)))
     last_page_len = np.where(count > 0, length - (count - 1) * page_size, 0)
-    # The page of an item at place p of all lies at index p − shift of its row of the table.
+    # Entry n of `indices` is entry n − shift of the item's row of the page table.
     shift = indptr[:-1] - start // page_size
     device = page_table.device
     count_I, shift_I = on_device(np.stack((count, shift)), device)
@@ -53,11 +59,11 @@ def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_
 
 
 def on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """int32 in memory that `device` reads without the host waiting."""
+    """Return the values as int32 in host memory (pinned for CUDA) that `device` can copy without the host waiting."""
     host = torch.from_numpy(values.astype(np.int32))
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def on_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """int32 on the device, copied without waiting for it."""
+    """Return the values as int32 on the device, copied without waiting for it."""
     return on_host(values, device).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Prefill chunks by FlashInfer: causal attention of ragged queries over pages, planned once a step."""
+"""Compute prefill chunks with FlashInfer: causal attention of ragged queries over pages, planned once a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ RowKernels = Literal["fa2", "fa3"]
 
 
 def row_wrappers(workspace: Tensor, kernels: RowKernels) -> WrapperRing:
-    """Wrappers for many queries over one list of pages; `kernels`: for any GPU (fa2) or for Hopper (fa3)."""
+    """Return wrappers for many queries over one list of pages; `kernels` is "fa2" (any GPU) or "fa3" (Hopper)."""
     make = flashinfer().BatchPrefillWithPagedKVCacheWrapper
     return WrapperRing(lambda: make(workspace, "NHD", backend=kernels))
 
 
 class FlashInferPrefill:
-    """The phase "prefill" (`tok_kernels.attention.phases.PhaseKernel`); needs `batch.host`.
+    """The phase "prefill" (`tok_kernels.attention.phases.PhaseKernel`), which needs `batch.host`.
 
-    Raises whatever FlashInfer does where its kernels cannot be built.
+    Raises FlashInfer's errors if its kernels cannot be built.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: RowKernels) -> None:

@@ -1,4 +1,4 @@
-"""Whether FlashInfer is there, and what it computes."""
+"""Check whether FlashInfer is installed, and which shapes it computes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def flashinfer() -> ModuleType:
-    """The package, imported at first use: it takes seconds to load. Raises ImportError where there is none."""
+    """Import the package at first use and return it; loading takes seconds.
+
+    Raises ImportError if it is not installed.
+    """
     return import_module("flashinfer")
 
 
 def unusable(shape: AttentionShape, device: torch.device) -> str | None:
-    """Why FlashInfer cannot compute this shape here; None: it can, as far as is known without building it."""
+    """Return why FlashInfer cannot compute this shape here; None if it can, as far as known without a build."""
     if device.type != "cuda":
         return f"FlashInfer does not run on {device.type}"
     if find_spec("flashinfer") is None:
@@ -37,5 +40,5 @@ def unusable(shape: AttentionShape, device: torch.device) -> str | None:
 
 
 def has_fa3(shape: AttentionShape, device: torch.device) -> bool:
-    """Whether the kernels for Hopper ("FlashAttention-3", Shah et al. 2024) compute this shape on this device."""
+    """Return whether the Hopper kernels ("FlashAttention-3", Shah et al. 2024) compute this shape on this device."""
     return torch.cuda.get_device_capability(device)[0] == 9 and shape.cache_dtype == shape.dtype

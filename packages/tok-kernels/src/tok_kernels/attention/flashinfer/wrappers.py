@@ -1,7 +1,7 @@
-"""FlashInfer's wrappers, used in turn: a plan must not overwrite one that the device has yet to read.
+"""Use several FlashInfer wrappers in turn, so that planning never overwrites a plan that the device has yet to read.
 
-A wrapper plans in pinned memory that is then copied to the device. Where steps are launched ahead, the copy may still
-be queued when the next step is planned; so several wrappers take turns, and each waits for its own last copy only.
+A wrapper plans in pinned memory that is then copied to the device. If steps are launched ahead, the copy may still be
+queued when the next step is planned. Several wrappers therefore take turns, and each waits for its own last copy only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _TILE_ROWS = 128
 
 
 def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
-    """Memory for the partial results of split keys, zeroed; wrappers of one stream may share it.
+    """Return zeroed memory for the partial results of split keys; wrappers of one stream may share it.
 
-    Their number is what keeps the GPU busy: two tiles of rows for each multiprocessor and query head of a group.
+    The number of partial results is the number that keeps the GPU busy: two tiles of rows per multiprocessor and query
+    head of a group.
     """
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     partial = programs * shape.group * _TILE_ROWS * shape.head_dim * 4
@@ -33,16 +34,16 @@ def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 PlannedFor = tuple[AttentionBatch, float]
-"""The batch, and the scale of its scores, that a plan was made for."""
+"""The batch and the scale of the scores that a plan was made for."""
 
 
 def is_of(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
-    """Whether a plan is that of this very batch."""
+    """Return whether a plan was made for this very batch object and this scale."""
     return planned_for is not None and planned_for[0] is batch and planned_for[1] == scale
 
 
 class WrapperRing:
-    """`count` wrappers from `make`, planned one after the other."""
+    """`count` wrappers created by `make`, planned in turn."""
 
     def __init__(self, make: Callable[[], Any], count: int = IN_TURN) -> None:
         self._wrappers = [make() for _ in range(count)]
@@ -50,7 +51,7 @@ class WrapperRing:
         self._turn = 0
 
     def plan(self, plan: Callable[[Any], None]) -> Any:
-        """The next wrapper, planned by `plan`; it keeps that plan for `count − 1` more calls."""
+        """Plan the next wrapper with `plan` and return it; the plan stays valid for `count − 1` more calls."""
         turn = self._turn = (self._turn + 1) % len(self._wrappers)
         copied = self._copied[turn]
         if copied is not None:
@@ -63,7 +64,7 @@ class WrapperRing:
 def plan_rows(
     wrapper: Any, shape: AttentionShape, q_indptr: Tensor, pages: PageLists, *, causal: bool, scale: float
 ) -> None:
-    """Plans a prefill wrapper: item i's queries are the rows `[q_indptr[i], q_indptr[i + 1])`."""
+    """Plan a prefill wrapper: item i's queries are the rows `[q_indptr[i], q_indptr[i + 1])`."""
     wrapper.plan(
         *(q_indptr, pages.indptr, pages.indices, pages.last_page_len),
         *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
@@ -76,7 +77,7 @@ def plan_rows(
 
 
 def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale: float) -> None:
-    """Plans a decode wrapper: item i's query is row i."""
+    """Plan a decode wrapper: item i's query is row i."""
     wrapper.plan(
         *(pages.indptr, pages.indices, pages.last_page_len),
         *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
@@ -88,11 +89,11 @@ def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale:
 
 
 def one_page(device: torch.device) -> PageLists:
-    """The smallest step: planning it builds, or loads, what later plans and runs need."""
+    """Return the page list of the smallest step; planning it builds or loads the code that all plans and runs need."""
     one = torch.ones(1, dtype=torch.int32)
     return PageLists(first_row(device), one, one, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def first_row(device: torch.device) -> Tensor:
-    """The `indptr` of one item with one row or page."""
+    """Return the `indptr` of one item with one row or page."""
     return on_host(torch.arange(2).numpy(), device)

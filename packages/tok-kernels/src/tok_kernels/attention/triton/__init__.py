@@ -1,4 +1,4 @@
-"""The Triton backend's kernels: no CPU plan, no synchronisation, usable inside CUDA graphs."""
+"""Attention kernels of the Triton backend: no planning on the CPU, no synchronisation, usable inside CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of one step: decode rows with their cascade levels, then prefill chunks, each by kernels of its own."""
+"""Compute attention of one step: decode rows with their cascade levels, then prefill chunks, each with own kernels."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 def attention(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """Paged, causal, grouped-query attention of one step with cascade levels: `[T, H, D]` of q's dtype, contiguous.
-    With a `window` a query sees that many positions at most, the last of them its own.
+    """Return the paged, causal, grouped-query attention of one step with cascade levels.
 
-    Scores, softmax and sums are float32; for bfloat16 and float16 the softmax weights are rounded to that type.
-    Grids follow from host numbers alone, so that a step can be captured in a CUDA graph and replayed with other
-    lengths below the same bounds. Cache rows that no query may see may hold NaN. A token without keys, and one of
-    no sequence, gets zeros. q may be strided but for its last axis; page sizes are powers of two, head_dim is at
-    most 256. Raises ValueError for what the kernels do not compute.
+    The result is `[T, H, D]` of q's dtype, contiguous. With a `window`, a query sees at most that many positions, the
+    last of which is its own.
+
+    Scores, softmax and sums are float32; for bfloat16 and float16 the softmax weights are rounded to that type. Grids
+    depend on host numbers only. A step can thus be captured in a CUDA graph and replayed with other lengths below the
+    same bounds. Cache rows that no query may see can hold NaN. A token without keys, and a token of no sequence, gets
+    zeros. q may be strided except along its last axis; page sizes are powers of two, and head_dim is at most 256.
+    Raises ValueError for inputs that the kernels do not compute.
     """
     operands = Operands(q_THD, cache, batch.page_table, scale, window)
     operands.check()
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    # Only what follows the decode rows can be padding that no program writes.
+    # Only rows after the decode rows can be padding that no program writes.
     out[batch.num_decode :].zero_()
     if batch.num_decode:
         attend_decode(operands, batch, out)

@@ -1,9 +1,9 @@
-"""Decode rows: shared pages are read once for each group, then each row's own keys, joined by log-sum-exp.
+"""Compute decode rows: read shared pages once per group, then each row's own keys, and merge by log-sum-exp.
 
-Where there is work enough for the whole GPU the parts are chained: every kernel joins what the one before it left
-in part 0 with its own keys, and the last writes the result, so that no pass of its own joins them. Where ranges of
-keys are split among programs, each writes a part or a chunk, and one pass joins all (Juravsky et al. 2024,
-"Hydragen"; Ye et al. 2024, "Cascade inference").
+If there is enough work for the whole GPU, the kernels are chained. Each kernel merges partial result 0, left by the one
+before it, with its own keys. The last one writes the output, so no separate merge pass is needed. If ranges of keys are
+split among programs, each program writes a partial result, and one pass merges all (Juravsky et al. 2024, "Hydragen";
+Ye et al. 2024, "Cascade inference").
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel
 
 
 def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
-    """Writes the outputs of the first `num_decode` rows.
+    """Write the outputs of the first `num_decode` rows.
 
-    Rows without a key, such as those that fill a captured step up, get zeros and cost an empty program or two; so do
-    groups without a row. A row in a group that has itself ended (`kv_len` not above `kv_start`) sees the shared
-    keys alone.
+    Rows without a key, such as the padding of a captured step, get zeros and cost one or two empty programs, as do
+    groups without a row. A row in a group whose own range is empty (`kv_len` not above `kv_start`) sees only the shared
+    keys.
     """
     levels = [_items(level, batch) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
     chunks = decode_chunks(operands, batch)
@@ -36,7 +36,7 @@ def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) ->
 
 
 def _items(level: CascadeLevel, batch: AttentionBatch) -> VarlenItems:
-    """Decode row b is query token b, and is in at most one group."""
+    """Return a level's groups as VarlenItems: decode row b is query token b, and is in at most one group."""
     rows = batch.num_decode
     return VarlenItems(
         *(level.row_start, level.row_count, level.slot, level.kv_start, level.kv_end),
@@ -51,7 +51,7 @@ def _items(level: CascadeLevel, batch: AttentionBatch) -> VarlenItems:
 
 def _chain(operands: Operands, batch: AttentionBatch, levels: list[VarlenItems], out_THD: Tensor) -> None:
     rows = operands.q[: batch.num_decode]
-    # One level writes all rows that it covers; of several, the first may leave a row to those after it.
+    # A single level writes all rows that it covers. With several levels, the first may not cover a row of a later one.
     parts = new_partials(rows, 1, filled=len(levels) > 1) if levels else empty_partials(rows.device)
     for i, items in enumerate(levels):
         attend_tiles(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
@@ -63,7 +63,7 @@ def _join(
 ) -> None:
     rows = operands.q[: batch.num_decode]
     level_splits = [tile_splits(operands, items) for items in levels]
-    # A row in no group of a level is written by none of its programs.
+    # No program of a level writes a row that is in none of its groups.
     parts = new_partials(rows, sum(level_splits), chunks=chunks.number, filled=True)
     decode_by_chunks(operands, batch, chunks, parts)
     part = 0

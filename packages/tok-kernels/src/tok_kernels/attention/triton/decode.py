@@ -1,4 +1,4 @@
-"""One query token a sequence: a program for each key/value head and each sequence, or chunk of its own keys."""
+"""Attend from one query token per sequence: one program per key/value head and sequence, or per chunk of its keys."""
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tok_kernels.batch import AttentionBatch
 
 
 @triton.jit(
-    # Values that change from step to step must not compile the kernel anew.
+    # Values that change from step to step must not recompile the kernel.
     do_not_specialize=["table_row", "rows", "base", "wanted", "least", "most"],
     do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
 )
@@ -58,9 +58,12 @@ def _decode(
     PRIOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the parts; otherwise it has all of a row's keys,
-    and its result is final. PRIOR: join with part 0. EARLY: the kernel before lets this one start before it ends.
-    WINDOW: the positions that a row sees, 0 for all."""
+    """Attend from one decode row to its own keys, for the query heads of one key/value head.
+
+    CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the partial results. Otherwise it has all of a
+    row's keys, and its result is final. PRIOR: merge with partial result 0. EARLY: this kernel may start before its
+    predecessor ends. WINDOW: the positions that a row sees; 0 for all.
+    """
     if EARLY and CHUNKED:
         gdc_launch_dependents()
         gdc_wait()
@@ -108,10 +111,10 @@ def _decode(
         *(PAGE, KEYS, HEAD, PADDED, True, False),
     )
     if PRIOR:
-        # The row's own keys do not wait for the prefix, which the kernel before may still be at.
+        # Wait only here: the row's own keys do not depend on the prefix, which the predecessor may still be computing.
         if EARLY and not CHUNKED:
             gdc_wait()
-        # A row that starts at 0 is in no group, and nothing was written for it.
+        # A row that starts at 0 is in no group, and has no partial result to read.
         prefix_top, prefix_total, prefix_acc = resume(
             part_lse_ptr + line, part_out_ptr + out_offset, present & (start > 0), d_present
         )
@@ -126,15 +129,16 @@ def _decode(
 
 
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
-    """How the rows' own keys are cut, from host bounds; None: not at all."""
+    """Return how to split the rows' own keys, decided from host bounds; None: no split."""
     return plan_split_kv(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
-    """Attends from the first `num_decode` rows to their own keys and writes their results; `prior` as in the kernel.
+    """Attend from the first `num_decode` rows to their own keys and write the outputs; `prior` as in the kernel.
 
-    With `prior` nothing may be launched between the tiles that write part 0 and this. It reads the cache while they
-    run: they are not launched early themselves, so that what has written the cache has ended.
+    With `prior`, nothing may be launched between the tiles that write partial result 0 and this kernel. This kernel
+    reads the cache while the tiles still run. That is safe because the tiles are not launched early: all kernels that
+    wrote the cache have ended when they start.
     """
     early = config.early(operands.q.device) if prior else {"EARLY": False}
     programs = batch.num_decode * operands.kv_heads
@@ -142,7 +146,7 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
 
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
-    """Attends from the first `num_decode` rows to their own keys; writes the chunks of `parts` and their table."""
+    """Attend from the first `num_decode` rows to their own keys; write the chunks of `parts` and their table."""
     cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
     programs = chunks.number * operands.kv_heads
     early = config.early(operands.q.device)
@@ -174,7 +178,7 @@ def _run(
 
 
 def _programs(operands: Operands) -> int:
-    """How many programs a key/value head has when the GPU is busy."""
+    """Return the number of programs per key/value head that keeps the GPU busy."""
     launch = _launch(operands)
     return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
 

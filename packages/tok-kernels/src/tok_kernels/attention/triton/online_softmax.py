@@ -1,7 +1,7 @@
-"""Online softmax over a range of paged keys, shared by all attention kernels (Milakov & Gimelshein 2018).
+"""Compute online softmax over a range of paged keys, for all attention kernels (Milakov & Gimelshein 2018).
 
-Scores are in units of log 2, so that weights are powers of two. A row's state is (top, total, acc): its largest
-score so far, the sum of its weights relative to that score, and its weighted sum of values.
+Scores are in units of log 2, so weights are powers of two. A row's state is (top, total, acc): its largest score so
+far, the sum of its weights relative to that score, and its weighted sum of values.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -34,10 +34,10 @@ def attend(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """The state after the positions [begin, end); with MASKED a row sees only those below its `limit`, and with
-    WINDOWED, too, only those from its `first` on.
+    """Return the state after the positions [begin, end).
 
-    Without MASKED their number is a multiple of KEYS. Of a page only rows before `end` are read.
+    With MASKED a row sees only positions below its `limit`, and with WINDOWED, too, only those from its `first` on.
+    Without MASKED the number of positions is a multiple of KEYS. Rows of a page at or after `end` are not read.
     """
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
@@ -49,7 +49,7 @@ def attend(
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
         offset = position % PAGE
         at = (page * kv_page + offset * kv_row)[:, None] + d[None, :]
-        # A row that nobody wrote may hold NaN, which a weight of zero would not remove.
+        # An unwritten row may hold NaN, which a weight of zero would not remove.
         if MASKED:
             present = inside[:, None] & (d < HEAD)[None, :]
             k = tl.load(k_ptr + at, mask=present, other=0.0)
@@ -64,7 +64,7 @@ def attend(
         if MASKED:
             score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
             if WINDOWED:
-                # Rows may see positions beyond `end`, too, in a later range.
+                # `limit` may lie beyond `end`: rows see later positions in a later range.
                 seen = inside[None, :] & (position[None, :] >= first[:, None])
                 score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, 1) * scale)
@@ -79,7 +79,10 @@ def attend(
 
 @triton.jit
 def computed(q, FP16: tl.constexpr):
-    """The queries in the dtype that scores are computed from; with FP16 cut to that type's range, but for NaN."""
+    """Return the queries in the dtype of the matmul.
+
+    With FP16 they are clamped to float16's range and converted; NaN stays NaN.
+    """
     if FP16:
         q = q.to(tl.float32)
         q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q)).to(tl.float16)
@@ -88,23 +91,23 @@ def computed(q, FP16: tl.constexpr):
 
 @triton.jit
 def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """The state before any key."""
+    """Return the state before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
 
 
 @triton.jit
 def resume(lse_at, out_at, present, d_present):
-    """The state that a partial result stands for; that of no keys where `present` is false or it saw none."""
+    """Return the state that a partial result stands for; the empty state where `present` is false or it has no keys."""
     top = tl.load(lse_at, mask=present, other=float("-inf"))
-    seen = top != float("-inf")  # NaN has been seen
+    seen = top != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
     acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
     return top, tl.where(seen, 1.0, 0.0), acc
 
 
 @triton.jit
 def join(top, total, acc, other_top, other_total, other_acc):
-    """The state of both states' keys."""
+    """Return the state over the keys of both states."""
     peak = tl.maximum(top, other_top)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     shrink = tl.exp2(top - shift)
@@ -115,7 +118,7 @@ def join(top, total, acc, other_top, other_total, other_acc):
 
 @triton.jit
 def finish(top, total, acc):
-    """Output and base-2 log-sum-exp of a state: zeros and −inf where no key was seen. NaN stays NaN."""
+    """Return output and base-2 log-sum-exp of a state; zeros and −inf where no key was seen. NaN stays NaN."""
     seen = total != 0
     divisor = tl.where(seen, total, 1.0)
     out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""What every attention kernel of a step is given alike: queries, cache, page table and scale."""
+"""Define the operands that all attention kernels of a step share: queries, cache, page table and scale."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ _CACHED = (*DTYPES, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Queries `[T, H, D]` of any token and head stride, one layer's cache, the page table `[S, P]`, the scale, and the
-    number of positions that a query sees, its own included; None: all up to its own."""
+    """Operands of the attention kernels for one layer of a step.
+
+    q           [T, H, D], any token and head stride
+    cache       one layer's cache
+    page_table  [S, P]
+    scale       factor of the scores
+    window      positions that a query sees, its own included; None: all up to its own
+    """
 
     q: Tensor
     cache: LayerCache
@@ -42,12 +48,15 @@ class Operands:
 
     @property
     def fp16(self) -> bool:
-        """Whether bfloat16 queries meet float8 keys in float16: it holds every float8, from which a GPU converts in
-        one instruction where bfloat16 takes three, and its softmax weights are rounded eight times as finely."""
+        """Whether bfloat16 queries meet float8 keys in float16.
+
+        float16 holds every float8 value. A GPU converts float8 to float16 in one instruction, to bfloat16 in three.
+        Softmax weights are rounded eight times as finely in float16 as in bfloat16.
+        """
         return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
 
     def runtime(self) -> tuple[int | float | Tensor, ...]:
-        """The kernels' arguments from `q_token` to `scale`."""
+        """Return the kernels' arguments from `q_token` to `scale`."""
         k, v = self.cache.k, self.cache.v
         return (
             *self.q.stride()[:2],
@@ -58,7 +67,7 @@ class Operands:
         )
 
     def static(self) -> dict[str, int]:
-        """The kernels' compile-time arguments that depend on the model and its cache alone."""
+        """Return the kernels' compile-time arguments, which depend on the model and its cache only."""
         return {
             "PAGE": self.cache.page_size,
             "HEAD": self.q.shape[2],
@@ -70,7 +79,7 @@ class Operands:
         }
 
     def check(self) -> None:
-        """Raises ValueError for what the kernels cannot compute."""
+        """Raise ValueError for operands that the kernels cannot compute."""
         heads, size = self.q.shape[1:]
         page_size, kv_heads = self.cache.k.shape[1:3]
         _require(self.q.dtype in DTYPES, "q's dtype", self.q.dtype, f"one of {DTYPES}")
@@ -92,13 +101,13 @@ class Operands:
         _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")
 
     def most_keys(self, bound: int, queries: int = 1) -> int:
-        """Return how many of at most `bound` keys so many consecutive queries can see together."""
+        """Return how many of at most `bound` keys that many consecutive queries can see together."""
         return bound if self.window is None else min(bound, self.window + queries - 1)
 
 
 @lru_cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether kernels on the device convert float8_e4m3fn: from compute capability 8.9 on, and interpreted."""
+    """Return whether kernels convert float8_e4m3fn: from compute capability 8.9 on, and when interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -1,4 +1,4 @@
-"""Prefill chunks: ragged causal attention over a paged cache, where the queries are each sequence's last positions."""
+"""Compute prefill chunks: ragged causal attention over a paged cache, queries at each sequence's last positions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tok_kernels.batch import AttentionBatch
 
 
 def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
-    """Writes the outputs of all sequences after the first `num_decode`; rows that no sequence owns stay as they
-    are."""
+    """Write the outputs of all sequences after the first `num_decode`; rows of no sequence stay unchanged."""
     base, q = batch.num_decode, operands.q
     items = VarlenItems(
         *(batch.q_start, None, batch.slots, batch.kv_start, batch.kv_len),

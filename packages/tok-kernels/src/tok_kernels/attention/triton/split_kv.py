@@ -1,9 +1,11 @@
-"""Split-KV scheduling: cut long rows into chunks of about equal size on the device where few rows leave a GPU idle.
+"""Plan split-KV decoding: split long rows on the device into chunks of about equal size, if few rows leave a GPU idle.
 
-A launch has room for a fixed number of chunks. Each program adds up the keys of all rows, so that it knows how long
-a chunk is, and finds its own; a row of n blocks of keys gets ceil(n / blocks a chunk) of them, and at least one.
-One captured launch thus serves every length below its bounds: a short row is not cut smaller than pays, a long one
-among short ones is shared by more programs, and programs for which no chunk is left end at once.
+A launch has programs for a fixed number of chunks. Each program sums the keys of all rows, which gives the size of a
+chunk, and then finds its own chunk. A row of n blocks of keys gets ceil(n / blocks per chunk) chunks, at least one. For
+example, rows of 40, 1 and 3 blocks at 4 blocks per chunk get 10, 1 and 1 chunks.
+
+One captured launch thus serves all lengths below its bounds. Chunks do not become too small to pay, a long row among
+short ones is shared by more programs, and programs without a chunk end at once.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -17,14 +19,19 @@ import triton.language as tl
 from tok_kernels import launch_config as config
 
 ROWS = tl.constexpr(256)  # rows counted at a time
-# Up to so many rows counting is cheap, and a single long one could keep all others waiting.
+# With at most this many rows, counting is cheap, and a single row of at least this many keys could delay the others.
 _MOST_ROWS, _LONG = 512, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVPlan:
-    """`number` is the room of a launch; `wanted` chunks of all rows together are aimed at, each of `least` keys or
-    more, and no row is cut into more than `most`."""
+    """Bounds of a split-KV launch.
+
+    number  chunks for which the launch has programs
+    wanted  target number of chunks over all rows together
+    least   minimum keys per chunk
+    most    maximum chunks per row
+    """
 
     number: int
     wanted: int
@@ -33,10 +40,10 @@ class SplitKVPlan:
 
 
 def plan_split_kv(rows: int, wanted: int, max_kv: int) -> SplitKVPlan | None:
-    """How to cut the keys of `rows` rows, none longer than `max_kv`, for `wanted` programs; None: not at all.
+    """Return how to split the keys of `rows` rows, none longer than `max_kv`, for `wanted` programs; None: no split.
 
-    It pays where each row would otherwise have less than half of its share of the programs, and for rows that may be
-    long among not too many.
+    Splitting pays if `rows` is at most half of `wanted`, and for rows that may be long if there are not too many of
+    them.
     """
     least = config.DECODE_SPLIT_KEYS
     most = min(-(-max_kv // least), config.MAX_SPLITS)
@@ -47,13 +54,13 @@ def plan_split_kv(rows: int, wanted: int, max_kv: int) -> SplitKVPlan | None:
 
 
 def no_split_kv(rows: int) -> SplitKVPlan:
-    """Nothing is cut, but results are parts."""
+    """Return a plan that splits no row but writes each result as a partial result."""
     return SplitKVPlan(rows, wanted=1, least=1, most=1)
 
 
 @triton.jit
 def blocks(start_ptr, len_ptr, row, present, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Blocks of keys of rows; none of a row that has ended."""
+    """Return the blocks of keys of rows; 0 for a row that has ended."""
     keys = tl.load(len_ptr + row, mask=present, other=0) - tl.load(start_ptr + row, mask=present, other=0)
     if WINDOW:
         keys = tl.minimum(keys, WINDOW)
@@ -62,14 +69,16 @@ def blocks(start_ptr, len_ptr, row, present, KEYS: tl.constexpr, WINDOW: tl.cons
 
 @triton.jit
 def chunks_of(row_blocks, blocks_each, most):
-    """How many chunks rows of so many blocks are cut into."""
+    """Return the number of chunks of rows with `row_blocks` blocks each."""
     return tl.minimum(tl.maximum(tl.cdiv(row_blocks, blocks_each), 1), most)
 
 
 @triton.jit
 def find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The row that the `chunk`-th chunk of all belongs to (`rows`: there is none), how many lie before that row's
-    first, and the blocks that a chunk is to hold."""
+    """Return the row of chunk number `chunk`, the chunks before that row's first, and the blocks per chunk.
+
+    A returned row of `rows` means that there is no such chunk.
+    """
     total = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)

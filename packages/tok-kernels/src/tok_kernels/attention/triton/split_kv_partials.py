@@ -1,6 +1,7 @@
-"""Partial attention results of query rows over disjoint key ranges, and the kernel that merges them.
+"""Store partial attention results of query rows over disjoint key ranges, and merge them in one kernel.
 
-Log-sum-exps are of base 2, as the kernels' scores; −inf marks a part without keys, whose output is undefined.
+Log-sum-exps are of base 2, like the kernels' scores. −inf marks a partial result without keys, whose output is
+undefined.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -16,17 +17,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import early
 
-# Parts joined at a time: where there are few, many rows are joined; where there are many, few.
+# Partial results merged at a time: a step of many rows has few per row, a step of few rows may have many.
 _FEW, _MANY = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVPartials:
-    """`each` parts of every row, part after part, and after them chunks, of which a row has any number.
+    """`each` partial results of every row, stored part after part, followed by chunks, of which a row has any number.
 
     out     float32 [each × rows + chunks, H, D]
     lse     float32 [each × rows + chunks, H]
-    chunks  int32   [rows, 2]  a row's first chunk and how many it has; what is not written is never read
+    chunks  int32   [rows, 2]  a row's first chunk and its number of chunks; unwritten entries are never read
+
+    With `each` = 2 and 3 rows, entries 0–2 are part 0 of the rows 0–2, entries 3–5 are part 1, and chunks begin at 6.
     """
 
     out: Tensor
@@ -38,20 +41,22 @@ class SplitKVPartials:
 
 
 def empty_partials(device: torch.device) -> SplitKVPartials:
-    """Stands where a kernel neither reads nor writes any."""
+    """Return a placeholder for kernels that neither read nor write partial results."""
     nothing = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
     return SplitKVPartials(nothing, nothing, nothing, rows=1, each=0, chunked=False)
 
 
 def new_partials(q_RHD: Tensor, each: int, *, chunks: int = 0, filled: bool) -> SplitKVPartials:
-    """Room for `each` parts of each row and for `chunks`; with `filled` no part has seen a key yet, otherwise
-    they are undefined."""
+    """Allocate `each` partial results per row, and `chunks` chunks.
+
+    With `filled`, the `each` partial results are marked as having no keys; otherwise they are undefined.
+    """
     rows, heads, size = q_RHD.shape
     out = torch.empty((each * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
     lse = torch.empty((each * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
     if filled and each:
         lse[: each * rows].fill_(-torch.inf)
-    # The table stands for itself where there are no chunks: a kernel then reads none of it.
+    # Without chunks no kernel reads the table, so any tensor serves as its argument.
     table = torch.empty((rows, 2), dtype=torch.int32, device=q_RHD.device) if chunks else lse
     return SplitKVPartials(out, lse, table, rows, each, chunks > 0)
 
@@ -127,7 +132,7 @@ def _merge(
 
 
 def merge_partials(parts: SplitKVPartials, out_RHD: Tensor, padded_head: int) -> None:
-    """Joins all the parts of each row into `out`, which is contiguous; zeros where none has seen a key."""
+    """Merge all partial results of each row into the contiguous `out_RHD`; zeros for rows without keys."""
     rows, heads, size = out_RHD.shape
     _merge[(rows * heads,)](
         *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.each),

@@ -1,4 +1,4 @@
-"""What Triton's kernels compute, asked of a model's shape before anything is launched."""
+"""Check a model's shape against the limits of the Triton kernels, before any launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tok_kernels.attention.triton.operands import DTYPES, MAX_HEAD_DIM, has_fp8
 
 
 def unusable(shape: AttentionShape, device: torch.device) -> str | None:
-    """Why Triton's kernels cannot compute this shape here; None: they can."""
+    """Return why Triton's kernels cannot compute this shape here; None if they can."""
     if shape.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {shape.head_dim}; Triton's kernels allow at most {MAX_HEAD_DIM}"
     if shape.page_size & (shape.page_size - 1):

@@ -1,8 +1,9 @@
-"""Attention of many query tokens over one range of keys: one program per tile of rows, KV head and split.
+"""Attend from many query tokens to one range of keys: one program per tile of rows, KV head and split.
 
-The query tokens of an item (a prefill chunk, or a group of decode rows) times the query heads of a key/value
-head are the rows of a dense product; items are cut into tiles of rows on the GPU, from lengths that only it knows.
-Where tiles may be few, the keys of each are shared by as many programs as the launch has for each tile there is.
+The rows of the matmul are the query tokens of an item times the query heads of a key/value head. An item is a prefill
+chunk or a group of decode rows. Items are cut into tiles of rows on the GPU, because only the GPU knows their lengths.
+If there may be few tiles, the programs of a launch are divided evenly among the tiles, and those of one tile split its
+keys.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -20,19 +21,22 @@ from tok_kernels.attention.triton.online_softmax import attend, computed, finish
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 
-_ITEMS = 256  # items counted at a time when a program looks for its own
-_LONG_TILE_KEYS = 4096  # keys over which a tile that is not split takes long
+_ITEMS = 256  # items counted at a time when a program searches for its item
+_LONG_TILE_KEYS = 4096  # keys from which an unsplit tile takes long
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenItems:
-    """Item `i` from `offset` on: `count[i]` query tokens from token `first[i]` on, over the positions `[start[i],
-    end[i])` found through the page table of `slot[i]`; all int32.
+    """Ragged queries over paged keys; all tensors are int32.
 
-    With `count` None it is `first[i + 1] - first[i]`, and the item is causal: its last query stands at
-    `end[i] - 1`. Otherwise each query sees all, but where there is a window those that end with the last of the
-    `length` positions of its token's sequence. `most_tokens`, `most_tokens_each` and `most_keys` are host-side
-    upper bounds of the tokens of all items, and of tokens and keys of any one.
+    Item `i`, from `offset` on, has `count[i]` query tokens from token `first[i]` on. Its queries attend to the
+    positions `[start[i], end[i])`, found through the page table of `slot[i]`.
+
+    If `count` is None, it is `first[i + 1] - first[i]`, and the item is causal: its last query stands at `end[i] - 1`.
+    Otherwise each query sees all keys of the item. A window then restricts these to the last positions of the sequence
+    of the query's token, which has `length` positions. `number` is the number of items. `most_tokens` is a host-side
+    upper bound of the tokens of all items; `most_tokens_each` and `most_keys` bound the tokens and keys of any one
+    item.
     """
 
     first: Tensor
@@ -73,7 +77,7 @@ def _total(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """The tiles of all items."""
+    """Return the number of tiles of all items."""
     total = 0
     for base in range(0, items, ITEMS):
         i = base + tl.arange(0, ITEMS)
@@ -93,7 +97,7 @@ def _find(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """The item that holds the `tile`-th tile of all, and how many tiles lie before that item."""
+    """Return the item that holds tile number `tile`, and how many tiles precede that item."""
     passed = 0
     skipped = 0
     counted = 0
@@ -110,7 +114,7 @@ def _find(
 
 
 @triton.jit(
-    # Values that change from step to step must not compile the kernel anew.
+    # Values that change from step to step must not recompile the kernel.
     do_not_specialize=[
         "table_row",
         "offset",
@@ -172,11 +176,14 @@ def _tiles(
     CAUSAL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """`each`: tiles that every item is given, or 0 where programs look for theirs. `splits`: into how many ranges the
-    keys of a tile are cut at most, so that about `wanted` programs have one, of `least` keys or more; a part that
-    has none is left as it is. `prior`: start from part 0; `part`: the part written by split 0, or −1: the result is
-    final. Row 0 of a part is token `base`. WINDOW: the positions that a query sees, 0 for all. LEADS: the kernel
-    launched next may start as soon as all programs of this one have."""
+    """Attend from one tile of query rows to the keys of its item, or to one split of them.
+
+    `each`: tiles that every item is given; 0: programs search for theirs. `splits`: maximum number of ranges into which
+    a tile's keys are split, so that about `wanted` programs have one of `least` keys or more. The partial result of an
+    empty range stays unwritten. `prior`: start from partial result 0. `part`: the partial result that split 0 writes;
+    −1: the result is final. Row 0 of a partial result is token `base`. WINDOW: the positions that a query sees; 0 for
+    all. LEADS: the kernel launched next may start as soon as all programs of this one have started.
+    """
     if LEADS:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -218,7 +225,8 @@ def _tiles(
         limit = tl.full([ROWS], 0, tl.int32) + end
         seen_by_all = end
         end_here = end
-    # The beginning of each row's window. Nothing before the first of them is read, behind the last no row is masked.
+    # First position of each row's window. No key before the earliest of them is read, and from the latest on no row
+    # needs a window mask.
     window = limit
     if WINDOW:
         if CAUSAL:
@@ -274,12 +282,15 @@ def _tiles(
 
 
 def tile_splits(operands: Operands, items: VarlenItems) -> int:
-    """Most programs that share one tile's keys, from host bounds: as if all tokens were one item's."""
+    """Return the maximum number of programs per tile's keys, from host bounds, as if one item had all tokens."""
     return _splits(operands, items, _cdiv(items.most_tokens * operands.group, _launch(operands).rows))
 
 
 def splits_pay(operands: Operands, items: VarlenItems) -> bool:
-    """Whether tiles are worth a pass that joins their parts: there are few for certain, or perhaps of many keys."""
+    """Return whether splitting tiles is worth a merge pass.
+
+    It is if tiles are certainly few, or if they may be few and have many keys.
+    """
     return _splits(operands, items, _tile_counts(operands, items)[0]) > 1 or (
         items.most_keys >= _LONG_TILE_KEYS and tile_splits(operands, items) > 1
     )
@@ -291,11 +302,11 @@ def _splits(operands: Operands, items: VarlenItems, tiles: int) -> int:
 
 
 def _tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
-    """Tiles to launch, and how many of them are each item's, 0 where programs look for theirs.
+    """Return the number of tiles to launch, and how many of them each item is given (0: programs search for theirs).
 
-    Looking costs a program more than an empty one costs in its place, unless there are many of these. Of items
-    without a token there is no tile, and every other wastes less than one: what a launch of loose bounds has too
-    many, such as 256 groups mostly empty over 8 rows, follows from the rows and not from the groups.
+    Searching costs a program more than launching an empty program, unless there are many empty ones. Without the
+    search, every item gets tiles for its bound. With it, items without a token get no tile, and each other item wastes
+    less than one. Loose bounds, such as 256 mostly empty groups over 8 rows, then cost tiles by rows and not by groups.
     """
     rows = _launch(operands).rows
     each = _cdiv(items.most_tokens_each * operands.group, rows)
@@ -314,7 +325,7 @@ def attend_tiles(
     prior: bool,
     part: int,
 ) -> None:
-    """Attends from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
+    """Attend from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
     tiles, each = _tile_counts(operands, items)

@@ -1,4 +1,4 @@
-"""What a request does to its logits before the draw: penalties and biases."""
+"""Apply penalties and biases of requests to their logits before sampling."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from tok_kernels.batch import Contexts, LogitBias, Penalties
 
-_ENTRIES = 1 << 25  # of the vocabulary, over all rows counted at once
-_POSITIONS = 4096  # of a context, counted at once: contexts may be long, scratch memory is not
+_ENTRIES = 1 << 25  # vocabulary entries counted at once, over all rows; bounds the memory
+_POSITIONS = 4096  # positions of a context counted at once; bounds the memory for long contexts
 
 
 def apply_penalties(logits_RV: Tensor, penalties: Penalties) -> None:
-    """Changes the named rows in place: repetition first, then presence and frequency."""
+    """Apply penalties to their rows in place: repetition first, then presence and frequency."""
     together = max(1, _ENTRIES // max(1, logits_RV.shape[1]))
     for start in range(0, len(penalties.rows), together):
         _penalise(logits_RV, penalties, slice(start, start + together))
 
 
 def apply_bias(logits_RV: Tensor, bias: LogitBias) -> None:
-    """Adds to single logits in place; several biases of one token add up."""
+    """Add to single logits in place; several biases of one token add up."""
     logits_RV.index_put_((bias.row, bias.token), bias.value, accumulate=True)
 
 
@@ -36,7 +36,7 @@ def _penalise(logits_RV: Tensor, penalties: Penalties, part: slice) -> None:
 
 
 def _counts(contexts: Contexts, part: slice, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """How often each entry stands in the prompts of the part's sequences, and behind them: int32 `[r, V]` each."""
+    """Return how often each token occurs in the part's prompts and in their generated tokens: int32 `[r, V]` each."""
     slots, size = contexts.slots[part], contexts.page_size
     length, prompt_len = contexts.length[part].unsqueeze(1), contexts.prompt_len[part].unsqueeze(1)
     in_prompt, in_output = torch.zeros((2, len(slots), vocabulary), dtype=torch.int32, device=slots.device)

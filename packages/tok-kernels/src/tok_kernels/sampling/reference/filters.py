@@ -1,8 +1,10 @@
-"""Filters keep a row's likeliest tokens. A token drawn from the whole row stays if it is kept, else another is drawn.
+"""Filter by top-k, top-p and min-p: keep a token sampled from the whole row if the filters keep it, else resample.
 
-The outcome has the filtered distribution: of a kept set of probability Z, token t comes with p(t) from the first draw
-and with (1 − Z) · p(t) / Z from the second, together p(t) / Z. Kernels gain by it: whether one token is kept is soon
-known.
+The result has the filtered distribution. Let the kept set have probability Z, and let t be a kept token:
+  first sample     p(t)
+  second sample    (1 − Z) · p(t) / Z
+  both together    p(t) / Z
+Kernels are faster this way, because checking whether one token is kept is cheap.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from torch import Tensor
 from tok_kernels.batch import Filters
 from tok_kernels.sampling.reference.inversion import invert_cdf
 
-_ROWS = 256  # sorted at once, which bounds the memory
+_ROWS = 256  # rows sorted at once; bounds the memory
 
 
 def redraw_filtered(
     token_R: Tensor, logits_RV: Tensor, weight_RV: Tensor, heat_R: Tensor, u_R: Tensor, filters: Filters
 ) -> Tensor:
-    """The tokens, those that the filters of their rows remove drawn anew at `u` from what these keep.
+    """Return the tokens, with those that their rows' filters remove resampled at `u`.
 
-    `weight` is proportional to the probabilities, `logits` divided by `heat` to their logarithms; both float32.
+    `weight_RV` is proportional to the probabilities, and `logits_RV / heat_R` to their logarithms up to a constant;
+    both are float32.
     """
     token_R = token_R.clone()
     for begin in range(0, len(filters.rows), _ROWS):
@@ -35,15 +38,16 @@ def redraw_filtered(
 
 
 def kept(logits_rV: Tensor, heat_r: Tensor, filters: Filters) -> Tensor:
-    """Which entries are left, bool `[r, V]`: of the rows that `filters.rows` names, float32, by logits / heat.
+    """Return which entries the filters keep, bool `[r, V]`, given float32 logits of the rows `filters.rows`.
 
-    Top-k removes what is below the k-th largest, so that ties with it stay; top-p keeps the smallest set of
-    largest entries (lower ids first among equals) whose mass reaches `top_p`, at least one; min-p removes
-    what is less likely than `min_p` times the most likely. Each works on what the one before it left.
+    The distribution is that of logits / heat. Top-k removes entries below the k-th largest, so ties with it stay. Top-p
+    keeps the smallest set of largest entries (lower ids first among equals) whose mass reaches `top_p`, at least one
+    entry. Min-p removes entries less likely than `min_p` times the most likely. Each filter applies to what the one
+    before it kept.
     """
     ranked, token = logits_rV.sort(dim=-1, descending=True, stable=True)
     left = _top_k(ranked, filters.top_k)
-    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only.
+    # The peak is subtracted first, so that a tiny temperature divides 0 and negative numbers only.
     score = (ranked - ranked[:, :1]) / heat_r.unsqueeze(-1)
     left &= _top_p(score.masked_fill_(~left, -torch.inf), filters.top_p)
     left &= _min_p(ranked, heat_r, filters.min_p)
@@ -66,6 +70,6 @@ def _top_p(score_rV: Tensor, p_r: Tensor) -> Tensor:
 
 
 def _min_p(ranked_rV: Tensor, heat_r: Tensor, p_r: Tensor) -> Tensor:
-    # A border on the logits themselves, that all backends find alike; log(0) = −inf removes nothing.
+    # A threshold on the logits themselves, which all backends compute alike; log(0) = −inf removes nothing.
     border = ranked_rV[:, 0].double() + p_r.double().log() * heat_r.double()
     return ranked_rV >= border.float().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Inverts a cumulative distribution that is given by weights: which entry a number falls to."""
+"""Invert a cumulative distribution given by weights: find the entry that a uniform number falls into."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def heat(temperature_R: Tensor) -> Tensor:
-    """What logits are divided by: the temperature, 1 for greedy rows. Denormal ones, which may flush to 0, and
-    infinite ones are replaced by their neighbours."""
+    """Return the divisor of the logits: the temperature, or 1 for greedy rows.
+
+    The divisor is clamped to finite normal float32 numbers, because denormal ones may flush to 0.
+    """
     return torch.where(temperature_R > 0, temperature_R, 1.0).clamp(_TINY, _HUGE)
 
 
 def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
-    """The first entry at which the running sum of the weights exceeds `u` × their total: int64 `[R]`.
+    """Return the first entry at which the running sum of the weights exceeds `u` × their total: int64 `[R]`.
 
-    `weight_RV` float32, not negative; `u_R` float64 in [0, 1). Never an entry of weight 0 unless all are 0
-    (then the last entry). Sums are float64, over chunks first and then within the chunk found.
+    `weight_RV` is float32 and not negative; `u_R` is float64 in [0, 1). An entry of weight 0 is never returned unless
+    all are 0 (then the last entry is). Sums are float64, over chunks first and then within the chunk found.
     """
     chunks, mass = _chunked(weight_RV)
     running = mass.cumsum(-1)
@@ -28,16 +30,19 @@ def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
 
 
 def first_passing(weight_RV: Tensor, target_R: Tensor) -> Tensor:
-    """As `invert_cdf`, where the running sum exceeds a float64 target that need not be below the total."""
+    """Return the first entry at which the running sum exceeds a float64 target, which need not be below the total.
+
+    Otherwise as `invert_cdf`.
+    """
     chunks, mass = _chunked(weight_RV)
     return _entry(weight_RV, chunks, mass, mass.cumsum(-1), target_R)
 
 
 def first_above(weight: Tensor, running: Tensor, target: Tensor) -> Tensor:
-    """Index along the last axis of the first `running` sum of the weights above the target: int64.
+    """Return the index along the last axis of the first `running` sum of the weights above the target: int64.
 
-    A parallel scan may round an entry of weight 0 above its predecessor: it is not hit. Rounding may also leave no
-    running sum above the target: then the last entry with any weight.
+    A parallel scan may round the running sum at an entry of weight 0 above its predecessor's; such an entry is never
+    returned. Rounding may also leave no running sum above the target: then the last entry with any weight is returned.
     """
     possible = weight > 0
     hit = possible & (running > target.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""A mask has a bit an entry: what it does not allow becomes impossible, in place."""
+"""Apply bitmasks of allowed tokens to logits in place."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tok_kernels.batch import Masks
 
-_ROWS = 64  # unpacked at once: a mask is a bit an entry, and unpacked a byte
+_ROWS = 64  # rows unpacked at once, from one bit to one byte per entry; bounds the memory
 
 
 def forbid(logits_RV: Tensor, masks: Masks) -> None:
-    """Sets the logits that the masks of the rows do not allow to −inf."""
+    """Set the logits that their rows' masks do not allow to −inf."""
     bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
     for begin in range(0, len(masks.rows), _ROWS):
         rows = masks.rows[begin : begin + _ROWS]

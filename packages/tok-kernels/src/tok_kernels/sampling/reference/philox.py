@@ -1,4 +1,4 @@
-"""Randomness is a function of a key and a counter: no generator state, so no row depends on another."""
+"""Generate random numbers from a key and a counter, without generator state, so no row depends on another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    Words are 32-bit values held in int64 tensors of one shape; so are the four results.
+    Words are 32-bit values held in int64 tensors of one shape, and so are the four results.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -29,15 +29,15 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def uniform(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> Tensor:
-    """The first of `uniforms`, by which a token is drawn."""
+    """Return the first of `uniforms`, which selects the row's token."""
     return uniforms(seed_R, sample_R, position_R)[0]
 
 
 def uniforms(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers in [0, 1) a row, float64 with 53 random bits, from int64 seed (all 64 bits), sample and
-    position. The second is for rows whose filters remove what the first drew.
+    """Return two numbers in [0, 1) per row, float64 with 53 random bits, from int64 seed, sample and position.
 
-    The seed is the key, (sample, position, 0, 0) the counter; sample and position count modulo 2³².
+    The second is for rows whose filters remove the token that the first selected. The seed (all 64 bits) is the key,
+    and (sample, position, 0, 0) is the counter; sample and position are taken modulo 2³².
     """
     zero = torch.zeros_like(seed_R)
     counter = (sample_R & _MASK, position_R & _MASK, zero, zero)

@@ -1,8 +1,8 @@
-"""A token is drawn by inverting the cumulative distribution at one uniform number a row.
+"""Sample a token by inverting the cumulative distribution at one uniform number per row.
 
-One number a row, rather than Gumbel noise for every vocabulary entry: the logits are read once and no random
-number is made per entry; vocabulary shards combine by their sums alone; and the outcome depends on nothing
-but the row and its key (seed, sample, position). Where filters remove the token, a second number draws another.
+One number per row has advantages over Gumbel noise for every vocabulary entry. The logits are read once, and no random
+number is made per entry. Vocabulary shards combine by their sums alone. The result depends on nothing but the row and
+its key (seed, sample, position). If filters remove the token, a second number selects another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tok_kernels.sampling.reference.shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Draws one token a row; `logits_RV` (float32 or bfloat16, −inf allowed) is changed by masks alone.
+    """Sample one token per row; only masks change `logits_RV` (float32 or bfloat16, −inf allowed).
 
-    Masks, then penalties, then bias, then temperature, then filters. A row in which penalties and bias leave no token
-    possible takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    The order is: masks, penalties, bias, temperature, filters. A row in which penalties and bias leave no possible
+    token takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
     if batch.shards is not None:
         return sample_shards(logits_RV, batch, batch.shards)
@@ -52,7 +52,7 @@ def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
     warm = heat(batch.temperature)
-    # The peak goes first, so that a tiny temperature divides 0 and negative numbers only.
+    # The peak is subtracted first, so that a tiny temperature divides 0 and negative numbers only.
     weight = (logits_RV - peak_R.unsqueeze(-1)).div_(warm.unsqueeze(-1)).exp_()
     first, second = uniforms(batch.seed, batch.sample, batch.position)
     token = invert_cdf(weight, first)
@@ -66,7 +66,7 @@ def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor |
     if not 0 <= top <= vocabulary:
         raise ValueError(f"top_logprobs is {top!r}; allowed: 0 to the vocabulary's {vocabulary}")
     lse = raw_RV.logsumexp(-1, keepdim=True)
-    # A row of −inf only has no distribution; every log-probability of it is −inf.
+    # A row of −inf only has no distribution; all its log-probabilities are −inf.
     lse = torch.where(lse == -torch.inf, 0.0, lse)
     logprob = (raw_RV.gather(-1, token_R.unsqueeze(-1)) - lse).squeeze(-1)
     if top == 0:
@@ -80,7 +80,7 @@ def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor |
 
 
 def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    """Sort by value, largest first, with the lower id first among equals, which `topk` does not guarantee."""
     entry, order = entry.sort(dim=-1)
     value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return value, entry.gather(-1, order)

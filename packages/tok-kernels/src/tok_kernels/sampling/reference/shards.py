@@ -1,8 +1,13 @@
-"""The draw from a vocabulary that is cut between ranks: which rank a row's number falls to, its sums alone decide.
+"""Sample from a vocabulary sharded over ranks: the ranks' sums decide which rank has a row's token.
 
-Every rank tells the others four numbers a row: its largest logit, and relative to it the sums of exponentials at
-temperature 1 and at the row's own, the latter in two parts that together have the precision of a whole draw. Then all
-know which rank has the row's token, and that one finds it in its own part and tells the rest.
+Every rank sends the others four float32 numbers per row:
+  its largest logit
+  the sum of exponentials at temperature 1, relative to that logit
+  the sum at the row's own temperature, relative to that logit, high part
+  low part of the same sum; both parts together have the precision of an unsharded computation
+
+From these, all ranks know which rank has the row's token. The owner finds the token in its own shard and sends it to
+the others.
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ from tok_kernels.sampling.reference.philox import uniform
 
 
 def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sampled:
-    """As `sample`, of this rank's part of the logits: the same tokens on every rank, but where rounding decides."""
+    """Sample as `sample` does, from this rank's shard of the logits.
+
+    All ranks get the same tokens; these equal the tokens of an unsharded vocabulary, except where rounding decides.
+    """
     raw = logits_RV.float()
     peak, entry = raw.max(dim=-1)
     below = raw - _finite(peak).unsqueeze(-1)
@@ -38,7 +46,7 @@ def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sa
 
 
 def _owner(told_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:
-    """Which rank has each row's token, and where, for one rank to look for it: what its own running sum must exceed."""
+    """Return the rank that has each row's token, and the running sum that the rank `rank` must exceed to find it."""
     peak_RS = told_S4R[:, 0].T
     top_R1 = peak_RS.max(-1, keepdim=True).values
     greedy = (peak_RS == top_R1).to(torch.uint8).argmax(-1)
@@ -54,8 +62,10 @@ def _owner(told_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, T
 
 
 def _normaliser(told_S4R: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row: the largest logit of all ranks, 0 for one of −inf only, and the logarithm of the sum of
-    exponentials relative to it."""
+    """Return each row's largest logit of all ranks, and the logarithm of the sum of exponentials relative to it.
+
+    The largest logit is replaced by 0 in a row of −inf only.
+    """
     peak_SR, total_SR = told_S4R[:, 0].double(), told_S4R[:, 1].double()
     top = _finite(peak_SR.max(0).values)
     total = (total_SR * (peak_SR - top).exp()).sum(0)
@@ -63,5 +73,5 @@ def _normaliser(told_S4R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(peak: Tensor) -> Tensor:
-    """Stands in for the largest of nothing but −inf, so that −inf is subtracted from no −inf."""
+    """Replace a peak of −inf by 0, so that −inf is never subtracted from −inf."""
     return torch.where(peak == -torch.inf, 0.0, peak)

@@ -1,7 +1,7 @@
 """Sample in two kernels: one pass over the logits sums each block; the second finds a row's block and token.
 
-The second kernel reads one block of each row again and nothing else of the logits. What a row gets depends on
-the row alone, not on how many there are: blocks and the order of their sums never change.
+The second kernel rereads one block of each row and nothing else of the logits. A row's result depends on the row alone,
+not on the number of rows: blocks and the order of their sums never change.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-any-return"
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tok_kernels.batch import SamplingBatch
 
-# Measured on an H200. One warp a program: the sums need no barrier. At temperature 1 and 0 the memory is the
-# limit; at others two exponentials an entry are, which polynomials in place of some of them did not relieve.
+# Measured on an H200. With one warp per program the sums need no barrier. At temperatures 1 and 0 memory bandwidth is
+# the limit. At others it is two exponentials per entry; replacing some of them by polynomials did not help.
 BLOCK = 1024
 _SUM_WARPS, PICK_WARPS = 1, 1
-_PROGRAMS = 1 << 14  # enough to fill a GPU: from there on a program takes several blocks
+_PROGRAMS = 1 << 14  # enough to fill a GPU; with more blocks than this, a program takes several
 _MAX_PROGRAM_BLOCKS = 16
 
-# Where these begin depends on the number of rows, which must not compile the kernels anew.
+# The alignment of these depends on the number of rows, which must not recompile the kernels.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "logprob", "log_sum"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -32,10 +32,12 @@ _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What a row gets: `token` int64, its `logprob` and the natural `log_sum` of the row's exponentials, both
-    float32 and both at temperature 1; all `[R]`. `sums`: what `sum_blocks` found.
+    """Results of sampling R rows.
 
-    The `log_sum` of a row that is −inf everywhere is 0.
+    token    int64   [R]
+    logprob  float32 [R]             the token's log-probability at temperature 1
+    log_sum  float32 [R]             natural log-sum-exp of the row at temperature 1; 0 if all logits are −inf
+    sums     float32 [3, R, blocks]  the result of `sum_blocks`
     """
 
     token: Tensor
@@ -46,7 +48,7 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class RandomKeys:
-    """Temperature float32 and randomness int64 of each row, `[R]`, as in `tok_kernels.SamplingBatch`."""
+    """Temperature (float32) and random key (int64) of each row, `[R]`, as in `tok_kernels.SamplingBatch`."""
 
     temperature: Tensor
     seed: Tensor
@@ -64,10 +66,10 @@ class RandomKeys:
 
 
 def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) -> SampledRows:
-    """Inverts the cumulative distribution of each row at its uniform number, as the reference does.
+    """Sample each row by inverting its cumulative distribution at its uniform number, as the reference does.
 
-    `logits_RV` float32, bfloat16 or float16 with a dense last axis. Rows of temperature 0, and all with
-    `greedy`, take their largest logit, the first of equals.
+    `logits_RV` is float32, bfloat16 or float16 with a dense last axis. Rows of temperature 0, and all rows with
+    `greedy`, take their largest logit, the first among equals.
     """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -88,7 +90,10 @@ def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) 
 
 
 def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
-    """What `_sum_blocks` finds of every block: float32 `[3, R, blocks]`, the last of them undefined if `greedy`."""
+    """Return the results of `_sum_blocks` for every block: peaks, sums and masses, float32 `[3, R, blocks]`.
+
+    The masses are undefined with `greedy`.
+    """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     sums = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_RV.device)
@@ -105,14 +110,14 @@ def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
 
 @triton.jit
 def _slope(temperature: tl.tensor) -> tl.tensor:
-    """What a difference of logits is multiplied by to be an exponent of 2; never infinite, never denormal."""
+    """Return the factor that turns a difference of logits into an exponent of 2; never infinite, never denormal."""
     heat = tl.maximum(tl.where(temperature > 0, temperature, 1.0), _TINY)
     return tl.maximum(tl.div_rn(_LOG2E, heat), _TINY)
 
 
 @triton.jit
 def _finite(peak: tl.tensor) -> tl.tensor:
-    """Stands in for the largest of nothing but −inf, so that −inf is subtracted from no −inf."""
+    """Replace a peak of −inf by 0, so that −inf is never subtracted from −inf."""
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
@@ -130,8 +135,10 @@ def _sum_blocks(
     DRAW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of `each` blocks of a row: the largest logit, and relative to it the sum of exponentials at temperature
-    1 (`sums`) and at the row's own (`masses`)."""
+    """Compute for each of `each` blocks of a row the largest logit (`peaks`) and sums of exponentials relative to it.
+
+    `sums` is the sum at temperature 1, and `masses` the sum at the row's own temperature.
+    """
     programs = tl.cdiv(blocks, each)
     row = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * each
@@ -174,7 +181,7 @@ def _pick(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Combines a row's blocks, chooses one, and an entry of it."""
+    """Combine a row's blocks, choose one of them, and choose an entry of it."""
     row = tl.program_id(0).to(tl.int64)
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
@@ -188,8 +195,7 @@ def _pick(
     if DRAW:
         heat = tl.load(temperature + row)
         slope, drawn = _slope(heat), heat > 0
-        # Relative to the row's peak in float64: no mass is lost to underflow, and the running sum is as good as
-        # exact.
+        # float64, relative to the row's peak: no mass is lost to underflow, and the running sum is practically exact.
         share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * slope.to(tl.float64))
         mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
         running = tl.cumsum(mass)
@@ -216,7 +222,7 @@ def _pick(
 
 @triton.jit
 def _first(hit: tl.tensor, otherwise: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The index of the first hit, or `otherwise`."""
+    """Return the index of the first hit, or `otherwise`."""
     index = tl.min(tl.where(hit, tl.arange(0, SIZE), SIZE))
     return tl.where(index < SIZE, index, otherwise)
 
@@ -225,9 +231,10 @@ def _first(hit: tl.tensor, otherwise: tl.tensor, SIZE: tl.constexpr) -> tl.tenso
 def _first_passed(
     weight: tl.tensor, running: tl.tensor, target: tl.tensor, otherwise: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Where the running sum passes the target; rounding may let no entry do so: then the last of any weight.
+    """Return the first entry at which the running sum exceeds the target.
 
-    A parallel scan may round an entry of weight 0 above its predecessor: it must not be hit.
+    If rounding lets no entry do so, return the last entry of any weight, or `otherwise`. A parallel scan may round the
+    running sum at an entry of weight 0 above its predecessor's; such an entry must not be returned.
     """
     possible = weight > 0
     last = tl.max(tl.where(possible, tl.arange(0, SIZE), -1))
@@ -236,14 +243,14 @@ def _first_passed(
 
 @triton.jit
 def _uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The first of `tok_kernels.sampling.reference.philox.uniforms`: float64 in [0, 1) with 53 random bits."""
+    """Return the first of `tok_kernels.sampling.reference.philox.uniforms`: float64 in [0, 1) with 53 random bits."""
     first, second, _, _ = _words(seed, sample, position)
     return _unit(first, second)
 
 
 @triton.jit
 def _second_uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The second of them."""
+    """Return the second of these numbers."""
     _, _, third, fourth = _words(seed, sample, position)
     return _unit(third, fourth)
 

@@ -1,7 +1,7 @@
-"""Rows with penalties or biases: copy only these to float32, edit them there, and sample them again.
+"""Resample rows with penalties or biases: copy only these rows to float32, edit them there, and sample them again.
 
-How many rows have a bias only the device knows. Their number has a bound, though; a list of that length is
-filled up with a row that does not exist, so that nothing waits for the device.
+Only the device knows how many rows have a bias, but the number has an upper bound. The list of row numbers has that
+length and is padded with the number of a row that does not exist. So the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
 from tok_kernels.sampling.triton.filters import resample_filtered
 from tok_kernels.sampling.triton.penalties import penalise
 
-_ENTRIES = 1 << 27  # edited at a time, which bounds the memory
+_ENTRIES = 1 << 27  # logits edited at a time; bounds the memory
 
 
 def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch: SamplingBatch) -> Tensor:
-    """The tokens, with those of the rows that ask for penalties or bias drawn anew from their edited logits.
+    """Return the tokens, with those of rows that have penalties or biases resampled from their edited logits.
 
-    A row in which these leave no token possible takes its largest raw logit.
+    A row in which these leave no possible token takes its largest raw logit.
     """
     rows, vocabulary = logits_RV.shape
-    # The row that does not exist is number `rows`.
+    # The padding row has the number `rows`.
     result = torch.cat((token_R, token_R.new_zeros(1)))
     for index in torch.split(_asking(batch, rows), max(1, _ENTRIES // max(vocabulary, 1))):
         present = index.clamp(max=rows - 1)
@@ -41,7 +41,7 @@ def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch:
 
 
 def _asking(batch: SamplingBatch, rows: int) -> Tensor:
-    """Each number of a row that asks once, in rising order, then `rows` as padding."""
+    """Return the numbers of rows with penalties or biases, each once, in rising order, padded with `rows`."""
     parts = [] if batch.penalties is None else [batch.penalties.rows]
     parts += [] if batch.bias is None else [batch.bias.row]
     asking = torch.cat(parts)
@@ -54,9 +54,9 @@ def _asking(batch: SamplingBatch, rows: int) -> Tensor:
 
 
 def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor:
-    """The chunk's rows in float32 with penalties and biases applied."""
+    """Return the chunk's rows in float32 with penalties and biases applied."""
     count = index.shape[0]
-    # One row more takes the biases of rows outside the chunk.
+    # The extra last row takes the biases of rows outside the chunk.
     edited = torch.empty((count + 1, raw.shape[1]), dtype=torch.float32, device=raw.device)
     edited[:count] = raw
     edited[count:].fill_(0.0)
@@ -70,7 +70,7 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
 
 
 def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
-    """One entry a row of the chunk, with no effect on a row that asks for none."""
+    """Return one entry per row of the chunk, without effect on rows that have no filter."""
     if not len(filters.rows):
         return filters
     at = _entries(filters.rows, index, rows)
@@ -84,7 +84,7 @@ def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
 
 
 def _entries(asking: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Where among those `asking` each row of the chunk stands, int64; −1 where it does not."""
+    """Return the index of each row of the chunk in `asking`, int64; −1 if it is absent."""
     place = torch.full((rows + 1,), -1, device=index.device)
     place[asking] = torch.arange(asking.shape[0], device=index.device)
     return place[index]

@@ -1,6 +1,7 @@
 """Check whether a row's filters keep the token sampled from the whole row, reading only as far as needed.
 
-Blocks whose largest entry is below the token's have nothing above it. Of a likely token hardly any block does.
+A block whose largest entry is below the token's logit has no entry above the token. For a likely token, hardly any
+block has one.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -11,8 +12,11 @@ import triton.language as tl
 
 from tok_kernels.sampling.triton.block_sampling import _TINY, _finite, _slope
 
-# Verdicts. ABOVE: all that is kept ranks above the token. LIKELY: the token is removed by min-p alone, which then
-# alone says what is kept. OPEN: of rows with both top-k and top-p, where the mass of the top k is not known.
+# Verdicts on the sampled token.
+# KEPT: the filters keep it.
+# ABOVE: the filters remove it, and all tokens that they keep rank above it.
+# LIKELY: only min-p removes it, and then min-p alone decides which tokens are kept.
+# OPEN: in a row with both top-k and top-p, the mass of the top k is not known yet; the token may be kept or removed.
 KEPT: tl.constexpr = tl.constexpr(0)
 ABOVE: tl.constexpr = tl.constexpr(1)
 LIKELY: tl.constexpr = tl.constexpr(2)
@@ -20,7 +24,7 @@ OPEN: tl.constexpr = tl.constexpr(3)
 
 _HUGE: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
-# Where these begin depends on the number of rows, which must not compile the kernels anew.
+# The alignment of these depends on the number of rows, which must not recompile the kernels.
 UNALIGNED = [
     *("rows", "top_k", "top_p", "min_p", "temperature", "seed", "sample", "position"),
     *("peaks", "masses", "token", "verdicts", "befores"),
@@ -29,13 +33,13 @@ UNALIGNED = [
 
 @triton.jit
 def warmth(temperature):
-    """What logits are divided by, as in the reference."""
+    """Return the divisor of the logits, as in the reference."""
     return tl.minimum(tl.maximum(temperature, _TINY), _HUGE)
 
 
 @triton.jit
 def row_sums(peaks, masses, row, slope, blocks, BLOCKS: tl.constexpr):
-    """The largest logit of each block of the row, that of all, and the float64 sum of exponentials relative to it."""
+    """Return each block's largest logit, the row's largest, and the float64 sum of exponentials relative to that."""
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
@@ -47,7 +51,7 @@ def row_sums(peaks, masses, row, slope, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def min_p_limit(peak, heat, min_p):
-    """The smallest logit that min-p keeps."""
+    """Return the smallest logit that min-p keeps."""
     border = -float("inf")
     if min_p > 0:
         border = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * heat.to(tl.float64)).to(tl.float32)
@@ -74,8 +78,11 @@ def check_filters(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program a row that asks; reads GROUP blocks at a time until the verdict is certain. `befores`: of OPEN rows,
-    the float64 mass that ranks above the token, relative to the peak, or what is enough of it to remove the token."""
+    """Check one row with filters per program, reading GROUP blocks at a time until the verdict is certain.
+
+    `befores`: for OPEN rows, the float64 mass that ranks above the token, relative to the peak, or as much of it as
+    suffices to remove the token.
+    """
     nth_row = tl.program_id(0)
     row = tl.load(rows + nth_row).to(tl.int64)
     k, p, least = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
@@ -105,7 +112,7 @@ def check_filters(
             before += tl.sum(mass.to(tl.float64)) + equal * own_mass
             removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
             first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
-        # The token itself and what ranks above it are among the top k: so much of their mass is known.
+        # The token and the entries above it are among the top k, so the top k have at least their mass.
         least_mass = tl.where(k > 0, before + own_mass, total)
         if removed:
             verdict = tl.where((k > 0) & (number < k), OPEN, ABOVE)

@@ -1,7 +1,7 @@
-"""Find a filter's threshold in a row: the largest value at which the values from there up reach a count or a mass.
+"""Find a filter's threshold in a row: the largest value such that the entries not below it reach a count or a mass.
 
-Found without a sort: each pass over the row's blocks that matter takes three values between the bounds, and these
-close in on the border until no other value of the logits' dtype, or none that occurs, is left between them.
+The search needs no sort. Each pass over the row's relevant blocks tests three values between the bounds. The bounds
+close in on the threshold until no other value of the logits' dtype, or none that occurs, is left between them.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -17,8 +17,12 @@ from tok_kernels.sampling.triton.ordered_floats import key_of, value_of
 def tile_of(
     line, order, first, active, vocabulary, BLOCK: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr = True
 ):
-    """Up to GROUP of the `active` blocks that `order` lists, from its entry `first` on, or of the first ones of the
-    line if not LISTED: float32 `[GROUP, BLOCK]`, −inf beyond them, and the numbers of the blocks."""
+    """Return the entries of up to GROUP blocks of the row, and the blocks' numbers.
+
+    The entries are float32 `[GROUP, BLOCK]`, −inf past the end. With LISTED the blocks are those of the `active` ones
+    listed in `order`, from its entry `first` on. Otherwise they are the blocks `first` and following of the line
+    itself.
+    """
     nth = first + tl.arange(0, GROUP)
     block = nth
     if LISTED:
@@ -30,8 +34,10 @@ def tile_of(
 
 @triton.jit
 def gather(line, order, active, vocabulary, low, to, most, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Writes the listed blocks' entries not below `low`, float32, one after the other, and returns their number; more
-    than `most` are not written, and no longer counted."""
+    """Write the listed blocks' entries not below `low`, float32, one after the other, and return their number.
+
+    Entries beyond `most` are not written, and counting stops once the number exceeds `most`.
+    """
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
     while (first < active) & (count <= most):
@@ -58,7 +64,7 @@ def mass_from(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The float64 sum of exponentials, relative to the peak, of the entries not below the border."""
+    """Return the float64 sum of exponentials, relative to the peak, of the entries not below `border`."""
     sums = tl.zeros((GROUP, BLOCK), tl.float32)
     for first in range(0, active, GROUP):
         x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
@@ -82,8 +88,11 @@ def find_threshold(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The largest value from `low` to `peak` such that the entries not below it reach the target: in number if
-    COUNTING, else in mass relative to the peak. `low` where none does."""
+    """Return the largest value from `low` to `peak` such that the entries not below it reach the target.
+
+    With COUNTING the target is a number of entries, otherwise a mass relative to the peak. Returns `low` if no value
+    reaches it.
+    """
     bottom, top = key_of(low, SHIFT), key_of(peak, SHIFT) + 1
     turn = 0
     while top - bottom > 1:
@@ -106,7 +115,7 @@ def find_threshold(
                 most = tl.maximum(most, tl.where(x < below, x, -float("inf")))
         reach1, reach2, reach3 = _reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target)
         if SHIFT == 0:
-            # Between the bounds and the nearest entries there is nothing.
+            # No entries lie between the bounds and the entries nearest to them.
             bottom = tl.maximum(bottom, key_of(tl.min(least), SHIFT))
             top = tl.minimum(top, key_of(tl.max(most), SHIFT) + 1)
         bottom = tl.maximum(bottom, tl.where(reach3, three, tl.where(reach2, two, tl.where(reach1, one, bottom))))
@@ -122,9 +131,11 @@ def _reaches(sums, target):
 
 @triton.jit
 def _pivots(bottom, top, turn, SHIFT: tl.constexpr):
-    """Three keys strictly between, quartering the way: of the values in even turns, of the keys in odd ones.
+    """Return three keys strictly between the bounds: quarter points of the values (even turns) or of the keys (odd
+    turns).
 
-    The former suits logits best, which may lie around 0 where keys are dense; the latter is sure to come to an end.
+    Quartering the values suits logits, which may lie around 0 where keys are dense. Quartering the keys guarantees that
+    the search ends.
     """
     low = value_of(bottom, SHIFT)
     step = (value_of(top - 1, SHIFT) - low) * 0.25
@@ -140,7 +151,7 @@ def _pivots(bottom, top, turn, SHIFT: tl.constexpr):
 
 @triton.jit
 def kth_largest(values, k, low, SHIFT: tl.constexpr):
-    """Of a vector: its k-th largest entry, or `low` where that is larger."""
+    """Return the k-th largest entry of a vector, or `low` if that is larger."""
     bottom, top = key_of(low, SHIFT), key_of(tl.max(values), SHIFT) + 1
     while top - bottom > 1:
         middle = (bottom + top) // 2

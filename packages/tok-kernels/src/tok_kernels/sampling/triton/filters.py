@@ -13,16 +13,16 @@ from tok_kernels.sampling.triton.filter_check import check_filters
 from tok_kernels.sampling.triton.ordered_floats import shift_of
 from tok_kernels.sampling.triton.resample import resample
 
-# Measured on an H200, as in `block_sampling`. Blocks that are read side by side:
+# Measured on an H200, as in `block_sampling`: blocks read at a time, and warps, of the check and of resampling.
 JUDGE_GROUP, JUDGE_WARPS = 4, 4
 NARROW_GROUP, NARROW_WARPS = 1, 4
-MAX_COLLECTED_ENTRIES = 2048  # entries of a row that are put aside rather than looked for in it again and again
+MAX_COLLECTED_ENTRIES = 2048  # up to this many relevant entries of a row are copied to scratch and searched there
 
 
 def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
     """Return the tokens of `sample_blocks(logits_RV, keys)`, int64 `[R]`, resampled where a row's filters remove them.
 
-    What is kept, and which token comes instead, is defined by `tok_kernels.sampling.reference.filters`.
+    `tok_kernels.sampling.reference.filters` defines which tokens are kept and which token comes instead.
     """
     token, count = drawn.token.clone(), len(filters.rows)
     if not count:
@@ -45,7 +45,7 @@ def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, f
 
 
 def filter_verdicts(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
-    """What `check_filters` finds of each of the r > 0 rows that ask: int32 and float64 `[r]`."""
+    """Return the verdicts and masses of `check_filters` for the r > 0 rows with filters: int32 and float64 `[r]`."""
     count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
     verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)
     before = torch.empty(count, dtype=torch.float64, device=logits_RV.device)

@@ -1,4 +1,4 @@
-"""Masks of a bit an entry, applied in place: what they do not allow becomes −inf, and nothing else is written.
+"""Apply bitmasks of allowed tokens to logits in place: forbidden entries become −inf, and nothing else is written.
 
 A block that is allowed as a whole is left alone, and one that is forbidden as a whole is not read.
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tok_kernels.batch import Masks
 
-WORDS, MASK_WARPS = 128, 4  # of 32 entries a program
+WORDS, MASK_WARPS = 128, 4  # mask words (of 32 entries each) and warps per program
 
 
 def forbid(logits_RV: Tensor, masks: Masks) -> None:
-    """Sets the logits that the masks of the rows do not allow to −inf; `logits_RV` has a dense last axis."""
+    """Set the logits that their rows' masks do not allow to −inf; `logits_RV` has a dense last axis."""
     vocabulary = logits_RV.shape[1]
     words, count = masks.words.contiguous(), len(masks.rows)
     if count:
@@ -34,7 +34,7 @@ def _forbid(logits, stride, rows, which, words, width, vocabulary, WORDS: tl.con
     row, mask = tl.load(rows + nth).to(tl.int64), tl.load(which + nth).to(tl.int64)
     first = tl.program_id(1) * WORDS
     word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
-    # Beyond the last word nothing is written, whatever it is said to allow.
+    # Words past the end load 0, as if all were forbidden, but nothing is written past the vocabulary.
     word = tl.load(words + mask * width + word_at, mask=word_at < width, other=0)
     at = word_at[:, None] * 32 + bit[None, :]
     there = at < vocabulary

@@ -1,6 +1,6 @@
 """Map floats to integers of the same order, so that a threshold is found by bisection in bounded time.
 
-`SHIFT` is the number of low bits that the logits' own dtype does not have: keys of bfloat16 are 16 bits wide.
+`SHIFT` is the number of low float32 bits that the logits' own dtype does not have: keys of bfloat16 are 16 bits wide.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -16,19 +16,19 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def shift_of(dtype: torch.dtype) -> int:
-    """`SHIFT` for logits of float32, float16 or bfloat16."""
+    """Return `SHIFT` for logits of float32, float16 or bfloat16."""
     return _SHIFT[dtype]
 
 
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
-    """int64; both zeros have one key."""
+    """Return the int64 key of a value; both zeros have one key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
     return (bits ^ ((bits >> 31) & (_ALL >> SHIFT))).to(tl.int64)
 
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """float32, of which `key_of` makes the key."""
+    """Return the float32 value that has this key."""
     bits = key.to(tl.int32)
     return ((bits ^ ((bits >> 31) & (_ALL >> SHIFT))) << SHIFT).to(tl.float32, bitcast=True)

@@ -1,9 +1,9 @@
-"""Penalties touch the tokens of a context and nothing else of the vocabulary: time is linear in its length.
+"""Apply penalties to the tokens of a context only, so the time is linear in the context's length.
 
-A bitmap of the vocabulary says which tokens a row has met; the old word tells which of all positions that hold a token
-was the first to set its bit, and only this one changes the logit. Which it is does not matter, since all would change
-it alike. Generated tokens go first, for they are penalised for being present, too; then prompts, where a token has not
-been met, and how frequent the generated ones are: equal numbers, whose sum no order changes.
+A bitmap of the vocabulary records which tokens a row has met. Of all positions that hold a token, the one whose atomic
+update first sets the token's bit changes the logit. Any of them may be first, since all would change the logit alike. A
+first pass handles generated tokens, which also get the presence penalty. A second pass handles prompt tokens not yet
+met, and the frequency of generated tokens. The latter adds equal numbers, so their order does not change the sum.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from tok_kernels.batch import Penalties
 
-BLOCK, PENALTY_WARPS = 512, 4  # positions a program takes at once
-_PROGRAMS = 1 << 14  # enough to fill a GPU: from there on a program takes several blocks of a context
+BLOCK, PENALTY_WARPS = 512, 4  # positions that a program takes at once, and its warps
+_PROGRAMS = 1 << 14  # enough to fill a GPU; with more blocks than this, a program takes several of a context
 
-# Where these begin depends on the number of rows, which must not compile the kernels anew.
+# The alignment of these depends on the number of rows, which must not recompile the kernels.
 _UNALIGNED = ["entries", "slots", "lengths", "prompt_lens", "presence", "frequency", "repetition"]
 
 
 def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
-    """Applies to each row, in place, the penalties of number `entry_R` among those that ask, none where it is −1.
+    """Apply to each row, in place, the penalties with index `entry_R` (int64); −1 means none.
 
-    `logits_RV` float32 with a dense last axis, `entry_R` int64. The formulas are those of
-    `tok_kernels.sampling.reference.edits`, but that frequency is subtracted once for each occurrence.
+    `logits_RV` is float32 with a dense last axis. The formulas are those of `tok_kernels.sampling.reference.edits`,
+    except that frequency is subtracted once for each occurrence.
     """
     contexts, (rows, vocabulary) = penalties.contexts, logits_RV.shape
     if not rows:
@@ -68,8 +68,12 @@ def _penalise(
     ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`ONCE`: what a generated token's logit loses once, repetition and behind it presence. Otherwise the repetition of
-    what only the prompt holds, and the frequency of what was generated: no token is both."""
+    """Apply one of the two passes.
+
+    `ONCE`: the first pass, in which a generated token's logit changes once, by repetition and then presence. Otherwise
+    the second pass: repetition of tokens that only the prompt holds, and frequency of generated tokens; no token is
+    both.
+    """
     row = tl.program_id(0).to(tl.int64)
     entry = tl.load(entries + row)
     if entry >= 0:
@@ -105,7 +109,7 @@ def _token_at(table, token_of, page_size, position, there):
 
 @triton.jit
 def _meet(seen, token, there):
-    """Whether it is this one, of all that hold the token, that sets its bit."""
+    """Return whether this position, of all that hold the token, is the one that sets the token's bit."""
     bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
     before = tl.atomic_or(seen + token // 32, bit, mask=there, sem="relaxed")
     return there & ((before & bit) == 0)

@@ -1,8 +1,8 @@
 """Resample the rows whose token the filters removed, from the tokens that the filters keep.
 
-One program per row finds the threshold of the kept entries, then the mass of each block's kept entries, then the token
-at the row's second uniform number, as `sample_blocks` does. Entries below the threshold weigh nothing; of those at the
-threshold only as many count as top-p needs, lower ids first.
+One program per row finds the threshold of the kept entries and the mass of each block's kept entries. Then it finds the
+token at the row's second uniform number, as `sample_blocks` does. Entries below the threshold have no weight. Of those
+at the threshold only as many count as top-p needs, lower ids first.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -15,7 +15,7 @@ from tok_kernels.sampling.triton.block_sampling import _first_passed, _second_un
 from tok_kernels.sampling.triton.filter_check import ABOVE, KEPT, LIKELY, OPEN, UNALIGNED, min_p_limit, row_sums, warmth
 from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather, kth_largest, mass_from, tile_of
 
-# An entry that many temperatures below the peak has an exponential of 0.
+# An entry this many temperatures below the peak has an exponential of 0 in float32.
 _NOTHING: tl.constexpr = tl.constexpr(104.0)
 
 
@@ -45,8 +45,14 @@ def resample(
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """`scratch` float32 `[r, FEW + 3 · blocks]`: the entries that matter, if there are no more than FEW; the blocks
-    that do; by block, the mass above the border, and the number of entries at it."""
+    """Resample one row with filters, unless its verdict is KEPT.
+
+    `scratch`, float32 `[r, FEW + 3 · blocks]`, holds per row:
+      FEW     the relevant entries, if there are at most FEW
+      blocks  the numbers of the relevant blocks
+      blocks  each block's mass above the threshold
+      blocks  each block's number of entries at the threshold
+    """
     nth_row = tl.program_id(0)
     verdict = tl.load(verdicts + nth_row)
     if verdict != KEPT:
@@ -87,7 +93,8 @@ def resample(
                 border, target, settled = _top_k_top_p(
                     *(line, order, active, vocabulary, low, k, p, before, total, peak, slope, SHIFT, BLOCK, GROUP, True)
                 )
-        # A token that top-k and top-p keep, and min-p removes, is below the border that this one draws.
+        # If top-k and top-p keep the token but min-p removes it, min-p's threshold lies above the token's logit, and it
+        # alone decides what is kept.
         nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (border >= least)
         border = tl.maximum(border, least)
         if (settled == 0) | (own < least):
@@ -139,8 +146,11 @@ def _top_k_top_p(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The smallest logit that these two keep, unless a token with the mass `before` it turns out to be kept: then the
-    one that top-k keeps, and True last. Between them the mass that top-p wants."""
+    """Return the smallest logit that top-k and top-p keep, the mass that top-p needs, and whether the token is kept.
+
+    The search ends early if a token with the mass `before` above it turns out to be kept. The first result is then the
+    smallest logit that top-k keeps, and the last is True.
+    """
     border, target = low, tl.full((), 0.0, tl.float64)
     settled = False
     if k > 0:
@@ -162,7 +172,10 @@ def _top_k_top_p(
 
 @triton.jit
 def _kept_entries(line, block, border, ties, ties_before, nth, vocabulary, BLOCK: tl.constexpr):
-    """Which entries of the block are kept, and their logits: of those at the border, the row's first `ties`."""
+    """Return which entries of the block are kept, and their logits.
+
+    At the threshold, the row's first `ties` entries are kept.
+    """
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     tie = x == border

@@ -1,4 +1,4 @@
-"""Sampling reads the logits once, in their own dtype; what few rows ask for is paid for by these rows alone."""
+"""Sample tokens with one read of the logits in their own dtype; only rows that use extra features pay for them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tok_kernels.sampling.triton.shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Draws one token a row; `logits_RV` (float32, bfloat16 or float16, −inf allowed) is changed by masks alone.
+    """Sample one token per row; only masks change `logits_RV` (float32, bfloat16 or float16, −inf allowed).
 
-    Masks, then penalties, then bias, then temperature, then filters. The same seed gives the reference's token but
-    where rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    The order is: masks, penalties, bias, temperature, filters. The same seed gives the reference's token, except where
+    rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
     rows, vocabulary = logits_RV.shape
     if not 0 <= batch.top_logprobs <= vocabulary:
@@ -42,7 +42,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """The largest log-probabilities of the rows that ask for them."""
+    """Return the largest log-probabilities of the rows that ask for them."""
     rows, count = batch.top_rows, len(logits_RV)
     if rows is not None:
         logits_RV, log_sum_R = logits_RV.index_select(0, rows), log_sum_R.index_select(0, rows)
@@ -52,7 +52,7 @@ def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Te
 
 
 def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest first, the lower id first among equals, which `topk` does not promise."""
+    """Sort by value, largest first, with the lower id first among equals, which `topk` does not guarantee."""
     entry, order = entry.sort(dim=-1)
     value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return value, entry.gather(-1, order)

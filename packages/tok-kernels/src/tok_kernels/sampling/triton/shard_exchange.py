@@ -13,17 +13,17 @@ from tok_kernels.collectives.triton_signals import end_turn, place, put, sendabl
 from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
-# Where these begin depends on the number of rows, which must not compile the kernel anew.
+# The alignment of these depends on the number of rows, which must not recompile the kernel.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
-_THREADS = 32  # one warp, one thread a rank
+_THREADS = 32  # one warp, one thread per rank
 
 
 def sample_exchange(
     logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: Lane, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each row's token, int64, and its log-probability, float32, `[R]`, R at most the lane's programs.
+    """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most the lane's programs.
 
-    `sums` are what `sum_blocks` finds in `logits_RV`, this rank's part of the vocabulary, from the entry `first` on.
+    `sums` is the result of `sum_blocks` for `logits_RV`, this rank's shard of the vocabulary from entry `first` on.
     """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -74,7 +74,7 @@ def _settle(
     WORDS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Tells all ranks this one's sums, a unit, and then, if the row is this one's, what was drawn, another unit."""
+    """Send this rank's sums to all ranks in one unit; if this rank has the row's token, send the token in another."""
     program = tl.program_id(0)
     row = program.to(tl.int64)
     turn = tl.load(turns + program)

@@ -1,6 +1,6 @@
 """Device functions for sampling from a sharded vocabulary, one row each: local sums, owning rank, token.
 
-What ranks tell each other is described in `tok_kernels.sampling.reference.shards`.
+`tok_kernels.sampling.reference.shards` describes what the ranks send each other.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -14,7 +14,7 @@ from tok_kernels.sampling.triton.block_sampling import _LOG2E, _finite, _first, 
 
 @triton.jit
 def own_sums(peaks, sums, masses, temperature, row, blocks, DRAW: tl.constexpr, BLOCKS: tl.constexpr):
-    """A row's blocks combined into the four numbers of this rank; the last two are 0 unless it is to DRAW."""
+    """Combine a row's blocks into the four numbers of this rank; the last two are 0 without DRAW."""
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
@@ -45,8 +45,11 @@ def owner_of(
     DRAW: tl.constexpr,
     SHARDS: tl.constexpr,
 ):
-    """By what all ranks have told, `[SHARDS]` each: the rank that has the row's token; what its own running sum must
-    pass to find it; and the row's largest logit and its sum of exponentials, relative to that."""
+    """Choose the rank that has a row's token, from the four numbers of all ranks, `[SHARDS]` each.
+
+    Returns four values: that rank; the running sum that must be exceeded within it to find the token; the row's largest
+    logit; and the row's sum of exponentials relative to it.
+    """
     peak = tl.max(peak_of)
     total = tl.sum(total_of * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
     owner = _first(peak_of == peak, 0, SHARDS)
@@ -80,7 +83,7 @@ def entry_of(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """On the rank that has the row's token: its entry among this rank's own, and its log-probability."""
+    """Return a token's index in the shard of the rank that has it, and its log-probability."""
     drawn = False
     slope = _slope(1.0)
     nth = tl.arange(0, BLOCKS)

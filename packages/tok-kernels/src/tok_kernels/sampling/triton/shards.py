@@ -1,6 +1,6 @@
-"""Sample from a vocabulary sharded over ranks: the ranks first choose one of themselves, by their sums.
+"""Sample from a vocabulary sharded over ranks: the ranks' sums first decide which rank has a row's token.
 
-What they tell each other is described in `tok_kernels.sampling.reference.shards`.
+`tok_kernels.sampling.reference.shards` describes what the ranks send each other.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,16 +16,16 @@ from tok_kernels.sampling.triton.block_sampling import BLOCK, PICK_WARPS, Random
 from tok_kernels.sampling.triton.shard_exchange import sample_exchange
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
-# Where these begin depends on the number of rows, which must not compile the kernels anew.
+# The alignment of these depends on the number of rows, which must not recompile the kernels.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "told", "found"]
 
 
 def sample_shards(
     logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Each row's token, int64, and its log-probability, float32, `[R]`: the same on every rank.
+    """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`, the same on every rank.
 
-    `logits_RV` is this rank's part, of a dtype and layout as for `sample_blocks`.
+    `logits_RV` is this rank's shard, of a dtype and layout as for `sample_blocks`.
     """
     sums = sum_blocks(logits_RV, keys, greedy=greedy)
     lane = None if shards.exchange is None else shards.exchange.draws
@@ -74,7 +74,7 @@ def _tell(
     DRAW: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Combines a row's blocks into the four numbers of this rank."""
+    """Combine a row's blocks into the four numbers of this rank."""
     row = tl.program_id(0).to(tl.int64)
     peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, DRAW, BLOCKS)
     tl.store(told + row, peak)
@@ -106,7 +106,7 @@ def _find(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Chooses a rank by what all have told; the chosen one finds the block and the entry, the others nothing."""
+    """Choose the rank that has the row's token, and on that rank find the token's block and entry."""
     row = tl.program_id(0).to(tl.int64)
     shard = tl.arange(0, SHARDS)
     of = told + shard * 4 * rows + row

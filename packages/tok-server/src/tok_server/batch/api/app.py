@@ -1,4 +1,4 @@
-"""Which server has batches, and what the others answer."""
+"""Add batches to a server with a data directory; without one, their endpoints answer 501."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NO_DIRECTORY = "files and batches are kept in a directory: start the server with
 
 
 def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> None:
-    """Gives the application its batches, if there is a directory for them; they live as long as it does.
+    """Add the batch service, which lives as long as the application, if there is a data directory.
 
-    Starting the application raises StoreError where the directory cannot be used.
+    Starting the application raises StoreError if the directory cannot be used.
     """
     if settings.data_dir is None:
         return
@@ -54,7 +54,7 @@ async def _alive(app: web.Application) -> AsyncIterator[None]:
 
 
 def batches_of(request: web.Request) -> tuple[BatchService, Context]:
-    """The server's batches. Errors: ApiError 501, where it has none."""
+    """Return the server's batch service and context. Errors: ApiError 501 without a data directory."""
     service = request.app.get(BATCHES)
     if service is None:
         raise not_served(NO_DIRECTORY, "not_configured")

@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered when there is room."""
+"""/v1/batches: files of requests, answered in the background."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tok_server.observability import COUNTS
 from tok_server.openai import ENDPOINTS, given
 from tok_server.wire import ApiError, BadJson, Operation, decode, encode, invalid, json_of, new_id, read_query
 
-MAX_LISTED_BATCHES = 100  # batches of a list
+MAX_LISTED_BATCHES = 100  # batches per page of a list
 WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 MAX_WINDOW_HOURS = 336  # hours
-MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
+MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # entries; characters of a key, and of a value
 
 
 class ListBatches(msgspec.Struct, frozen=True, kw_only=True):
-    """The query of a list."""
+    """Query of `GET /v1/batches`."""
 
     after: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_BATCHES)] = 20
 
 
 async def create(request: web.Request) -> web.Response:
-    """Begins a batch with an uploaded file."""
+    """Create a batch from an uploaded file."""
     service, context = batches_of(request)
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
@@ -50,7 +50,7 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def list_batches(request: web.Request) -> web.Response:
-    """The batches of the caller, the newest first."""
+    """List the caller's batches, newest first."""
     service, _ = batches_of(request)
     query = read_query(request, ListBatches)
     try:
@@ -63,13 +63,13 @@ async def list_batches(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """One batch, and how far it is."""
+    """Retrieve a batch and its progress."""
     service, _ = batches_of(request)
     return _json(await _batch(service, request))
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """Ends a batch early; what is answered is kept."""
+    """Cancel a batch; answers so far are kept."""
     service, _ = batches_of(request)
     before = await _batch(service, request)
     if before.status in ENDED or before.status == "finalizing":
@@ -101,7 +101,7 @@ def _read(body: bytes) -> BatchRequest:
 
 
 def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> StoredJob:
-    """A new batch. Errors: ApiError 400."""
+    """Return a new batch for the request. Errors: ApiError 400."""
     if asked.endpoint not in ENDPOINTS:
         allowed = ", ".join(map(repr, ENDPOINTS))
         raise invalid("endpoint", f"endpoint is {asked.endpoint[:80]!r}; allowed: {allowed}")
@@ -130,7 +130,7 @@ def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> 
 
 
 def _window(window: str) -> int:
-    """Its seconds."""
+    """Return the seconds of a completion window such as "24h". Errors: ApiError 400."""
     found = WINDOW.fullmatch(window)
     if found is None or int(found[1]) > MAX_WINDOW_HOURS:
         allowed = f"'24h', or other whole hours from 1h to {MAX_WINDOW_HOURS}h"

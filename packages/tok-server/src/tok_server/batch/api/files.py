@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write."""
+"""/v1/files: input and output files of batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tok_server.batch.storage import InUse, Missing
 from tok_server.observability import COUNTS
 from tok_server.wire import ApiError, Media, Operation, encode, invalid, json_of, raw, read_query
 
-MAX_LISTED_FILES = 10_000  # files of a list
+MAX_LISTED_FILES = 10_000  # files per page of a list
 CONTENT = "application/octet-stream"
-PIECE = 1 << 18  # bytes of a file that are read, and then sent, at once
+PIECE = 1 << 18  # bytes of a file read, and then sent, at a time
 
 
 class ListFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The query of a list."""
+    """Query of `GET /v1/files`."""
 
     after: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_FILES)] = MAX_LISTED_FILES
@@ -33,7 +33,7 @@ class ListFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def upload(request: web.Request) -> web.Response:
-    """Keeps a file: the input of a batch."""
+    """Upload a file as the input of a batch."""
     service, context = batches_of(request)
     context.admit(request[COUNTS].tenant)
     file = await Upload(service, context.settings.body_timeout, request[COUNTS].tenant).receive(request)
@@ -41,7 +41,7 @@ async def upload(request: web.Request) -> web.Response:
 
 
 async def list_files(request: web.Request) -> web.Response:
-    """The files of the caller."""
+    """List the caller's files."""
     service, _ = batches_of(request)
     query = read_query(request, ListFiles)
     options = {"newest_first": query.order == "desc", "purpose": query.purpose, "owner": request[COUNTS].tenant}
@@ -55,13 +55,13 @@ async def list_files(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """One file, without its content."""
+    """Retrieve a file without its content."""
     service, _ = batches_of(request)
     return _json(await _file(service, request))
 
 
 async def content(request: web.Request) -> web.StreamResponse:
-    """What a file holds."""
+    """Return a file's content."""
     service, _ = batches_of(request)
     file = await _file(service, request)
     path = service.place.blobs.path(file.id)
@@ -74,7 +74,7 @@ async def content(request: web.Request) -> web.StreamResponse:
 
 
 async def _send(request: web.Request, stream: IO[bytes]) -> web.StreamResponse:
-    """Piece by piece, so that it can be seen whether the client goes on reading (`tok_server.http.connections`)."""
+    """Send the file piece by piece, so that `tok_server.http.connections` can tell whether the client keeps reading."""
     response = web.StreamResponse(headers={"Content-Type": CONTENT})
     response.content_length = os.fstat(stream.fileno()).st_size
     await response.prepare(request)
@@ -85,7 +85,7 @@ async def _send(request: web.Request, stream: IO[bytes]) -> web.StreamResponse:
 
 
 async def delete(request: web.Request) -> web.Response:
-    """Deletes a file that no batch reads."""
+    """Delete a file that no open batch reads."""
     service, _ = batches_of(request)
     id = request.match_info["id"]
     try:

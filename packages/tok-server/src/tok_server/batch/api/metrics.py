@@ -1,4 +1,4 @@
-"""What Prometheus is told of batches: how many there are in which state, and how far their lines are."""
+"""Prometheus metrics of batches: how many there are by status, and the progress of their lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from prometheus_client.registry import Collector
 
 
 class BatchFigures(NamedTuple):
-    """Numbers by the state that they are of.
+    """Counts by state.
 
     open      batches that have not ended, by status
     ended     batches that have ended since the start, by status
-    lines     of open batches: "waiting" and "running"
+    lines     unanswered lines of batches in progress: "waiting" and "running"
     answered  lines answered since the start: "completed" and "failed"
     """
 
@@ -25,13 +25,13 @@ class BatchFigures(NamedTuple):
 
 
 class BatchCollector(Collector):
-    """`figures` as metrics, whenever they are asked for."""
+    """Prometheus collector that calls `figures` at each scrape."""
 
     def __init__(self, figures: Callable[[], BatchFigures]) -> None:
         self._figures = figures
 
     def collect(self) -> Iterable[Metric]:
-        """Four families."""
+        """Yield four metric families."""
         found = self._figures()
         text = "Lines of batches answered since the start, by how."
         yield _gauge("tok_batches", "Batches that have not ended, by their status.", "status", found.open)

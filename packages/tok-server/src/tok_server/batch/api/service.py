@@ -1,4 +1,4 @@
-"""BatchService: the batches of a server, all of them alive at once, and the files they read and write."""
+"""BatchService: run all open batches of a server, and manage the files that they read and write."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ log = logging.getLogger("tok.server")
 T = TypeVar("T")
 
 MAX_OPEN_BATCHES = 1000  # batches that have not ended
-TURNS = 8  # batches that compute at once
-READERS = 2
+TURNS = 8  # batches whose lines are computed at once
+READERS = 2  # threads each for reading and for background work
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-TICK = 0.5  # seconds between two looks at the clock
-STARTING = 0.05  # seconds between two looks whether there is an engine
-RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0  # after an error that may pass; doubled from the one to the other
-MAX_FULL_SECONDS = 60.0  # the longest wait for room on a full disk
-MAX_FAILURES = 8  # in a row, without progress, after which a batch fails; those of a full disk aside
+TICK = 0.5  # seconds between checks for expired files and batches
+STARTING = 0.05  # seconds between checks whether the engine has started
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0  # first and longest wait after errors that may pass; doubles
+MAX_FULL_SECONDS = 60.0  # longest wait for space on a full disk
+MAX_FAILURES = 8  # consecutive, without progress, after which a batch fails; a full disk does not count
 SAVE_CLOCK_SECONDS = 60.0
-GRACE_SECONDS = 300.0  # after the start before any file is deleted: a wrong start can be stopped in time
+GRACE_SECONDS = 300.0  # after the start before any file is deleted: a mistaken start can be stopped in time
 
 
 class TooMany(Exception):
-    """No more batches may be open."""
+    """The maximum number of batches is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Most bytes of a file, of a line (the body of one request), and of all files and answers together."""
+    """Maximum bytes of a file, of a line (the body of one request), and of all files and answers together."""
 
     file: int
     line: int
@@ -64,10 +64,10 @@ class BatchLimits:
 
 
 class BatchService:
-    """Files and batches below one directory: `open` it within an event loop, and `close` it.
+    """Files and batches below one directory. Call `open` within an event loop, and `close` at the end.
 
-    ready   whether the engine has started
-    paused  whether no more lines shall begin
+    ready   returns whether the engine has started
+    paused  returns whether no further lines may begin
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchService:
         self._ready = ready
         self._paused = paused
         self._lives: dict[str, BatchRun] = {}
-        self._ended: Counter[str] = Counter()  # lives, by status
+        self._ended: Counter[str] = Counter()  # batches ended since the start, by status
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(TURNS)
         self._threads = ThreadPoolExecutor(1, "tok-batch-store")
@@ -98,7 +98,7 @@ class BatchService:
         self._means: Means | None = None
 
     async def open(self) -> None:
-        """Takes the directory, and finishes what a crash has left half done. Errors: StoreError."""
+        """Lock the directory, and complete what a crash interrupted. Errors: StoreError."""
         self.place = await self._run(lambda: Place(self._directory))
         self._lock = FileLock(self.place.lock, f"data directory {self._directory}")
         try:
@@ -112,7 +112,7 @@ class BatchService:
         self._clockwork = asyncio.create_task(self._work())
 
     def _open(self) -> None:
-        """In the store's thread, which owns its connection."""
+        """Open the store. Runs in the store's thread, which owns its connection."""
         check_index(self.place)
         self._store = Store(self.place.store)
         try:
@@ -127,7 +127,7 @@ class BatchService:
             raise
 
     def _measure(self) -> None:
-        """Count what is there against the quota, and announce what is about to be deleted."""
+        """Count existing content against the quota, and log how many files are about to be deleted."""
         for id, path, _ in self.place.blobs.entries():
             self.quota.put(id, path.stat().st_size)
         for id in self.place.answer_ids():
@@ -139,7 +139,7 @@ class BatchService:
             log.info("files whose time is over, to be deleted in %g seconds: %d", GRACE_SECONDS, expired)
 
     async def close(self) -> None:
-        """Stops; what is computed is kept, what is open goes on when the directory is next opened."""
+        """Stop all batches. Computed answers are kept; open batches continue when the directory is next opened."""
         if self._clockwork is None:
             return
         tasks = [self._clockwork, *self._tasks]
@@ -163,16 +163,16 @@ class BatchService:
         self._store.close()
 
     def now(self) -> int:
-        """Return the seconds since 1970, as clients are told."""
+        """Return the seconds since 1970, as reported to clients."""
         return int(self.clock.wall())
 
     @property
     def under_way(self) -> int:
-        """Samples that the engine has got, or is about to get."""
+        """Return the number of samples that the engine has received, or is about to receive."""
         return 0 if self._means is None else self._means.budget.used
 
     def figures(self) -> BatchFigures:
-        """How many batches and lines there are in which state; none are open while the engine starts."""
+        """Return how many batches and lines are in which state; none are open before the engine has started."""
         batches = [life.batch for life in self._lives.values()]
         statuses = Counter(batch.status for batch in batches)
         computing = [life for life in self._lives.values() if life.batch.status == "in_progress"]
@@ -188,11 +188,11 @@ class BatchService:
         )
 
     async def ask(self, function: Callable[[Store], T]) -> T:
-        """What `function` returns of the store. Errors: its own."""
+        """Return the result of `function`, called with the store. Errors: those of `function`."""
         return await self._run(lambda: function(self._store))
 
     async def add_file(self, file: FileObject, owner: str = NOBODY, seconds: int | None = None) -> None:
-        """Keep a file whose content has been written, for so long; `None`: until it is deleted."""
+        """Add a file whose content has been written. It expires after `seconds`; None: never."""
         deadline = None if seconds is None else self.clock.now() + seconds
 
         def add(store: Store) -> None:
@@ -215,7 +215,7 @@ class BatchService:
         await self.ask(delete)
 
     def _delete(self, store: Store, ids: list[str]) -> None:
-        """Delete these files, none of which is in use. After a crash they are there as a whole, or not at all."""
+        """Delete these files, none of which is in use. After a crash each exists as a whole, or not at all."""
         blobs = self.place.blobs
         for id in ids:
             blobs.withdraw(id)
@@ -226,7 +226,7 @@ class BatchService:
                 for id in ids:
                     blobs.publish(id)
                 raise
-            # The index cannot grow by a page to forget a file: the file's own space must do.
+            # The index cannot grow by the page it needs to delete a row: free the files' own space first.
             for id in ids:
                 blobs.discard(id)
             store.delete_files(ids)
@@ -235,7 +235,7 @@ class BatchService:
             self.quota.remove(id)
 
     async def create(self, job: StoredJob) -> Batch:
-        """A new batch. Errors: Missing (its input), TooMany."""
+        """Add a batch and start it. Errors: Missing (its input), TooMany."""
         if len(self._lives) >= MAX_OPEN_BATCHES:
             raise TooMany(f"{MAX_OPEN_BATCHES} batches have not ended, and no more may be open")
         await self.ask(lambda store: store.add_job(job))
@@ -243,16 +243,16 @@ class BatchService:
         return job.batch
 
     async def batch(self, id: str, owner: str = NOBODY) -> Batch:
-        """One batch as it is now. Errors: Missing."""
+        """Return a batch as it is now. Errors: Missing."""
         return self.current(await self.ask(lambda store: store.job(id, owner)))
 
     def current(self, job: StoredJob) -> Batch:
-        """A batch with the progress that has not been written down."""
+        """Return a batch with the progress that has not been stored yet."""
         life = self._lives.get(job.batch.id)
         return life.batch if life is not None and job.open else job.batch
 
     async def cancel(self, id: str, owner: str = NOBODY) -> Batch:
-        """Ends a batch; without effect on one that ends already. Errors: Missing, sqlite3.Error."""
+        """Cancel a batch; no effect on one that is already ending. Errors: Missing, sqlite3.Error."""
         await self.batch(id, owner)
         life = self._lives.get(id)
         if life is not None:
@@ -265,7 +265,7 @@ class BatchService:
         return states.end_early(job, "cancelled", self.now())
 
     async def _work(self) -> None:
-        """Begins what is open once there is an engine, then looks at the clock from time to time."""
+        """Start the open batches once the engine has started, then end expired files and batches periodically."""
         try:
             await self._begin_all()
         except Exception:
@@ -308,7 +308,7 @@ class BatchService:
             log.info("files deleted because their time was over: %d", len(ids))
 
     def _begin(self, job: StoredJob) -> None:
-        """Brings a batch to life, unless it is, or there is no engine yet: then that will."""
+        """Start a batch that is not running. Before the engine has started, leave it to `_begin_all`."""
         id = job.batch.id
         if self._means is None or id in self._lives or not job.open:
             return
@@ -327,7 +327,7 @@ class BatchService:
         task.add_done_callback(self._tasks.discard)
 
     async def _live(self, id: str, life: BatchRun) -> None:
-        """One batch to its end, or to that of the engine."""
+        """Run one batch until it ends or the engine closes."""
         tries, failures, before = 0, 0, life.progress
         try:
             while True:
@@ -337,7 +337,7 @@ class BatchService:
                     log.info("%s: %s", id, life.batch.status)
                     return
                 except EngineClosed:
-                    return  # it goes on when the server is started again
+                    return  # the batch continues when the server is started again
                 except Exception as error:
                     full = is_full(error)
                     if life.progress != before:
@@ -349,13 +349,13 @@ class BatchService:
                     if failures >= MAX_FAILURES:
                         await self._give_up(id, life, error)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    return  # told to end while it failed: that is told only once
+                    return  # cancelled during the failure: CancelledError comes only once
                 await life.wait(wait)
         finally:
             del self._lives[id]
 
     async def _give_up(self, id: str, life: BatchRun, error: Exception) -> None:
-        """End a batch that fails each time as failed. The next turn of its life clears up."""
+        """Mark a batch that fails each time as failed. The loop in `_live` then cleans up."""
         message = f"The batch could not go on, {MAX_FAILURES} times in a row; the last time: {error}"
         try:
             await life.fail(BatchError(code="server_error", message=message))
@@ -363,5 +363,5 @@ class BatchService:
             log.error("%s: cannot be ended: %s", id, failure)
 
     async def _run(self, function: Callable[[], T]) -> T:
-        # Cancelled, it is carried out all the same: a thread cannot be stopped halfway.
+        # If cancelled, the function still runs to its end: a thread cannot be stopped halfway.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, function))

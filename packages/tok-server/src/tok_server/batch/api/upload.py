@@ -1,4 +1,4 @@
-"""An uploaded file: a multipart body that goes to the disk as it comes, a piece of it in memory at a time."""
+"""Receive an uploaded file: stream a multipart body to disk, with one piece in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ T = TypeVar("T")
 PURPOSE = "batch"
 MAX_FIELD_BYTES = 1024  # bytes of a field that is not the file
 MAX_PARTS = 8
-PIECE = 1 << 20
+PIECE = 1 << 20  # bytes read, and written to the disk, at a time
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 DAY = 86_400
-KEPT = 30 * DAY  # unless the upload says otherwise
-SHORTEST, LONGEST_KEPT = 3600, 30 * DAY
+KEPT = 30 * DAY  # seconds, unless the upload says otherwise
+SHORTEST, LONGEST_KEPT = 3600, 30 * DAY  # seconds
 PLAIN = ("", "7bit", "8bit", "binary")
 MALFORMED = (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError)
 
 
 class Upload:
-    """Receives one file for `owner`; MIN_READ_BYTES bytes, or all that remain, must arrive every `timeout` seconds."""
+    """Receiver of one file for `owner`. MIN_READ_BYTES, or all that remain, must arrive every `timeout` seconds."""
 
     def __init__(self, service: BatchService, timeout: float, owner: str) -> None:
         self._service = service
         self._owner = owner
         self._timeout = self._left = timeout
-        self._arrived = 0  # bytes, since there was last so much time
+        self._arrived = 0  # bytes since the timeout was last reset
         self._id = new_id("file")
         self._fields: dict[str, str] = {}
         self._name: str | None = None
         self._size = 0
 
     async def receive(self, request: web.Request) -> FileObject:
-        """The file, kept. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk or quota full)."""
+        """Receive and store the file. Errors: ApiError 400, 408 (slow), 413 (large), 507 (disk or quota full)."""
         if request.content_type != "multipart/form-data":
             raise invalid("Content-Type", f"Content-Type is {request.content_type!r}; allowed: multipart/form-data")
         try:
@@ -61,7 +61,7 @@ class Upload:
             raise _of(error) from error
         try:
             await self._service.add_file(file, self._owner, seconds)
-        except (OSError, sqlite3.Error) as error:  # if cancelled, the file is kept all the same
+        except (OSError, sqlite3.Error) as error:  # the file is kept even if this is cancelled
             self._drop()
             raise _of(error) from error
         return file
@@ -100,12 +100,12 @@ class Upload:
     async def _take_file(self, part: BodyPartReader, request: web.Request) -> None:
         if self._name is not None:
             raise invalid("file", "file is there twice; allowed: once")
-        # A name is shown, and never used as one.
+        # The client's file name is only displayed, never used as a path.
         self._name = (part.filename or "file").encode(errors="replace").decode()[:255]
         with ExitStack() as opened:
             stream = opened.enter_context(self._service.place.blobs.writing(self._id))
             await self._copy(part, stream, request)
-            # Cancelled, it waits all the same: what is deleted then must not come into being afterwards.
+            # If cancelled, wait for the close all the same: the file is deleted next, and must not reappear.
             await uninterrupted(asyncio.to_thread(opened.pop_all().close))
 
     async def _copy(self, part: BodyPartReader, stream: IO[bytes], request: web.Request) -> None:
@@ -137,7 +137,7 @@ class Upload:
                 "body_timeout", 408, f"{message}; expected: {MIN_READ_BYTES}, or all", code="request_timeout"
             ) from error
         finally:
-            self._left -= time.monotonic() - began  # not what writing to the disk takes
+            self._left -= time.monotonic() - began  # excludes the time of writing to disk
 
     def _count(self, size: int) -> None:
         self._arrived += size
@@ -145,7 +145,7 @@ class Upload:
             self._arrived, self._left = 0, self._timeout
 
     def _file(self, seconds: int) -> FileObject:
-        """Errors: ApiError 400 for what is missing or not allowed."""
+        """Return the file's record. Errors: ApiError 400 for a field that is missing or not allowed."""
         if self._name is None:
             raise invalid("file", "file is required, but missing")
         purpose = self._fields.get("purpose")
@@ -167,7 +167,7 @@ class Upload:
         anchor, seconds = (self._fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         if anchor is None and seconds is None:
             return KEPT
-        decoder(ExpiresAfter)  # makes what the conversion needs of the type, safely
+        decoder(ExpiresAfter)  # prepares the type under a lock: the conversion is then safe in any thread
         try:
             after = msgspec.convert({"anchor": anchor, "seconds": seconds}, ExpiresAfter, strict=False)
         except msgspec.ValidationError as error:
@@ -176,7 +176,7 @@ class Upload:
 
 
 def seconds_of(after: ExpiresAfter, name: str) -> int:
-    """How long a file is to be kept. Errors: ApiError 400 naming the field of `name`."""
+    """Return the seconds for which a file is to be kept. Errors: ApiError 400 naming a field of `name`."""
     if after.anchor != "created_at":
         raise invalid(f"{name}.anchor", f"{name}.anchor is {after.anchor[:80]!r}; allowed: 'created_at'")
     if not SHORTEST <= after.seconds <= LONGEST_KEPT:
@@ -196,7 +196,7 @@ def _check_plain(part: BodyPartReader) -> None:
 
 
 def disk_full(error: BaseException) -> ApiError | None:
-    """Return the answer to a request for which there is no space: 507, which clients should not send again at once."""
+    """Return the response to a request for which there is no space: 507, which clients should not retry at once."""
     if not is_full(error):
         return None
     if isinstance(error, QuotaExceeded):
@@ -208,7 +208,7 @@ def disk_full(error: BaseException) -> ApiError | None:
 
 
 def _of(error: BaseException) -> BaseException:
-    """The error that a client is told of."""
+    """Return the error to report to the client."""
     if full := disk_full(error):
         return full
     if isinstance(error, MALFORMED):

@@ -1,4 +1,4 @@
-"""Run the lines of batches through the engine, each answered once."""
+"""Run the lines of batches through the engine; each line is answered once."""
 
 from __future__ import annotations
 

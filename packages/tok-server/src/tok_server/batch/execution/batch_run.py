@@ -1,4 +1,4 @@
-"""BatchRun: process one batch to its end; after a crash it repeats only what was not committed."""
+"""BatchRun: process one batch to its end; after a crash, repeat only what was not committed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class BatchRun:
-    """One batch that has not ended.
+    """Processing of one batch that has not ended.
 
-    turns  how many batches compute at once
-    most   bytes of a line
+    turns  semaphore that limits how many batches compute their lines at once
+    most   maximum bytes of a line
     """
 
     def __init__(
@@ -68,31 +68,31 @@ class BatchRun:
 
     @property
     def batch(self) -> Batch:
-        """As clients see it now."""
+        """Return the batch as clients see it now."""
         if self._run is None or self._job.batch.status != "in_progress":
             return self._job.batch
         return states.with_totals(self._job, self._run.totals).batch
 
     @property
     def under_way(self) -> int:
-        """Lines that are computed now."""
+        """Return the number of lines being computed now."""
         return 0 if self._run is None else self._run.under_way
 
     @property
     def overdue(self) -> bool:
-        """Whether its time is over, and something is left to be cut short."""
+        """Return whether the batch's deadline has passed and unfinished work can be cut short."""
         deadline = self._job.deadline
         over = deadline is not None and self._clock.now() >= deadline
         return over and self._job.batch.status in states.BEFORE_THE_END
 
     @property
     def progress(self) -> tuple[str, int]:
-        """A value that changes whenever something of the batch has been done."""
+        """Return a value that changes whenever the batch makes progress."""
         counts = self.batch.request_counts
         return self._job.batch.status, counts.completed + counts.failed if counts else 0
 
     async def end_early(self, how: states.Early) -> None:
-        """Cuts short what is done for it; `live` then finishes it. Without effect where it finishes already."""
+        """Cut the batch's work short; `live` then finishes it. No effect if it is finishing already."""
         before = self._job.batch.status
         await self._change(partial(states.end_early, how=how, now=self._wall()))
         self._ended_early.set()
@@ -102,21 +102,21 @@ class BatchRun:
             self._working.cancel()
 
     def stop(self) -> None:
-        """Makes threads that work for it end soon. To be called before `live` is cancelled."""
+        """Make threads that work for the batch end soon. Call this before cancelling `live`."""
         self._stopped.set()
 
     async def wait(self, seconds: float) -> None:
-        """Return after so long, or sooner if the batch is ended early meanwhile."""
+        """Wait `seconds`, or less if the batch is ended early meanwhile."""
         self._ended_early.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended_early.wait(), seconds)
 
     async def live(self) -> None:
-        """Returns when the batch has ended. May be called again after errors: EngineClosed, OSError, sqlite3.Error.
+        """Process the batch to its end. May be called again after errors: EngineClosed, OSError, sqlite3.Error.
 
-        A batch whose input or answers are gone or damaged ends as failed: no retry could mend them.
+        A batch whose input or answers are missing or damaged ends as failed: no retry could repair them.
         """
-        # It may have been changed between being read and being here.
+        # The job may have been changed since it was read.
         self._job = await self._in(self._means.store, partial(self._store.any_job, self._job.batch.id))
         try:
             await self._live()
@@ -137,11 +137,11 @@ class BatchRun:
             await self._finish()
 
     async def fail(self, error: BatchError) -> None:
-        """End the batch with this error. What is answered is kept in `lost/`."""
+        """End the batch as failed with this error. Its answers are kept in `lost/`."""
         await self._change(partial(states.failed, error=error, now=self._wall()))
 
     def _unmendable(self, error: Exception) -> BatchError | None:
-        """Return why the batch can never end well, if `error` says so."""
+        """Return the reason if `error` means that the batch can never succeed; else None."""
         input, id = self._source.path, self._job.batch.id
         if isinstance(error, FileNotFoundError) and not input.exists():
             message = f"The content of file {input.name!r} is gone."
@@ -155,7 +155,7 @@ class BatchRun:
         return None
 
     async def _check_contents(self) -> None:
-        """Raise an error if what an earlier process has left is damaged. Takes as long as reading all of it."""
+        """Raise an error if answers or input of an earlier process are damaged. Takes as long as reading them."""
         self._stopped.clear()
         path = self._place.answers(self._job.batch.id)
         if path.exists():
@@ -167,7 +167,7 @@ class BatchRun:
             await self._interruptible(self._in(self._means.clerk, check))
 
     def _clear_up(self) -> None:
-        """Publish the output and remove the answers; keep the answers of a failed batch. In the store's thread."""
+        """Publish the output and remove the answers; keep the answers of a failed batch. Runs in the store's thread."""
         batch = self._job.batch
         for id in (batch.output_file_id, batch.error_file_id):
             if isinstance(id, str):
@@ -179,7 +179,7 @@ class BatchRun:
         self._quota.remove(batch.id)
 
     async def _interruptible(self, work: Coroutine[object, object, None]) -> None:
-        """Returns when it is done, or has been cut short by `end_early`."""
+        """Run `work` until it is done, or until `end_early` cuts it short."""
         self._cut = False
         self._stopped.clear()
         self._working = asyncio.create_task(work)
@@ -226,7 +226,7 @@ class BatchRun:
                     self._place.blobs.discard(file.id)
                 raise
             for file in found.files:
-                self._place.blobs.publish(file.id)  # in the same turn of the store's thread: nobody sees one alone
+                self._place.blobs.publish(file.id)  # in the same call as `change`: no other call sees one alone
                 self._quota.put(file.id, file.bytes)
             return job
 
@@ -245,9 +245,9 @@ class BatchRun:
         self._job = await self._in(self._means.store, lambda: self._store.change(id, change))
 
     def _wall(self) -> int:
-        """Seconds since 1970, as clients are told."""
+        """Return the seconds since 1970, as reported to clients."""
         return int(self._clock.wall())
 
     async def _in(self, executor: Executor, function: Callable[[], T]) -> T:
-        # Cancelled, it ends by itself: a thread cannot be stopped halfway.
+        # If cancelled, the function still runs to its end: a thread cannot be stopped halfway.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

@@ -1,4 +1,4 @@
-"""Budget: how much may be outstanding at once, handed out first come first served."""
+"""Budget: a limit on units of outstanding work, handed out first come, first served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Budget:
-    """So many units. For one event loop."""
+    """A fixed number of units. For one event loop."""
 
     def __init__(self, units: int) -> None:
         self._units = self._free = units
@@ -15,11 +15,11 @@ class Budget:
 
     @property
     def used(self) -> int:
-        """Units that have not been given back."""
+        """Return the number of units that have not been given back."""
         return self._units - self._free
 
     async def take(self, units: int) -> int:
-        """Waits for so many, of all at most; returns how many it took. Whoever came first gets them first."""
+        """Wait for `units`, at most the whole budget, and return how many were taken. First come, first served."""
         units = min(units, self._units)
         if not self._waiting and units <= self._free:
             self._free -= units
@@ -32,12 +32,12 @@ class Budget:
             if turn.done() and not turn.cancelled():
                 self.give(units)
             else:
-                self._hand_out()  # passes over this one
+                self._hand_out()  # skips this cancelled waiter
             raise
         return units
 
     def give(self, units: int) -> None:
-        """Gives back what `take` returned."""
+        """Give back the units that `take` returned."""
         self._free += units
         self._hand_out()
 

@@ -1,4 +1,4 @@
-"""How a batch ends: its answers become the output file and the error file. In a thread."""
+"""Finish a batch: write its answers to the output file and the error file. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTPUT = "batch_output"
 
 
 class FinishedBatch(NamedTuple):
-    """The files, None where one would be empty, and what they hold."""
+    """The output and error files, None if empty, and the totals of their lines."""
 
     output: FileObject | None
     errors: FileObject | None
@@ -24,12 +24,12 @@ class FinishedBatch(NamedTuple):
 
     @property
     def files(self) -> list[FileObject]:
-        """Those there are."""
+        """Return the files that are not empty."""
         return [file for file in (self.output, self.errors) if file is not None]
 
 
 def finish(job: StoredJob, place: Place, source: LineSource, now: int, stopped: Callable[[], bool]) -> FinishedBatch:
-    """Write both files; they are to be published. Whoever does it again gets others.
+    """Write both files, which the caller publishes. A repeated call writes new files with other ids.
 
     Errors: Stopped, InputChanged, OSError, sqlite3.Error, StoreError.
     """

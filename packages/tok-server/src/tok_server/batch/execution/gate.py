@@ -1,4 +1,4 @@
-"""Gate: work waits here while the engine restarts, all of it on one watcher."""
+"""Gate: hold work back while the engine restarts, with one watcher for all waiting tasks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 from tok_core import AsyncEngine, EngineClosed
 
-LOOK_EVERY = 0.1  # seconds
+LOOK_EVERY = 0.1  # seconds between checks of the engine's health
 
 
 class Gate:
-    """Open while the engine serves.
+    """A gate that is open while the engine serves.
 
-    until_closed  True: one that has failed is waited for, since somebody may start it again; False: it never will
+    until_closed  True: also wait for a failed engine, since an operator may restart it; False: failed is final
     """
 
     def __init__(self, engine: AsyncEngine, *, until_closed: bool) -> None:
@@ -21,7 +21,7 @@ class Gate:
         self._watcher: asyncio.Task[None] | None = None
 
     async def passed(self) -> None:
-        """Returns while the engine serves. Raises EngineClosed once it never will again."""
+        """Wait until the engine serves. Raises EngineClosed once it never will again."""
         if self._open():
             return
         if self._watcher is None or self._watcher.done():
@@ -29,7 +29,7 @@ class Gate:
         await asyncio.shield(self._watcher)
 
     def close(self) -> None:
-        """Ends the watcher."""
+        """Cancel the watcher."""
         if self._watcher is not None:
             self._watcher.cancel()
 

@@ -1,4 +1,4 @@
-"""Outcome: a batch's answers as files, in the order of its lines, every line in one of them once."""
+"""Write a batch's answers in the order of its lines, each line once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_server.batch.storage import (
 )
 
 Take = Callable[[bytes, bool], None]
-"""Told of each line in turn: its text, and whether it failed."""
+"""Called with each line in turn: its text, and whether it failed."""
 
 
 def each_line(
@@ -28,11 +28,11 @@ def each_line(
     take: Take,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Gives `take` every line; those without an answer with the reason `why`. Returns how many have none.
+    """Call `take` for every line, with the error `why` for lines without an answer. Return how many have none.
 
-    why  None: all have one
+    why  None: every line has an answer
 
-    Memory: one answer. Errors: Stopped, InputChanged.
+    Holds one answer in memory at a time. Errors: Stopped, InputChanged.
     """
     if why is None:
         _check_complete(source, answers)

@@ -1,14 +1,14 @@
-"""Find the batch line that kills the engine: compute those open at its death few at a time, then alone.
+"""Find the batch line that kills the engine: retry lines open at its death a few at a time, then alone.
 
     not suspected ─ a death ─► suspected ─ a death ─► computed alone ─ a death ─► guilty
-    as many as may be          √ of them at once
+    no limit                   √S at once             one at once
 
-A line that is answered is innocent. A guilty one costs three deaths, as many as a replica survives by default; S
-suspects take about 2 √S times as long as one of them, and meanwhile no other line begins.
+A line that is answered is innocent. A guilty line costs three deaths, as many as a replica survives by default. S
+suspects take about 2 √S times as long as one of them; meanwhile no other line begins.
 
-Requests that somebody waits for are suspects, too. A line computed alone begins when none of them is open, if such a
-moment comes soon. Where the engine dies with one of them open nevertheless, nothing is proven: the line is computed
-once more after a pause, in which other lines go on.
+Requests of waiting clients are suspects, too. A line computed alone therefore waits up to `QUIET` seconds for a moment
+without open client requests. If the engine dies with one of them open nevertheless, nothing is proven. The line is then
+computed once more after a pause, in which other lines continue.
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ log = logging.getLogger("tok.server")
 
 T = TypeVar("T")
 
-BATCHES = BEHIND - APART  # the smallest priority of a line's requests
-QUIET = 10.0  # seconds that a line computed alone waits for a moment in which nobody waits for an answer
-PAUSE = 600.0  # so that deaths of which nothing is learned are rarer than --restart-window allows
-LOOK_EVERY = 0.1
+BATCHES = BEHIND - APART  # smallest priority of a batch line's requests
+QUIET = 10.0  # seconds that a line computed alone waits for a moment without open client requests
+PAUSE = 600.0  # seconds; keeps inconclusive deaths rarer than --restart-window allows
+LOOK_EVERY = 0.1  # seconds between checks of `quiet`
 
 FREE, SUSPECTED, ALONE = range(3)
-"""How a line is computed: by how many times the engine has died of it, or of one beside it."""
+"""Stages of a line, by the number of engine deaths at which it was open."""
 
 
 class PoisonRequest(Exception):
-    """The engine died while it computed this line, and no other."""
+    """The engine died while it computed this line alone."""
 
 
 class PoisonIsolation:
     """The lines of all batches of one engine. For one event loop.
 
-    quiet  tells whether nobody waits for an answer now
+    quiet  returns whether no client waits for an answer now
     """
 
     def __init__(self, quiet: Callable[[], bool] = lambda: True) -> None:
         self._quiet = quiet
-        self._running = [0, 0, 0]  # lines, by how they are computed
+        self._running = [0, 0, 0]  # lines, by stage
         self._waiting = tuple(deque[asyncio.Future[None]]() for _ in self._running)
-        self._at_once = 1  # of the suspected
+        self._at_once = 1  # how many suspected lines run together
 
     async def compute(self, once: Callable[[], Awaitable[T]]) -> T:
-        """What `once` returns, called again after a death. Errors: Guilty, its own but EngineDead."""
+        """Return the result of `once`, called again after deaths of the engine.
+
+        Errors: PoisonRequest; those of `once` except EngineDead.
+        """
         how, pause = FREE, 0.0
         while True:
             await asyncio.sleep(pause)
@@ -69,7 +72,7 @@ class PoisonIsolation:
                 if how == ALONE and error.first_class is not None and not beside:
                     raise PoisonRequest from error
                 log.warning("a line of a batch is computed anew: %s", error)
-                if error.first_class is None:  # it was not open
+                if error.first_class is None:  # the line was not open at the death
                     pause = LOOK_EVERY
                 else:
                     pause, how = PAUSE if how == ALONE else 0.0, min(how + 1, ALONE)
@@ -83,7 +86,7 @@ class PoisonIsolation:
             await asyncio.sleep(LOOK_EVERY)
 
     async def _begin(self, how: int) -> None:
-        """Waits for its turn."""
+        """Wait until the line may begin at stage `how`."""
         turn, waiting = asyncio.get_running_loop().create_future(), self._waiting[how]
         waiting.append(turn)
         if how == SUSPECTED:
@@ -95,7 +98,7 @@ class PoisonIsolation:
             if turn in waiting:
                 waiting.remove(turn)
             elif not turn.cancelled():
-                self._running[how] -= 1  # it had been given its turn
+                self._running[how] -= 1  # the turn had been granted already
             self._tell()
             raise
 
@@ -108,7 +111,7 @@ class PoisonIsolation:
         return not (suspected or alone or self._waiting[SUSPECTED] or self._waiting[ALONE])
 
     def _tell(self) -> None:
-        """Whoever may begin now does, first come, first served."""
+        """Let all lines begin that may begin now, first come, first served."""
         if not (self._running[SUSPECTED] or self._waiting[SUSPECTED]):
             self._at_once = 1
         for how in (ALONE, SUSPECTED, FREE):

@@ -1,9 +1,9 @@
-"""Run: the lines of one batch through the engine, each answer kept as soon as it is there.
+"""Run: process the lines of one batch, and store each answer as soon as it is ready.
 
-    reader thread: lines → bodies understood ─► event loop: engine
-    store thread: answers committed, in groups ◄─ reader thread: answers written ◄─┘
+    reader thread: lines → parsed bodies ─► event loop: engine
+    store thread: answers committed, in groups ◄─ reader thread: answers encoded ◄─┘
 
-No more lines are under way than the budget allows, so that memory does not grow with the file.
+The budget limits the lines under way, so that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ log = logging.getLogger("tok.server")
 
 T = TypeVar("T")
 
-GROUP = 256  # answers of a commit, at most
-GROUP_SECONDS = 0.05  # that an answer waits for others
+GROUP = 256  # maximum answers per commit
+GROUP_SECONDS = 0.05  # seconds that an answer waits for others
 CHUNK = 64  # lines read ahead at a time
-CHUNK_BYTES = 1 << 20
-ATTEMPTS = 4  # of a line whose computation was ended each time by something else than the engine's death
-AHEAD = 2  # samples under way, as a multiple of those that run at once
-PAUSE = 0.1
-KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds between tries to write answers: doubled from the one to the other
+CHUNK_BYTES = 1 << 20  # bytes of lines after which a chunk ends early
+ATTEMPTS = 4  # attempts at a line, after errors that may pass; deaths of the engine do not count
+AHEAD = 2  # samples under way, as a multiple of the engine's running samples
+PAUSE = 0.1  # seconds between checks of `Means.paused`
+KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds, first and longest, between attempts to write answers; doubles
 
 
 @dataclass(frozen=True, slots=True)
 class LineSource:
-    """A file that has been validated: so many lines. How long one may be was looked at then."""
+    """A validated file and its number of lines. Their length was checked at validation."""
 
     path: Path
     lines: int
@@ -62,13 +62,13 @@ class LineSource:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What all batches of a process share.
+    """Resources that all batches of a process share.
 
-    store     the one thread of all writing connections
-    reader    threads that read files, understand bodies and write down answers
-    clerk     threads for what takes long and nobody waits for: to validate, to write what came of it
-    paused    whether to begin no more lines for now
-    answered  how many lines have been, "completed" and "failed"
+    store     executor with the one thread that owns all connections that write
+    reader    threads that read files, parse bodies and encode answers
+    clerk     threads for long work in the background: validating, writing output files
+    paused    returns whether no further lines may begin now
+    answered  numbers of lines answered: "completed" and "failed"
     """
 
     served: ServedModel
@@ -84,7 +84,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A line whose body has been understood, or refused."""
+    """A line whose body has been parsed, or refused."""
 
     line: int
     custom_id: str
@@ -92,32 +92,32 @@ class _Ready:
 
 
 class Run:
-    """One batch, computed on behalf of `tenant`. `totals` are of what has been kept so far."""
+    """Processing of one batch's lines for `tenant`. `totals` covers the answers stored so far."""
 
     def __init__(self, source: LineSource, answers: Answers, means: Means, tenant: str = "") -> None:
         self._source = source
         self._answers = answers
         self._means = means
         self._tenant = tenant
-        self._done: list[tuple[FinishedLines, int]] = []  # each with what it took of the budget
+        self._done: list[tuple[FinishedLines, int]] = []  # each with its units of the budget
         self._news = asyncio.Event()
-        self._open = 0  # lines begun and not yet kept
-        self._taken = 0  # of the budget
+        self._open = 0  # lines begun and not yet stored
+        self._taken = 0  # units of the budget
         self._fed = False
-        self._ending = False  # nobody waits any more for what cannot be kept at once
+        self._ending = False  # no more retries for answers that cannot be stored at once
         self.totals = Totals()
 
     @property
     def under_way(self) -> int:
-        """Lines begun and not yet kept."""
+        """Return the number of lines begun and not yet stored."""
         return self._open
 
     async def run(self) -> None:
-        """Returns when every line has an answer. Cancelled, it keeps what is done.
+        """Answer every line that has no answer. If cancelled, store the answers that are done.
 
-        While answers cannot be written, such as to a full disk, it holds them; the budget bounds how many these are.
+        Answers stay in memory while they cannot be written, such as to a full disk; the budget limits their number.
 
-        Errors: EngineClosed, where the rest is left to another run; InputChanged; OSError, sqlite3.Error.
+        Errors: EngineClosed, which leaves the rest to another run; InputChanged; OSError, sqlite3.Error.
         """
         self.totals = await self._in_store(self._answers.totals)
         marks = await self._in_store(lambda: self._answers.answered(self._source.lines))
@@ -131,7 +131,7 @@ class Run:
             try:
                 await self._keep_rest()
             finally:
-                self._give(self._taken)  # of lines that were ended
+                self._give(self._taken)  # units of lines that were cut short
                 self._open = 0
 
     def _give(self, units: int) -> None:
@@ -139,7 +139,7 @@ class Run:
         self._means.budget.give(units)
 
     async def _feed(self, marks: bytearray, tasks: asyncio.TaskGroup) -> None:
-        """Begins every line that has no answer, as the budget allows."""
+        """Begin every line that has no answer, as the budget allows."""
         chunks = self._chunks(marks)
         coming = self._read(chunks)
         while chunk := await coming:
@@ -153,7 +153,7 @@ class Run:
         return asyncio.get_running_loop().run_in_executor(self._means.reader, next, chunks, [])
 
     def _chunks(self, marks: bytearray) -> Iterator[list[_Ready]]:
-        """Lines without an answer, understood, some at a time. In a thread: tokenising takes long."""
+        """Yield the parsed lines without an answer, in chunks. Runs in a thread: tokenising takes long."""
         chunk: list[_Ready] = []
         size = 0
         for line in read_lines(self._source.path):
@@ -197,7 +197,7 @@ class Run:
         self._end(FinishedLines(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
 
     async def _compute(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
-        """What writes the answer, or why there is none. Errors: EngineClosed."""
+        """Return the function that encodes the answer, or the error instead of one. Errors: EngineClosed."""
         try:
             return await self._means.suspects.compute(lambda: self._attempt(ready, asked))
         except PoisonRequest as error:
@@ -206,7 +206,7 @@ class Run:
             return ApiError(500, message, kind=SERVER, code="engine_died")
 
     async def _attempt(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
-        """As `_compute`. Errors: EngineDead, where the engine died meanwhile, too."""
+        """Compute a line; retry after errors that may pass. Returns as `_compute`. Errors: EngineClosed, EngineDead."""
         for _ in range(ATTEMPTS):
             try:
                 await self._means.gate.passed()
@@ -220,7 +220,7 @@ class Run:
             except asyncio.CancelledError:
                 if _told_to_end():
                     raise
-                # Something it waited for was cancelled, not the line: a task that ended so would never be kept.
+                # An awaited task was cancelled, not this one. Ending here would leave the line without an answer.
                 log.warning("batch line %r is computed anew: what it waited for was cancelled", ready.custom_id)
             except RequestFailed as error:
                 return of_exception(error, ready.custom_id)
@@ -235,7 +235,7 @@ class Run:
         self._news.set()
 
     async def _keep(self) -> None:
-        """Keeps answers as they come, those together that come together."""
+        """Store answers as they come, in groups."""
         while self._open or not self._fed:
             await self._news.wait()
             self._news.clear()
@@ -252,7 +252,7 @@ class Run:
             wait = KEEP_AGAIN
             while written:
                 log.error("answers of a batch are kept in memory; the next try to write them is in %g seconds", wait)
-                await asyncio.sleep(wait)  # cancelled, it gives them up: only what is on the disk counts
+                await asyncio.sleep(wait)  # if cancelled, drop them: only answers on disk count
                 wait = min(2 * wait, MAX_KEEP_AGAIN)
                 written = await uninterrupted(self._commit(written))
         finally:
@@ -264,7 +264,7 @@ class Run:
         return await self._commit(written)
 
     async def _commit(self, written: Sequence[LineAnswer]) -> Sequence[LineAnswer]:
-        """Commit the answers. Returns them if that may work later. Errors: OSError, sqlite3.Error."""
+        """Commit the answers. Return them if a retry may succeed. Errors: OSError, sqlite3.Error."""
         try:
             new = await self._in_store(lambda: self._answers.add(written))
         except (OSError, sqlite3.Error) as error:
@@ -277,7 +277,7 @@ class Run:
         return ()
 
     async def _keep_rest(self) -> None:
-        """Keep the lines that are done when a run is given up, if that works at once: they have been computed."""
+        """Store the answers that are done when a run is given up, without retries: they have been computed."""
         self._ending = True
         while self._done:
             await self._keep_some()
@@ -286,7 +286,7 @@ class Run:
         return await self._in(self._means.store, function)
 
     async def _in(self, executor: Executor, function: Callable[[], T]) -> T:
-        # Cancelled, it is carried out all the same: what has been computed is to be kept.
+        # If cancelled, the function still runs to its end: computed answers are to be stored.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))
 
 
@@ -296,12 +296,12 @@ def _told_to_end() -> bool:
 
 
 def _unexpected(error: Exception, custom_id: str) -> ApiError:
-    """A defect costs a line, not its batch."""
+    """Log a defect, and return the error that answers its line, so that the batch continues."""
     name = new_id("req")
     log.error("%s: batch line %r: %s", name, custom_id, error or type(error).__name__, exc_info=error)
     return internal(name)
 
 
 def samples_ahead(max_running: int) -> int:
-    """The budget for an engine that runs so many samples at once: enough that it never waits for one."""
+    """Return the budget for an engine that runs `max_running` samples at once: enough that it never waits for one."""
     return AHEAD * max_running

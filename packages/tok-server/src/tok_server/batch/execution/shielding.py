@@ -1,4 +1,4 @@
-"""Await work to its end although its task is cancelled: threads cannot be stopped halfway."""
+"""Await work to its end even if the awaiting task is cancelled: threads cannot be stopped halfway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def uninterrupted(work: Coroutine[object, object, T]) -> T:
-    """What `work` returns. Cancelled, however often, it raises CancelledError after the work has ended."""
+    """Return the result of `work`. If cancelled, however often, raise CancelledError only after `work` has ended."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

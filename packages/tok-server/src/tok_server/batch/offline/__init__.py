@@ -1,4 +1,4 @@
-"""`tok batch`: a file of requests answered without a server, resumable at any moment."""
+"""`tok batch`: answer a file of requests without a server; a run can be resumed after any interruption."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Offline: a file of requests answered without a server, resumable at any moment.
+"""Offline: answer a file of requests without a server; a run can be resumed after any interruption.
 
-OUT.jsonl           written at the end, as a whole: every line of the input once, in its order
-OUT.jsonl.partial   answers so far; gone once OUT.jsonl is there
-OUT.jsonl.lock      held while it runs
+OUT.jsonl           written at the end, atomically: every line of the input once, in its order
+OUT.jsonl.partial   answers so far; deleted once OUT.jsonl is written
+OUT.jsonl.lock      held while the run lasts
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tok_server.settings import Formats, Limits
 T = TypeVar("T")
 
 AUTO = Formats()
-MAX_LINE_BYTES = Limits().max_body  # bytes of a line, as of a request by HTTP
+MAX_LINE_BYTES = Limits().max_body  # bytes of a line, the same as of an HTTP body
 
 
 class BadInput(Exception):
-    """Lines that are no requests; `more`: there are others than these."""
+    """Input with invalid lines. `more`: the list of errors is full, so that there may be others."""
 
     def __init__(self, errors: list[BatchError]) -> None:
         super().__init__(f"{len(errors)} bad lines")
@@ -48,10 +48,10 @@ class BadInput(Exception):
 
 
 class Offline:
-    """One file to answer. A context manager, which holds the output's lock: `check`, then `answer`.
+    """One file to answer. A context manager that holds the output's lock: call `check`, then `answer`.
 
-    model         its name: lines may ask for it, or for none
-    retry_failed  an output that is there is of this input: its failed lines are to be answered anew
+    model         name of the model: lines may ask for it, or for none
+    retry_failed  compute the failed lines of an existing output of this input again
 
     Errors: InvalidField (file, output), StoreError (in use).
     """
@@ -73,7 +73,7 @@ class Offline:
 
     @property
     def totals(self) -> Totals:
-        """What is answered so far."""
+        """Return the totals of the answers so far."""
         return Totals() if self._run is None else self._run.totals
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Offline:
 
     def _check_output(self) -> None:
         there, begun = self._output.exists(), self.partial.exists()
-        # Both: it was ended between writing the one and deleting the other, or while it retried.
+        # Both exist if a run ended between writing the output and deleting the partial answers, or during a retry.
         if there and not self._retry and not begun:
             allowed = "a file that is not there yet, or one of the same input with --retry-failed"
             raise InvalidField("output", str(self._output), allowed)
@@ -107,7 +107,7 @@ class Offline:
             self._lock.close()
 
     async def check(self) -> None:
-        """Looks at all lines of the input. Errors: BadInput, and nothing has been run."""
+        """Validate all lines of the input. Errors: BadInput, before any line is run."""
         look = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
         found = await self._in(self._reader, look)
         if found.errors:
@@ -115,7 +115,7 @@ class Offline:
         self.lines, self._digest = found.lines, found.digest
 
     async def answer(self, engine: AsyncEngine, formats: Formats = AUTO) -> Totals:
-        """Answers what has no answer, writes the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
+        """Answer the remaining lines and write the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
         source = LineSource(self._file, self.lines)
         answers = await self._in(self._store, self._begun)
         gate = Gate(engine, until_closed=False)
@@ -134,7 +134,10 @@ class Offline:
         return self._run.totals
 
     def _begun(self) -> Answers:
-        """Answers so far; none if it died after the output was written, and failed lines are to be answered anew."""
+        """Return the answers so far.
+
+        To retry failed lines of an output that was written from these very answers, begin without any.
+        """
         answers = self._open()
         try:
             written = self._retry and self._output.exists() and self._is_written(answers)
@@ -148,7 +151,7 @@ class Offline:
         return self._open()
 
     def _is_written(self, answers: Answers) -> bool:
-        """Whether the output holds these very answers."""
+        """Return whether the output consists of exactly these answers."""
         with self._output.open("rb") as stream:
             pairs = zip_longest(answers.in_order(), stream)
             return all(one is not None and line == one.text + b"\n" for one, line in pairs)
@@ -160,7 +163,7 @@ class Offline:
             raise StoreError(f"{error}; delete it to begin anew, or choose another --output") from error
 
     def _take_over(self, answers: Answers) -> None:
-        """Keeps the answers of the output that are none of failed lines."""
+        """Store the output's answers to lines that did not fail."""
         for group in kept_of(self._output, LineSource(self._file, self.lines)):
             answers.add(group)
 
@@ -173,5 +176,5 @@ class Offline:
             each_line(source, answers, None, take, lambda: self._ended)
 
     async def _in(self, executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        # Cancelled, it is carried out all the same: what has been computed is to be kept.
+        # If cancelled, the function still runs to its end: computed answers are to be stored.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

@@ -1,4 +1,4 @@
-"""How far an offline batch is: a bar on a terminal, else a line from time to time, both on standard error."""
+"""Show an offline batch's progress on standard error: a bar on a terminal, else a line every `TELL_EVERY` seconds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tok_core import AsyncEngine
 from tok_server.batch.offline.offline import Offline
 
-DRAW_EVERY = 0.25
-TELL_EVERY = 30.0
+DRAW_EVERY = 0.25  # seconds
+TELL_EVERY = 30.0  # seconds
 
 
 class Pace:
-    """Lines done, their rate since the start, and the time left at that rate."""
+    """Progress of a run: lines done, their rate since the start, and the time left at that rate."""
 
     def __init__(self, work: Offline, engine: AsyncEngine) -> None:
         self._work = work
         self._engine = engine
         self._began = time.monotonic()
-        self._lines: int | None = None  # done when it began
+        self._lines: int | None = None  # lines done when the run began
         self._tokens = engine.stats()["output_tokens"]
 
     def look(self) -> tuple[int, str]:
-        """Lines done, and the rest in words."""
+        """Return the number of lines done, and a text with failures, token rate and time left."""
         totals = self._work.totals
         done = totals.completed + totals.failed
         if self._lines is None and done:
-            self._lines = done  # what an earlier run has done says nothing of the pace
+            self._lines = done  # lines of an earlier run do not count for the rate
             self._began = time.monotonic()
         seconds = max(time.monotonic() - self._began, 1e-3)
         rate = (done - (self._lines or 0)) / seconds
@@ -43,7 +43,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Return the duration as hours, minutes and seconds: "1:02:03"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def showing(work: Offline, engine: AsyncEngine) -> Iterator[None]:
-    """Shows how far `work` is while the context lasts."""
+    """Show the progress of `work` while the context lasts."""
     console = Console(stderr=True)
     pace = Pace(work, engine)
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Read a partial output file again, to find the lines that need no new answer."""
+"""Read an existing output file, to find the lines that need no new answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Line(msgspec.Struct):
 
 
 def kept_of(output: Path, source: LineSource) -> Iterator[list[LineAnswer]]:
-    """The answers of lines that did not fail, some at a time. Errors: StoreError for the output of another input."""
+    """Yield the answers of lines that did not fail, in groups. Errors: StoreError if the output is of another input."""
     group: list[LineAnswer] = []
     lines = 0
     with output.open("rb") as answers:

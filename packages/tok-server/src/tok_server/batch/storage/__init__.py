@@ -1,4 +1,4 @@
-"""Files, batches and answers on disk: SQLite and one file each, safe against any death of the process."""
+"""Storage of files, batches and answers: SQLite databases and plain files that survive any crash of the process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Answers: the lines of one batch that have been answered, each once, in an SQLite file of their own.
+"""Answers: the answered lines of one batch, each once, in an SQLite file of their own.
 
-The file lives as long as the batch has unanswered lines or an unwritten output, and is deleted then: what is finished
-costs the database of all batches nothing. A death of the machine may take the last commits with it (synchronous is
-NORMAL): those lines are answered again, for no output file has been written yet.
+The file is deleted once all lines are answered and the output is written. Finished batches therefore cost the database
+of all batches nothing. A crash of the machine may lose the last commits (synchronous is NORMAL). Those lines are
+answered again: no output file has been written yet.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TOTALS = """SELECT count(*) - coalesce(sum(failed), 0), coalesce(sum(failed), 0)
 
 
 class OtherAnswers(DamagedError):
-    """A file with answers to another input."""
+    """A file that holds answers to another input."""
 
 
 class LineAnswer(NamedTuple):
-    """A line's answer. `text` is its whole line of the output file, without the line's end."""
+    """A line's answer. `text` is its whole line of the output file, without the line break."""
 
     line: int
     failed: bool
@@ -58,7 +58,7 @@ class Totals(NamedTuple):
     reasoning_tokens: int = 0
 
     def plus(self, answers: Iterable[LineAnswer]) -> Totals:
-        """With these, too."""
+        """Return the totals with these answers added."""
         sums = list(self)
         for one in answers:
             sums[one.failed] += 1
@@ -68,10 +68,10 @@ class Totals(NamedTuple):
 
 
 class Answers:
-    """One batch's answers. For the thread that opened it.
+    """One batch's answers. Only for the thread that opened them.
 
-    source  says what they are answers to; a file of other answers is refused (StoreError)
-    charge  told how many bytes more are to be kept before they are; may raise OSError
+    source  identifies the input; a file with answers to another input is refused (StoreError)
+    charge  called with the number of bytes about to be stored, negative to revoke; may raise OSError
     """
 
     def __init__(self, path: Path, source: str, charge: Callable[[int], None] = lambda size: None) -> None:
@@ -92,7 +92,7 @@ class Answers:
                 raise OtherAnswers(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
 
     def add(self, answers: Iterable[LineAnswer]) -> list[LineAnswer]:
-        """Keeps them, in one transaction. Returns the new ones: a line that has an answer keeps the one it has."""
+        """Store the answers in one transaction. Return the new ones: a line that has an answer keeps it."""
         answers = list(answers)
         size = sum(len(one.text) for one in answers)
         self._charge(size)
@@ -104,24 +104,24 @@ class Answers:
             raise
 
     def totals(self) -> Totals:
-        """Sums over all of them."""
+        """Return the sums over all answers."""
         return Totals(*self._connection.execute(TOTALS).fetchone())
 
     def answered(self, lines: int) -> bytearray:
-        """A byte for each of so many lines: 1 if it has an answer."""
+        """Return a byte for each of `lines` lines: 1 if the line has an answer."""
         marks = bytearray(lines)
         for (line,) in self._connection.execute("SELECT line FROM answers WHERE line < ?", (lines,)):
             marks[line] = 1
         return marks
 
     def in_order(self) -> Iterator[LineAnswer]:
-        """All of them in the order of lines, a few in memory at a time."""
+        """Yield all answers in the order of lines, a few in memory at a time."""
         rows = self._connection.execute("SELECT * FROM answers ORDER BY line")
         for row in rows:
             yield LineAnswer(row[0], bool(row[1]), *row[2:])
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._connection.close()
 
     def __enter__(self) -> Self:

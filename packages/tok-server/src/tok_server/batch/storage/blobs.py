@@ -1,7 +1,8 @@
-"""Blobs: what files hold, each a file of the data directory. One is there as a whole, or not at all.
+"""Blobs: contents of files, each a file of the data directory that is either complete or absent.
 
-A blob is written beside its place, and moves there once the index has its file; it leaves its place before the index
-forgets its file. After any crash, a blob that the index does not know is therefore unfinished, by its name, or foreign.
+A blob is written under a temporary name. It is renamed after the index has committed its row, and renamed back before
+the index deletes the row. After any crash, a blob unknown to the index is therefore unfinished, by its name, or
+foreign.
 
     write file-….part ─► commit its row ─► rename to file-…
     rename to file-….part ─► delete its row ─► delete file-….part
@@ -31,7 +32,7 @@ class Blobs:
         self._directory = directory
 
     def path(self, file_id: str) -> Path:
-        """Where a file's content is. Raises ValueError for what is no id: it may come from a client."""
+        """Return the path of a file's content. Raises ValueError for an invalid id: it may come from a client."""
         if not FILE_ID.fullmatch(file_id):
             raise ValueError(f"file id {file_id[:80]!r}; allowed: file- and 24 hexadecimal digits")
         return self._directory / file_id
@@ -43,12 +44,12 @@ class Blobs:
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
-        """Yield a file to write the content to; it is on the disk when the context ends, for `publish`."""
+        """Yield a stream to write the content to. At exit the content is synced to disk, ready for `publish`."""
         with _written(self.unpublished(file_id), PRIVATE_FILE) as stream:
             yield stream
 
     def publish(self, file_id: str) -> None:
-        """Move written content to its place. Without effect if there is none."""
+        """Rename written content to its final path. No effect if there is none."""
         try:
             os.replace(self.unpublished(file_id), self.path(file_id))
         except FileNotFoundError:
@@ -56,7 +57,7 @@ class Blobs:
         sync_directory(self._directory)
 
     def withdraw(self, file_id: str) -> None:
-        """Move content away from its place, so that it can be discarded. Without effect if there is none."""
+        """Rename content to its unpublished path, so that it can be discarded. No effect if there is none."""
         try:
             os.replace(self.path(file_id), self.unpublished(file_id))
         except FileNotFoundError:
@@ -64,18 +65,18 @@ class Blobs:
         sync_directory(self._directory)
 
     def discard(self, file_id: str) -> None:
-        """Delete content that is not published, if there is any."""
+        """Delete content that is not published, if it exists."""
         self.unpublished(file_id).unlink(missing_ok=True)
 
     def entries(self) -> list[tuple[str, Path, bool]]:
-        """Return id, path, and whether it is published, of each content; nothing that is not ours."""
+        """Return id, path, and whether it is published, of each content; foreign files are skipped."""
         named = [(path.name.removesuffix(UNFINISHED), path) for path in sorted(self._directory.iterdir())]
         return [(id, path, path.name == id) for id, path in named if FILE_ID.fullmatch(id) and path.is_file()]
 
 
 @contextmanager
 def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A stream to write to; `path` has all of it once the context has ended, and is untouched before."""
+    """Yield a stream. At exit its content replaces `path` atomically; an error leaves `path` untouched."""
     unfinished = path.with_name(path.name + UNFINISHED)
     with _written(unfinished, 0o666) as stream:
         yield stream
@@ -85,7 +86,7 @@ def durable(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _written(path: Path, mode: int) -> Iterator[IO[bytes]]:
-    """Yield a stream to a new file at `path`, which is on the disk when the context ends; gone after an error."""
+    """Yield a stream to a new file at `path`. The file is synced to disk at exit, or deleted after an error."""
     try:
         with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             yield stream
@@ -97,13 +98,13 @@ def _written(path: Path, mode: int) -> Iterator[IO[bytes]]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is its owner's alone, or make an existing one so. Errors: OSError."""
+    """Create a directory with access for its owner only, or restrict an existing one so. Errors: OSError."""
     path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     path.chmod(PRIVATE_DIRECTORY)
 
 
 def sync_directory(directory: Path) -> None:
-    """A new name lasts only once its directory is on the disk, too."""
+    """Sync a directory to disk: until then a crash may lose new names in it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Clock: time that has really passed. A wall clock that jumps neither deletes a file nor ends a batch.
+"""Clock: measured time. A wall clock that jumps neither deletes a file nor ends a batch.
 
-Deadlines are kept on a scale that begins with the wall clock's time when the data directory is first used, and advances
-only by time that was measured: while a server runs, and between two servers if the machine has not been rebooted.
+Deadlines are kept on a scale that begins with the wall clock's time when the data directory is first used. The scale
+advances only by measured time: while a server runs, and between two servers if the machine has not been rebooted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Reading(NamedTuple):
-    """The clock as it is saved.
+    """A saved state of the clock.
 
-    elapsed  seconds on its scale
-    boot     names the boot of the machine; "": unknown
+    elapsed  seconds on the clock's scale
+    boot     identifies the boot of the machine; "": unknown
     uptime   seconds since that boot
     """
 
@@ -28,12 +28,12 @@ class Reading(NamedTuple):
 
 
 def uptime() -> float:
-    """Return the seconds since the machine's boot, those of its sleep included where the system counts them."""
+    """Return the seconds since the machine's boot, including sleep where the system counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot_id() -> str:
-    """Return a name of this boot of the machine; "" if the system has none."""
+    """Return an id of this boot of the machine; "" if the system has none."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -41,11 +41,11 @@ def boot_id() -> str:
 
 
 class Clock:
-    """One data directory's clock. Call `start` before `now`.
+    """Clock of one data directory. Call `start` before `now`.
 
-    wall    seconds since 1970, for what people read
-    uptime  seconds that never jump
-    boot    names the time over which `uptime` can be compared
+    wall    returns seconds since 1970, for display
+    uptime  returns seconds that never jump
+    boot    returns an id; values of `uptime` are comparable only within the same boot
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Clock:
         self._origin = 0.0
 
     def start(self, saved: Reading | None) -> None:
-        """Go on from where the clock was saved; `None`: begin."""
+        """Continue from where the clock was saved; None: begin at the wall clock's time."""
         uptime = self._uptime()
         if saved is None:
             self._origin = self.wall() - uptime
         elif saved.boot and saved.boot == self._boot and uptime >= saved.uptime:
             self._origin = saved.elapsed - saved.uptime
-        else:  # nobody has measured how long the machine was off: that time does not count
+        else:  # how long the machine was off is unknown: that time does not count
             self._origin = saved.elapsed - uptime
 
     def now(self) -> float:
@@ -74,6 +74,6 @@ class Clock:
         return self._origin + self._uptime()
 
     def reading(self) -> Reading:
-        """Return what `start` needs to go on."""
+        """Return the state that `start` needs to continue."""
         uptime = self._uptime()
         return Reading(self._origin + uptime, self._boot, uptime)

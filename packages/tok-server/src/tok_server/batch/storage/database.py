@@ -1,6 +1,6 @@
-"""One SQLite file in WAL mode: what is committed is there after any death of the process.
+"""Open SQLite files in WAL mode: committed data survives any crash of the process.
 
-A connection belongs to the thread that opened it. Writers give all of theirs to one thread.
+A connection belongs to the thread that opened it. One thread opens all connections that write.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _primary_code(error: sqlite3.Error) -> int:
 
 
 def open_database(path: Path, schema: str, version: int, synchronous: Synchronous) -> sqlite3.Connection:
-    """The file at `path`, made if it is missing, readable by its owner alone.
+    """Return a connection to the database at `path`, created if missing, readable by its owner only.
 
-    version      of `schema`; a file of another one is refused
-    synchronous  FULL: a commit survives a loss of power, too. NORMAL: the last ones may be lost by it
+    version      version of `schema`; a file of another version is refused
+    synchronous  FULL: a commit survives a power loss, too. NORMAL: a power loss may lose the last commits
 
     Errors: StoreError.
     """
@@ -101,7 +101,7 @@ def check_version(connection: sqlite3.Connection, path: Path, known: tuple[int, 
 
 
 def make_private(path: Path) -> None:
-    """Make the file at `path` if it is missing; let nobody but its owner read it. Errors: OSError."""
+    """Create the file at `path` if missing, and restrict access to its owner. Errors: OSError."""
     # SQLite gives its side files the mode of the database.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE))
     for side in SIDE_FILES:
@@ -113,9 +113,9 @@ def make_private(path: Path) -> None:
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the existing database at `path` so that neither it nor its log changes, and yield the connection.
 
-    Nobody may write to it meanwhile. Errors: DamagedError, sqlite3.Error.
+    No other connection may write to it meanwhile. Errors: DamagedError, sqlite3.Error.
     """
-    # Without a log nothing but the file is read: SQLite then need not make side files.
+    # Without a log only the file itself is read: `immutable` keeps SQLite from making side files.
     mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
@@ -141,19 +141,19 @@ def check_content(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of it or nothing."""
+    """Commit the block's statements together, or roll them back after an error."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with suppress(sqlite3.Error):  # a full disk ends it by itself
+        with suppress(sqlite3.Error):  # on a full disk SQLite rolls back by itself
             connection.execute("ROLLBACK")
         raise
 
 
 def remove_database(path: Path) -> None:
-    """Deletes the file and those that SQLite keeps beside it."""
-    # The file itself last: as long as it is there, whoever clears up finds it.
+    """Delete the database and the side files that SQLite keeps beside it."""
+    # The database itself goes last: as long as it exists, recovery finds it.
     for side in reversed(SIDE_FILES):
         path.with_name(path.name + side).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Place: where in a data directory everything of batches is, readable by the owner of the process alone."""
+"""Place: paths of all batch data in a data directory, accessible only to the owner of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIX = ".sqlite"
 
 
 class Place:
-    """The directory, made if it is missing. Errors: StoreError."""
+    """Paths in a data directory, which is created if missing. Errors: StoreError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -34,18 +34,18 @@ class Place:
             raise StoreError(f"data directory {directory}: cannot be made: {error.strerror or error}") from error
 
     def answers(self, batch_id: str) -> Path:
-        """Where a batch's answers are until it ends. Raises ValueError for what is no id."""
+        """Return the path of a batch's answers, used until the batch ends. Raises ValueError for an invalid id."""
         if not BATCH_ID.fullmatch(batch_id):
             raise ValueError(f"batch id {batch_id[:80]!r}; allowed: batch_ and 24 hexadecimal digits")
         return self.answers_directory / (batch_id + SUFFIX)
 
     def answer_ids(self) -> list[str]:
-        """Return the ids of all batches that have answers here."""
+        """Return the ids of all batches with stored answers."""
         ids = {path.name.partition(SUFFIX)[0] for path in self.answers_directory.iterdir()}
         return sorted(filter(BATCH_ID.fullmatch, ids))
 
     def set_aside(self, path: Path) -> Path:
-        """Move a file into `lost/` beside what is there, and return where it is now. Errors: OSError."""
+        """Move a file into `lost/` without overwriting another, and return its new path. Errors: OSError."""
         make_directory(self.lost)
         target, count = self.lost / path.name, 0
         while target.exists():
@@ -64,7 +64,7 @@ class Place:
 
 
 def _make_data_directory(directory: Path, index: Path) -> None:
-    """Make the data directory. An existing one that is not only ours, such as /tmp, keeps its mode."""
+    """Create the data directory. An existing one with foreign files, another owner or a sticky bit keeps its mode."""
     if not directory.exists():
         make_directory(directory)
         return

@@ -1,4 +1,4 @@
-"""The lines of a JSONL file, read as a stream: memory holds one of them, however many there are."""
+"""Read the lines of a JSONL file as a stream, with one line in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import msgspec
 from tok_server.batch.storage.database import StoreError
 from tok_server.wire import BadJson, decode
 
-SLICE = 1 << 20
-LOOK_EVERY = 4096  # lines between two looks at whether to stop
+SLICE = 1 << 20  # bytes of a too long line skipped at a time
+LOOK_EVERY = 4096  # lines between checks of `stopped`
 
 
 class Stopped(Exception):
-    """Somebody no longer wants the result."""
+    """The caller no longer wants the result."""
 
 
 class InputChanged(StoreError):
-    """A file is not what it was when it was validated; the message says how."""
+    """A file that has changed since it was validated; the message says how."""
 
 
 class InputLine(NamedTuple):
-    """One line that is not blank.
+    """A line that is not blank.
 
     row     counts the lines that are not blank, from 0
     number  counts all lines, from 1, as editors do
-    data    None: it has more bytes than allowed
+    data    None: the line has more bytes than allowed
     """
 
     row: int
@@ -37,7 +37,7 @@ class InputLine(NamedTuple):
 
 
 class LineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a line says; the body is left as it is."""
+    """The request of a line, with its body not yet decoded."""
 
     custom_id: str
     method: str
@@ -46,16 +46,16 @@ class LineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[InputLine]:
-    """The lines that are not blank.
+    """Yield the lines that are not blank.
 
-    most  bytes of a line; None: any number, for a file whose lines have been looked at before
+    most  maximum bytes of a line; None: unlimited, for a file whose lines have been validated
 
     Errors: Stopped, OSError.
     """
     row = number = 0
     with path.open("rb") as stream:
         while data := stream.readline(-1 if most is None else most + 2):
-            if number % LOOK_EVERY == 0 and stopped():  # by lines read: blank ones take their time, too
+            if number % LOOK_EVERY == 0 and stopped():  # blank lines count: they take time, too
                 raise Stopped
             number += 1
             text = data.strip()
@@ -68,7 +68,7 @@ def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] 
 
 
 def parse_line(data: bytes) -> LineRequest:
-    """The request of a line. Errors: BadJson."""
+    """Return the request of a line. Errors: BadJson."""
     try:
         data.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""One process a data directory: a lock that ends with its process, however that ends."""
+"""FileLock: let one process at a time use a data directory; the lock ends with its process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tok_server.batch.storage.database import StoreError
 
 
 class FileLock:
-    """Holds `path`, a file made for it, until closed. Errors: StoreError, naming the process that holds it."""
+    """Exclusive lock on `path`, a file made for it, until closed. Errors: StoreError naming the holding process."""
 
     def __init__(self, path: Path, what: str) -> None:
         self._descriptor = _locked(path, what)
-        # Its holder may delete the file at the end: a lock on one that no path leads to keeps nobody out.
+        # The last holder may have deleted the file at its end: a lock on a deleted file excludes no other process.
         while not _is_at(self._descriptor, path):
             os.close(self._descriptor)
             self._descriptor = _locked(path, what)
@@ -22,7 +22,7 @@ class FileLock:
         os.write(self._descriptor, b"%d\n" % os.getpid())
 
     def close(self) -> None:
-        """Lets go. The file stays: another process may be waiting for this very one."""
+        """Release the lock. The file stays, since another process may have opened it to lock it."""
         os.close(self._descriptor)
 
 

@@ -1,4 +1,4 @@
-"""Write answers as lines of the output file, in the shape of OpenAI's."""
+"""Encode answers as lines of the output file, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tok_client.types import BatchLineError
 from tok_server.batch.storage.answers import LineAnswer
 from tok_server.wire import ApiError, encode, internal, new_id
 
-MIN_THREADED_BYTES = 1 << 20  # bytes
+MIN_THREADED_BYTES = 1 << 20  # bytes of a body beyond which only its end is decoded for the usage
 
 log = logging.getLogger("tok.server")
 
@@ -26,7 +26,7 @@ WHY = {
 
 
 class FinishedLines(NamedTuple):
-    """A line that has been computed: what writes its answer, or why it failed."""
+    """A line that has been computed: the function that encodes its answer, or the error instead."""
 
     line: int
     custom_id: str
@@ -55,7 +55,7 @@ class _Reasoning(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Of a completion, or of a response, which calls the same things otherwise."""
+    """Usage of a completion or a response, which name the same counts differently."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -72,7 +72,7 @@ class _Used(msgspec.Struct):
 
 
 def write(done: FinishedLines) -> LineAnswer:
-    """The answer as it is kept. Takes long for many choices."""
+    """Return the encoded answer. Takes long for many choices."""
     body, status = _body(done)
     response = _Response(status, new_id("req"), msgspec.Raw(body))
     text = encode(_Line(_line_id(), done.custom_id, response, None))
@@ -80,7 +80,7 @@ def write(done: FinishedLines) -> LineAnswer:
 
 
 def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
-    """The answer whose line of the output is `text`, which has `body` in it."""
+    """Return the answer whose line of the output is `text`, which contains `body`."""
     used = _used(body)
     cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
     reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
@@ -96,10 +96,10 @@ def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
 
 
 def _used(body: bytes) -> _Usage:
-    """Return the usage; of a long body from its end alone, as decoding it holds the interpreter."""
+    """Return the usage. A long body is decoded from its usage on: decoding all of it holds the GIL."""
     at = body.rfind(b'"usage":{') if len(body) > MIN_THREADED_BYTES else -1
     if at >= 0:
-        with suppress(msgspec.DecodeError):  # else it belongs to something within the body
+        with suppress(msgspec.DecodeError):  # else the match lies within another member
             return decoder(_Used).decode(b"{" + body[at:]).usage or _Usage()
     return decoder(_Used).decode(body).usage or _Usage()
 
@@ -116,7 +116,7 @@ def _body(done: FinishedLines) -> tuple[bytes, int]:
 
 
 def unanswered(custom_id: str, why: Unanswered) -> bytes:
-    """The line of the error file for a line that was never answered."""
+    """Return the error file's line for an input line that was never answered."""
     return encode(_Line(_line_id(), custom_id, None, BatchLineError(code=why, message=WHY[why])))
 
 

@@ -1,4 +1,4 @@
-"""Quota: how many bytes the files and answers of a data directory may have together."""
+"""Quota: limit the bytes of all files and answers of a data directory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 
 
 class QuotaExceeded(OSError):
-    """The data directory holds as much as it may."""
+    """The data directory would exceed its quota."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(errno.EDQUOT, f"the data directory has reached its quota of {limit} bytes")
 
 
 class Quota:
-    """Bytes by file or batch id. For any thread.
+    """Bytes used by each file or batch id. Thread-safe.
 
-    limit  bytes; None: any number
+    limit  bytes; None: unlimited
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -27,17 +27,17 @@ class Quota:
 
     @property
     def used(self) -> int:
-        """Bytes of all together."""
+        """Return the bytes of all ids together."""
         return self._used
 
     def put(self, id: str, size: int) -> None:
-        """Set what `id` holds, whether or not there is room for it."""
+        """Set the bytes of `id`, even beyond the limit."""
         with self._lock:
             self._used += size - self._sizes.get(id, 0)
             self._sizes[id] = size
 
     def add(self, id: str, size: int) -> None:
-        """Count so many bytes more of `id`. Errors: QuotaExceeded, and nothing is counted."""
+        """Add `size` bytes to `id`. Errors: QuotaExceeded, which leaves the count unchanged."""
         with self._lock:
             if self.limit is not None and size > 0 and self._used + size > self.limit:
                 raise QuotaExceeded(self.limit)
@@ -45,6 +45,6 @@ class Quota:
             self._sizes[id] = self._sizes.get(id, 0) + size
 
     def remove(self, id: str) -> None:
-        """Count nothing of `id` any more."""
+        """Remove the bytes of `id` from the count."""
         with self._lock:
             self._used -= self._sizes.pop(id, 0)

@@ -1,6 +1,7 @@
-"""Recovery: check a data directory when a server starts, and finish what a crash left half done.
+"""Recovery: check a data directory when a server starts, and complete what a crash interrupted.
 
-Nothing is deleted but unfinished parts. What the index does not know moves to `lost/`, from where it can be moved back.
+Only unfinished content is deleted, and answers that output files already hold. Content unknown to the index moves to
+`lost/`, from where it can be moved back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_NAMED = 10  # names that one log line lists
 
 
 def check_index(place: Place) -> None:
-    """Refuse an index that is missing, empty or damaged while its contents are there. Changes nothing.
+    """Refuse an index that is missing, empty or damaged while contents exist. Changes nothing.
 
     Errors: StoreError, which says what to do.
     """
@@ -63,7 +64,7 @@ _WAY_OUT_OF_DAMAGE = (
 
 
 def _contents(place: Place) -> list[Path]:
-    """Return blobs and answers that an index should know."""
+    """Return the blobs and answers that an index should have."""
     published = [path for _, path, finished in place.blobs.entries() if finished]
     return [*published, *map(place.answers, place.answer_ids())]
 
@@ -93,9 +94,9 @@ def _check_records(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def recover(place: Place, store: Store) -> None:
-    """Finish or undo what a crash interrupted; move what the index does not know to `lost/`. Errors: OSError."""
+    """Complete or undo what a crash interrupted; move content unknown to the index to `lost/`. Errors: OSError."""
     for _, path, _ in place.blobs.entries():
-        path.chmod(PRIVATE_FILE)  # earlier versions left it to the umask
+        path.chmod(PRIVATE_FILE)  # earlier versions used the umask's mode
     known = store.file_ids()
     lost = [str(place.set_aside(path)) for path in _unknown_blobs(place, known)]
     batches = store.batch_statuses()
@@ -104,7 +105,7 @@ def recover(place: Place, store: Store) -> None:
         if status is None or status == "failed":
             place.set_answers_aside(id)
         elif status in ("completed", "expired", "cancelled"):
-            remove_database(place.answers(id))  # its output files have all of it
+            remove_database(place.answers(id))  # the output files have all of its answers
     if lost:
         names = ", ".join(lost[:MAX_NAMED]) + (", …" if len(lost) > MAX_NAMED else "")
         log.warning("%d files that the index does not know have been moved to lost/: %s", len(lost), names)
@@ -114,7 +115,7 @@ def recover(place: Place, store: Store) -> None:
 
 
 def _unknown_blobs(place: Place, known: set[str]) -> list[Path]:
-    """Publish contents whose row was committed, delete unfinished ones, and return those that nobody knows."""
+    """Publish contents whose row was committed, delete unfinished ones, and return those unknown to the index."""
     unknown = []
     for id, path, finished in place.blobs.entries():
         if finished:

@@ -1,12 +1,12 @@
-"""The states of a batch, and what leads from one to the next: functions of a Job, without effect where they do not fit.
+"""States of a batch and transitions between them: functions of a StoredJob, without effect in any other state.
 
     validating ─► in_progress ─► finalizing ─► completed
-        │              │              └──────► expired       (time over: the lines left become errors)
-        ▼              └─► cancelling ───────► cancelled     (the same)
+        │              │              └──────► expired       (deadline passed: unanswered lines become errors)
+        ▼              └─► cancelling ───────► cancelled     (unanswered lines become errors)
       failed
 
-Cancelled or expired while validating, a batch ends without files. Any open state leads to failed once the input is gone
-or changed, or the answers are damaged.
+A batch that is cancelled or expires while validating ends without files. Any open state leads to failed once the input
+is missing or changed, or the answers are damaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BEFORE_THE_END = ("validating", "in_progress")
 
 
 def validated(job: StoredJob, found: Validated, now: int) -> StoredJob:
-    """It may begin, or is refused with what is wrong."""
+    """Start the batch, or fail it with the errors of its input."""
     if job.batch.status != "validating":
         return job
     if found.errors:
@@ -45,14 +45,14 @@ def validated(job: StoredJob, found: Validated, now: int) -> StoredJob:
 
 
 def failed(job: StoredJob, error: BatchError, now: int) -> StoredJob:
-    """It cannot go on, at whatever moment that is found."""
+    """Fail the batch, from any open state."""
     if not job.open:
         return job
     return _with(job, status="failed", failed_at=now, errors=BatchErrors(data=[error]))
 
 
 def end_early(job: StoredJob, how: Early, now: int) -> StoredJob:
-    """It is to end with the lines that are answered."""
+    """Begin to end the batch with the lines answered so far."""
     if job.batch.status not in BEFORE_THE_END:
         return job
     if how == "cancelled":
@@ -61,19 +61,19 @@ def end_early(job: StoredJob, how: Early, now: int) -> StoredJob:
 
 
 def answered(job: StoredJob, now: int) -> StoredJob:
-    """All lines are answered."""
+    """Begin to finalise the batch: all its lines are answered."""
     return _with(job, status="finalizing", finalizing_at=now) if job.batch.status == "in_progress" else job
 
 
 def missing(job: StoredJob) -> Unanswered | None:
-    """Why lines may be left without an answer; None: none is."""
+    """Return why lines may have no answer; None: every line has one."""
     if job.batch.status == "cancelling":
         return "batch_cancelled"
     return "batch_expired" if job.expired else None
 
 
 def finished(job: StoredJob, totals: Totals, output: str | None, errors: str | None, now: int) -> StoredJob:
-    """Its files are written."""
+    """End the batch: its files are written."""
     match job.batch.status, job.expired:
         case "cancelling", _:
             ended = _with(job, status="cancelled", cancelled_at=now)
@@ -87,7 +87,7 @@ def finished(job: StoredJob, totals: Totals, output: str | None, errors: str | N
 
 
 def with_totals(job: StoredJob, totals: Totals) -> StoredJob:
-    """With what has been counted."""
+    """Return the job with the counts and usage of `totals`."""
     counts = BatchRequestCounts(total=job.lines, completed=totals.completed, failed=totals.failed)
     used = BatchUsage(
         input_tokens=totals.input_tokens,

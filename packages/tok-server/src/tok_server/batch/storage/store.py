@@ -1,9 +1,9 @@
-"""Store: which files and batches there are, in one SQLite file; each change is on the disk when it returns.
+"""Store: the index of files and batches, in one SQLite file; each change is on disk when its method returns.
 
-A record is the JSON that clients see, beside the columns by which it is looked for. For one thread.
+A record is the JSON that clients see, beside the columns that queries use. For one thread.
 
-Each record has an owner: the tenant who made it. An owner sees its own records and those of NOBODY, which were made
-without API keys or by versions that knew no owners. For everyone else a record does not exist.
+Each record has an owner: the tenant that created it. An owner sees its own records and those of NOBODY, which were
+created without API keys or by versions without owners. For other owners a record does not exist.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ T = TypeVar("T")
 
 
 class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, and what clients are not told of it.
+    """A batch, with fields that clients do not see.
 
-    lines         of its input, once that has been validated
-    digest        of its input, once that has been validated; "": unknown
-    keep_seconds  after which its output is deleted; None: never
-    deadline      when its time is over, on the data directory's clock; None: never
-    owner         who made it
-    expired       it is being finished because its time was over
+    lines         number of input lines, once validated
+    digest        digest of the input, once validated; "": unknown
+    keep_seconds  seconds after which the output is deleted; None: never
+    deadline      expiry time, on the data directory's clock; None: never
+    owner         tenant that created it
+    expired       the batch is being finished because its deadline has passed
     """
 
     batch: Batch
@@ -77,7 +77,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open(self) -> bool:
-        """Whether it still changes."""
+        """Return whether the batch has not ended."""
         return self.batch.status not in ENDED
 
 
@@ -89,7 +89,7 @@ class Page(NamedTuple, Generic[T]):
 
 
 class Missing(LookupError):
-    """There is no such record; `id` says which."""
+    """A record that does not exist; `id` names it."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"there is no {kind} {id[:80]!r}")
@@ -97,11 +97,11 @@ class Missing(LookupError):
 
 
 class InUse(Exception):
-    """A file that a batch still reads."""
+    """A file that an open batch reads."""
 
 
 class Store:
-    """All records of a data directory. Functions that take an `owner` see what that owner may see."""
+    """All records of a data directory. Methods with an `owner` see only what that owner may see."""
 
     def __init__(self, path: Path) -> None:
         self._file = decoder(FileObject)
@@ -110,13 +110,13 @@ class Store:
         self._connection = open_database(path, SCHEMA, VERSION, "FULL")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._connection.close()
 
     # Clock
 
     def clock(self) -> Reading | None:
-        """Return the clock as it was saved last; None if it never was."""
+        """Return the clock as last saved; None if it never was."""
         row = self._connection.execute("SELECT elapsed, boot, uptime FROM clock").fetchone()
         return None if row is None else Reading(*row)
 
@@ -126,7 +126,7 @@ class Store:
             self._connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", reading)
 
     def start_deadlines(self, now: float) -> None:
-        """Give files and open batches of version 1, which kept no measured deadlines, their whole time from now on."""
+        """Give files and open batches of version 1, which stored no measured deadlines, their full time from now on."""
         with transaction(self._connection):
             for id, record in self._connection.execute(
                 "SELECT id, record FROM files WHERE deadline IS NULL"
@@ -144,9 +144,9 @@ class Store:
     # Files
 
     def add_file(self, file: FileObject, owner: str = NOBODY, deadline: float | None = None) -> None:
-        """A new file.
+        """Add a file.
 
-        deadline  when it may be deleted, on the data directory's clock; None: never
+        deadline  time at which it may be deleted, on the data directory's clock; None: never
         """
         with transaction(self._connection):
             self._add_file(file, owner, deadline)
@@ -156,7 +156,7 @@ class Store:
         self._connection.execute("INSERT INTO files (id, purpose, deadline, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
     def file(self, id: str, owner: str = NOBODY) -> FileObject:
-        """One file. Errors: Missing."""
+        """Return a file. Errors: Missing."""
         query = f"SELECT record FROM files WHERE id = ? AND {VISIBLE}"
         row = self._connection.execute(query, (id, owner)).fetchone()
         if row is None:
@@ -166,26 +166,26 @@ class Store:
     def files(
         self, after: str | None, limit: int, *, newest_first: bool, purpose: str | None, owner: str = NOBODY
     ) -> Page[FileObject]:
-        """Files in the order of their making, from the one behind `after`. Errors: Missing."""
+        """Return a page of files in order of creation, beginning after the file `after`. Errors: Missing."""
         where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
         rows, more = self._page("file", "files", after, limit, newest_first, where, values, owner)
         return Page([self._file.decode(row) for row in rows], more)
 
     def check_unused(self, id: str, owner: str = NOBODY) -> None:
-        """Raise Missing for a file that is not there, InUse for one that an open batch reads."""
+        """Raise Missing for a file that does not exist, InUse for one that an open batch reads."""
         self.file(id, owner)
         user = self._connection.execute("SELECT id FROM batches WHERE open AND input = ?", (id,)).fetchone()
         if user is not None:
             raise InUse(f"file {id!r} is the input of batch {user[0]!r}, which has not ended")
 
     def delete_file(self, id: str, owner: str = NOBODY) -> None:
-        """Errors: Missing, InUse."""
+        """Delete a file. Errors: Missing, InUse."""
         with transaction(self._connection):
             self.check_unused(id, owner)
             self._connection.execute("DELETE FROM files WHERE id = ?", (id,))
 
     def expired(self, now: float) -> list[str]:
-        """Return the ids of files whose time is over, those in use aside."""
+        """Return the ids of expired files that no open batch reads."""
         where = "deadline <= ? AND id NOT IN (SELECT input FROM batches WHERE open)"
         return [id for (id,) in self._connection.execute(f"SELECT id FROM files WHERE {where}", (now,))]
 
@@ -195,13 +195,13 @@ class Store:
             self._connection.executemany("DELETE FROM files WHERE id = ?", [(id,) for id in ids])
 
     def file_ids(self) -> set[str]:
-        """The ids of all files, whoever owns them."""
+        """Return the ids of all files, whoever owns them."""
         return {id for (id,) in self._connection.execute("SELECT id FROM files")}
 
     # Batches
 
     def add_job(self, job: StoredJob) -> None:
-        """A new batch, whose input is a file with purpose "batch" that its owner sees. Errors: Missing."""
+        """Add a batch. Its input must be a file with purpose "batch" that its owner sees. Errors: Missing."""
         with transaction(self._connection):
             if self.file(job.batch.input_file_id, job.owner).purpose != "batch":
                 raise Missing("file with purpose 'batch' and id", job.batch.input_file_id)
@@ -209,12 +209,12 @@ class Store:
             self._connection.execute("INSERT INTO batches (id, input, open, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
     def job(self, id: str, owner: str = NOBODY) -> StoredJob:
-        """One batch. Errors: Missing."""
+        """Return a batch. Errors: Missing."""
         query = f"SELECT record FROM batches WHERE id = ? AND {VISIBLE}"
         return self._found(id, self._connection.execute(query, (id, owner)).fetchone())
 
     def any_job(self, id: str) -> StoredJob:
-        """One batch, whoever owns it. Errors: Missing."""
+        """Return a batch, whoever owns it. Errors: Missing."""
         return self._found(id, self._connection.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone())
 
     def _found(self, id: str, row: tuple[bytes] | None) -> StoredJob:
@@ -223,7 +223,7 @@ class Store:
         return self._job.decode(row[0])
 
     def jobs(self, after: str | None, limit: int, owner: str = NOBODY) -> Page[StoredJob]:
-        """Batches, the newest first, from the one behind `after`. Errors: Missing."""
+        """Return a page of batches, newest first, beginning after the batch `after`. Errors: Missing."""
         rows, more = self._page("batch", "batches", after, limit, True, "", (), owner)
         return Page([self._job.decode(row) for row in rows], more)
 
@@ -234,7 +234,7 @@ class Store:
         return {job.batch.id: job.batch.status for job in jobs}
 
     def open_jobs(self) -> list[StoredJob]:
-        """Batches that have not ended, the oldest first."""
+        """Return the batches that have not ended, oldest first."""
         rows = self._connection.execute("SELECT record FROM batches WHERE open ORDER BY number")
         return [self._job.decode(record) for (record,) in rows]
 
@@ -245,7 +245,7 @@ class Store:
         outputs: Sequence[FileObject] = (),
         output_deadline: float | None = None,
     ) -> StoredJob:
-        """Makes of a batch what `change` makes of it, and adds its output files, both or neither. Errors: Missing."""
+        """Replace a batch by `change(batch)` and add its output files, in one transaction. Errors: Missing."""
         with transaction(self._connection):
             job = change(self.any_job(id))
             self._update(job)
@@ -268,7 +268,7 @@ class Store:
         values: tuple[str, ...],
         owner: str,
     ) -> tuple[list[bytes], bool]:
-        """Records, and whether more follow."""
+        """Return at most `limit` records, and whether more follow. Errors: Missing."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         where, values = f"{VISIBLE} {where}", (owner, *values)
         if after is not None:
@@ -283,7 +283,7 @@ class Store:
 
 
 def _migrate(path: Path) -> None:
-    """Bring an index of version 1 to this version; it gets deadlines by `Store.start_deadlines`. Errors: StoreError."""
+    """Migrate an index of version 1 to this version. `Store.start_deadlines` adds its deadlines. Errors: StoreError."""
     if not path.exists() or not path.stat().st_size:
         return
     connection = sqlite3.connect(path, isolation_level=None)

@@ -1,6 +1,6 @@
-"""Validation: a file's lines are looked at before the first of them runs, and told by number where they are wrong.
+"""Validate all lines of a file before the first of them runs, and report errors by line number.
 
-What a body says is not looked into: a bad one is answered with its error, and the other lines go on.
+Bodies are not examined: an invalid body is answered with its error, and the other lines continue.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tok_client.types import BatchError
 from tok_server.batch.storage.lines import InputChanged, InputLine, LineRequest, parse_line, read_lines
 from tok_server.wire import BadJson
 
-MAX_ERRORS = 100
+MAX_ERRORS = 100  # errors reported for one file
 MAX_CUSTOM_ID_CHARS = 512  # characters of a custom_id
-MAX_LINES = 50_000_000  # blank ones too: their ids are held in memory
+MAX_LINES = 50_000_000  # blank ones too; digests of all ids are held in memory
 
 
 class Validated(NamedTuple):
-    """A file that has been looked at.
+    """Result of a validation.
 
-    lines   how many there are
-    digest  of their bytes: another file has another one
-    errors  what is wrong, the first `MOST_ERRORS`; none: nothing
+    lines   number of lines that are not blank
+    digest  digest of their bytes
+    errors  the first `MAX_ERRORS` errors; empty: the file is valid
     """
 
     lines: int
@@ -36,9 +36,10 @@ class Validated(NamedTuple):
 
 
 def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[], bool] = lambda: False) -> Validated:
-    """Looks at all lines: each a request to one of `urls`, of at most `most` bytes, its custom_id unique.
+    """Check that each line is a request to one of `urls`, of at most `most` bytes, with a unique custom_id.
 
-    Of more than `MAX_LINES` no more are looked at. Memory: 16 bytes a line. Errors: Stopped, OSError.
+    A file of more than `MAX_LINES` lines is an error, and not read further. Memory: 16 bytes per line.
+    Errors: Stopped, OSError.
     """
     seen, digest, errors, lines = _Ids(), blake2b(digest_size=16), list[BatchError](), 0
     for line in read_lines(path, most, stopped):
@@ -59,7 +60,7 @@ def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[],
 
 
 def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Raise InputChanged if the lines are not those that `validate` saw. Errors: Stopped, OSError."""
+    """Raise InputChanged if the lines are not those that `validate` read. Errors: Stopped, OSError."""
     found = blake2b(digest_size=16)
     for line in read_lines(path, stopped=stopped):
         found.update(b"\n" + (line.data or b""))
@@ -68,7 +69,7 @@ def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: 
 
 
 def _check(line: InputLine, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:
-    """What is wrong with the line, and the custom_id to compare."""
+    """Return the line's error, if any, and the custom_id to compare with others."""
     if line.data is None:
         return _error(line, "line_too_long", f"The line has more than {most} bytes.", None), None
     try:
@@ -103,24 +104,24 @@ def _duplicate(number: int) -> BatchError:
 
 
 class _Ids:
-    """Which custom ids came before: a digest of 12 bytes of each, and its line's number."""
+    """Custom ids of the lines so far: a digest of 12 bytes of each, and its line's number."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
         self._numbers = array("I")
 
     def add(self, custom_id: str | None, number: int) -> None:
-        """`None`: the line has none."""
+        """Add the id of a line; None: the line has none."""
         if custom_id is not None:
             self._digests += blake2b(custom_id.encode(), digest_size=12).digest()
             self._numbers.append(number)
 
     def repeated(self) -> Iterator[int]:
-        """Numbers of lines whose id an earlier line has, the first `MOST_ERRORS`."""
+        """Yield the numbers of lines whose id an earlier line has, the first `MAX_ERRORS`."""
         if not self._numbers:
             return
         digests = np.frombuffer(self._digests, "S12")
-        # Trailing zero bytes are no part of such a string to NumPy: as whole numbers, all bytes count.
+        # NumPy ignores trailing zero bytes of such strings: compared as integers, all bytes count.
         words = digests.view(np.uint32).reshape(-1, 3)
         order = np.lexsort(words.T[::-1])
         same = (words[order[1:]] == words[order[:-1]]).all(axis=1)

@@ -1,1 +1,1 @@
-"""`tok bench manager`: what a step costs the manager, without a GPU."""
+"""`tok bench manager`: measure the CPU cost of the manager's steps without a GPU."""

@@ -1,4 +1,4 @@
-"""Drive: keeps the slots of a simulated engine full, and counts what its manager's steps cost."""
+"""Keep the slots of a simulated engine full and measure the CPU cost of its manager's steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tok_core.messages import Cancel
 from tok_core.simulation import Simulation
 from tok_server.bench.manager.load import Load
 
-MAX_FILL_FACTOR = 4  # times as many steps as planned that filling all slots may take
+MAX_FILL_FACTOR = 4  # limit on the steps that filling all slots may take, as a multiple of the planned ones
 
 Look = Callable[[], None]
-"""Called after every turn."""
+"""Callback after every turn of the manager's loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What some steps have cost.
+    """The cost of a number of steps.
 
-    seconds  of the manager's CPU
-    tokens   that were generated and belong to somebody
-    running  sequences at the end
-    sizes    bytes to the worker, from it, and to the engine
-    parts    seconds by part; only where they were timed
+    seconds  CPU time of the manager
+    tokens   generated tokens that were reported to the engine
+    running  sequences running at the end
+    sizes    bytes to the worker, from the worker, and to the engine
+    parts    seconds by part; empty unless a profiler was given
     """
 
     seconds: float
@@ -39,22 +39,25 @@ class Block:
 
 
 class ManagerDriver:
-    """A workload's requests, the manager they go to, and half as many again as have slots waiting."""
+    """Driver of a simulated manager; it keeps 1.5 times as many unfinished samples as there are slots."""
 
     def __init__(self, load: Load, simulation: Simulation) -> None:
         self.load = load
         self.simulation = simulation
         self._rng = np.random.default_rng(4)
-        self._given = 0  # samples, those cancelled left out
-        self._open: list[int] = []  # requests, oldest first, where some are to be replaced
+        self._given = 0  # samples submitted, without the cancelled ones
+        self._open: list[int] = []  # ids of open requests, oldest first; only if the workload replaces some
 
     @property
     def running(self) -> int:
-        """Sequences that have a slot."""
+        """Return the number of sequences that have a slot."""
         return self.simulation.manager.stats().sequences_running
 
     def fill(self, look: Look) -> None:
-        """Until all slots are taken, or cannot be, and as many steps more as the workload needs to be steady."""
+        """Run until all slots are taken, then run the workload's warm-up steps.
+
+        Filling gives up after MAX_FILL_FACTOR times the planned steps.
+        """
         ports = self.simulation.ports
         while ports.steps < MAX_FILL_FACTOR * self.load.fill_steps and self.running < self.load.sequences:
             self._turn()
@@ -62,12 +65,12 @@ class ManagerDriver:
         self.block(self.load.warm_up, look)
 
     def block(self, steps: int, look: Look, clockwork: ManagerProfiler | None = None) -> Block:
-        """The next so many steps."""
+        """Measure the next `steps` steps."""
         last = self.simulation.ports.steps + steps
         return self._measure(lambda: self.simulation.ports.steps < last, self._turn, look, clockwork)
 
     def start_all(self, look: Look, clockwork: ManagerProfiler | None) -> Block:
-        """All steps until as many requests as there are slots have started, which are there from the beginning."""
+        """Submit one request per slot at once and measure all steps until as many sequences run."""
         for _ in range(self.load.sequences):
             self._give()
         return self._measure(lambda: self.running < self.load.sequences, self.simulation.turn, look, clockwork)
@@ -89,7 +92,7 @@ class ManagerDriver:
         return ports.steps, ports.tokens, ports.input_bytes, ports.output_bytes, ports.progress_bytes
 
     def _turn(self) -> float:
-        """A turn of the manager's loop, after what has ended is made up for; its CPU seconds."""
+        """Replace the samples that ended, then run one turn of the manager's loop. Returns its CPU seconds."""
         self._replace()
         while self._given - self.simulation.ports.finished < 1.5 * self.load.sequences:
             self._give()

@@ -1,4 +1,4 @@
-"""What the manager is given to do: requests without end, drawn from a workload's distributions."""
+"""Workloads of `tok bench manager`: endless requests sampled from each workload's distributions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_core.simulation import Lives
 
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704
-MAX_SAMPLE_TOKENS = 1024  # tokens of a sample, at most
+MAX_SAMPLE_TOKENS = 1024  # limit on the tokens of a sample
 MEAN = 128.0
 CHURN_PROMPT, CHURN_LONGEST = 32, 8
 HALF, FAMILIES = 500, 64
@@ -29,15 +29,15 @@ Prompt = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A workload for B sequences.
+    """A workload for `sequences` sequences.
 
-    requests       without end: the first of them fill all slots, the others follow as sequences end
-    lives          how long samples run
-    own_tokens     that each sequence may come to hold, prefixes shared with others aside
-    shared_tokens  that all sequences share
-    prompt_tokens  computed for a sequence on average before its first token
-    fill_steps     in which all slots are filled
-    warm_up        steps after these before anything is measured
+    requests       endless; the first requests fill all slots, the others follow as sequences end
+    lives          how many tokens a sample generates
+    own_tokens     upper bound of the KV tokens of one sequence, without prefixes shared with others
+    shared_tokens  KV tokens of all shared prefixes together
+    prompt_tokens  tokens computed for a sequence before its first output token, on average
+    fill_steps     steps planned for filling all slots
+    warm_up        steps between filling and the first measurement
     replaced       share of the sequences that is cancelled and replaced before every step
     """
 
@@ -53,7 +53,10 @@ class Load:
 
     @property
     def info(self) -> EngineInfo:
-        """A worker with as much memory as the sequences may need, and room for them to start in `fill_steps`."""
+        """Return the EngineInfo of a worker with enough pages for all sequences.
+
+        Its steps are large enough to start all sequences in `fill_steps`.
+        """
         pages = -(-self.own_tokens // PAGE) + 2
         return EngineInfo(
             vocab_size=VOCABULARY,
@@ -70,7 +73,7 @@ class Load:
 
 
 def vocabulary() -> list[bytes]:
-    """Pieces of made-up words, as many and as long as those of a tokenizer; the end id's is empty."""
+    """Return the bytes of made-up tokens, as many and as long as a tokenizer's; the end id has none."""
     rng = np.random.default_rng(1)
     single = [bytes([byte]) for byte in range(256)]
     sizes = rng.integers(2, 8, VOCABULARY - 1 - len(single)).tolist()
@@ -84,13 +87,13 @@ def vocabulary() -> list[bytes]:
 
 
 def decode(sequences: int, stop: tuple[str, ...]) -> Load:
-    """512 tokens of prompt and 256 more; what is measured lies between the last start and the first end."""
+    """Return a load of 512 prompt tokens and 256 output tokens, measured between the last start and the first end."""
     requests = _endless(lambda rng: _ids(rng, PROMPT), SamplingParams(max_tokens=256, ignore_eos=True, stop=stop))
     return Load(sequences, requests, _for_ever, PROMPT + 256, PROMPT, warm_up=16)
 
 
 def monkeys(sequences: int, stop: tuple[str, ...]) -> Load:
-    """Many samples of each prompt, of geometric lengths: 64 to 256 prompts are shared at any time."""
+    """Return a load of many samples per prompt with geometric lengths; 64 to 256 prompts are shared at any time."""
     prompts = live_prompts(sequences)
     samples = _samples(sequences, prompts)
     return Load(
@@ -106,7 +109,10 @@ def monkeys(sequences: int, stop: tuple[str, ...]) -> Load:
 
 
 def sharegpt(sequences: int, stop: tuple[str, ...]) -> Load:
-    """One sample a prompt, of log-normal lengths both; ends are not known before."""
+    """Return a load of one sample per prompt, with log-normal prompt and output lengths.
+
+    Samples end at an end id, so that the manager does not know their length in advance.
+    """
 
     def prompt(rng: Rng) -> Prompt:
         return _ids(rng, int(_exp_of_normal(rng.random(1), median=130.0, least=4)[0]))
@@ -116,13 +122,13 @@ def sharegpt(sequences: int, stop: tuple[str, ...]) -> Load:
 
 
 def churn(sequences: int, stop: tuple[str, ...]) -> Load:
-    """One sample a prompt of 1 to 8 tokens, their number not known before."""
+    """Return a load of one sample per prompt, of 1 to 8 tokens, whose length the manager does not know in advance."""
     requests = _endless(lambda rng: _ids(rng, CHURN_PROMPT), SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
     return Load(sequences, requests, _short, 20 * CHURN_PROMPT, CHURN_PROMPT, fill_steps=4, warm_up=48)
 
 
 def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
-    """Samples of 256 prompts that never end; 1 % of them are replaced before every step."""
+    """Return a load of endless samples of 256 prompts; 1 % of the samples are replaced before every step."""
     rng = np.random.default_rng(2)
     prompts = [_ids(rng, SHARED_PROMPT) for _ in range(min(256, sequences))]
     requests = _endless(
@@ -133,7 +139,10 @@ def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
 
 
 def admission(sequences: int, stop: tuple[str, ...]) -> Load:
-    """Prompts of 1,000 tokens; the first half of each is one of 64 that they share. All are to start at once."""
+    """Return a load of 1,000-token prompts, all submitted at once.
+
+    The first half of each prompt is one of 64 shared prefixes.
+    """
     rng = np.random.default_rng(3)
     heads = [_ids(rng, HALF) for _ in range(FAMILIES)]
 
@@ -152,15 +161,15 @@ LOADS: dict[str, Callable[[int, tuple[str, ...]], Load]] = {
 
 
 def live_prompts(sequences: int) -> int:
-    """How many prompts the sequences of `monkeys` share."""
+    """Return how many prompts the sequences of `monkeys` share."""
     return min(max(sequences // 32, 64), 256)
 
 
 def _samples(sequences: int, prompts: int) -> int:
-    """Samples a request so that `prompts` requests run at once.
+    """Return the number of samples per request with which `prompts` requests run at once.
 
-    Of n samples with memoryless ends the last one ends after the mean times H(n) = 1 + 1/2 + … + 1/n, and a request
-    starts whenever n samples have ended: sequences · H(n) / n run at any time (Little's law).
+    If sample lengths are memoryless, the last of n samples ends after the mean times H(n) = 1 + 1/2 + … + 1/n. A
+    request starts whenever n samples have ended. By Little's law, sequences · H(n) / n requests run at any time.
     """
     harmonic, n = 1.0, 1
     while sequences * harmonic / n > prompts:
@@ -170,7 +179,11 @@ def _samples(sequences: int, prompts: int) -> int:
 
 
 def _sampled(sequences: int, samples: int, stop: tuple[str, ...]) -> Iterator[Submit]:
-    """First the requests as they would be found running: of each, as many samples as have not ended by its age."""
+    """Yield endless requests; the first ones reproduce the steady state.
+
+    A sample of a first request is included if it would still run at its request's age, so older requests have fewer
+    samples.
+    """
     rng = np.random.default_rng(0)
     left, rid = sequences, 0
     while True:
@@ -199,7 +212,7 @@ def _for_ever(u: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _short(u: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Any number from 1 to CHURN_LONGEST is as likely."""
+    """Return lengths distributed uniformly from 1 to CHURN_LONGEST."""
     return 1 + (u * CHURN_LONGEST).astype(np.int64)
 
 
@@ -209,12 +222,12 @@ def _geometric(u: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _log_normal(u: NDArray[np.float64]) -> NDArray[np.int64]:
-    """As long as a chat's answers."""
+    """Return lengths like those of chat answers."""
     return _exp_of_normal(u, median=120.0, least=1)
 
 
 def _exp_of_normal(u: NDArray[np.float64], median: float, least: int) -> NDArray[np.int64]:
-    """Whole numbers from `least` to LONGEST whose logarithms are normal with σ = 1, by their quantiles `u`, [n]."""
+    """Return integers from `least` to MAX_SAMPLE_TOKENS, log-normal with σ = 1, at the quantiles `u`, [n]."""
     return np.clip(median * np.exp(np.interp(u, _SHARES, _SCORES)), least, MAX_SAMPLE_TOKENS).astype(np.int64)
 
 

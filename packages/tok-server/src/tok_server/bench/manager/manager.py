@@ -1,4 +1,4 @@
-"""Measures a manager under a workload in blocks of steps: in turns as a whole, and part by part."""
+"""Measure the manager's CPU time under a workload, alternating plain blocks of steps with profiled ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tok_server.bench.manager.load import LOADS, vocabulary
 from tok_server.bench.manager.result import ManagerResult
 from tok_server.bench.watch import Show, progress_bar, seldom
 
-PAIRS, STEPS = 6, 16  # blocks of each kind, and steps a block
-SHOW_EVERY = 0.1  # seconds
+PAIRS, STEPS = 6, 16  # blocks of each kind, and steps per block
+SHOW_EVERY = 0.1  # seconds between updates of the progress bar
 ADMISSION = "admission"
 
 
 class Measured(NamedTuple):
-    """Blocks that nobody timed part by part, blocks that were, and the share of tokens thrown away meanwhile."""
+    """Plain blocks, profiled blocks, and the share of tokens discarded meanwhile."""
 
     plain: list[Block]
     timed: list[Block]
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
 
 
 def run_manager(name: str, sequences: int, stop: str | None = None, step_seconds: float = 0.0) -> ManagerResult:
-    """Measures the manager under the workload `name`. Errors: InvalidField for a stop string that is none."""
+    """Measure the manager under the workload `name`. Errors: InvalidField for a stop string that is not allowed."""
 
     def make() -> ManagerDriver:
         load = LOADS[name](sequences, () if stop is None else (stop,))
@@ -58,7 +58,7 @@ def run_manager(name: str, sequences: int, stop: str | None = None, step_seconds
 
 
 def _divided(ms: float, timed: list[Block]) -> dict[Part, float]:
-    """`ms` by part. To time a part takes time, which is none of the manager's, so blocks only tell the shares."""
+    """Divide `ms` between the parts. Profiling itself takes time, so profiled blocks only give the parts' shares."""
     typical = {part: median(one.parts[part] / one.steps for one in timed) for part in PARTS}
     scale = ms / sum(typical.values())
     return {part: round(seconds * scale, 4) for part, seconds in typical.items()}
@@ -69,7 +69,7 @@ def _typical(values: Iterable[float], scale: float = 1.0) -> float:
 
 
 def _run_steps(drive: ManagerDriver) -> Measured:
-    """Blocks in turns, so that what slows the machine down for a while slows both kinds down."""
+    """Measure plain and profiled blocks in alternation, so that a temporary slowdown of the machine affects both."""
     load, ports, plain, timed = drive.load, drive.simulation.ports, [], []
     with progress_bar("steps", load.fill_steps + load.warm_up + 2 * PAIRS * STEPS) as show:
         look = _looking(show, lambda: (ports.steps, ports.tokens, drive.running))
@@ -85,7 +85,7 @@ def _run_steps(drive: ManagerDriver) -> Measured:
 
 
 def _admit(make: Callable[[], ManagerDriver]) -> Measured:
-    """Twice the same: as a whole, and part by part."""
+    """Run the workload twice: plain, then profiled."""
     return Measured([_start_all(make(), None)], [_start_all(make(), ManagerProfiler())])
 
 

@@ -1,4 +1,4 @@
-"""ManagerResult: what the manager has cost under one workload, in one flat line."""
+"""The result of `tok bench manager`: CPU time of the manager under one workload, as a flat record."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tok_core.manager import PARTS
 class ManagerResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """CPU time of the manager alone, without its worker; medians over blocks of steps.
 
-    us_per_token    µs for each token that was generated and belongs to somebody; None: of `admission`
-    ms_per_step     of all parts together, measured while nobody times them one by one
-    the parts       ms a step each: `ms_per_step` divided as in other steps, in which they are timed
-    *_bytes         of messages a step: to the worker, back from it, and to the engine
-    running         sequences, on average
-    us_per_request, seconds   of `admission`: until all requests have started
+    us_per_token             µs for each generated token that is reported to the engine; None for `admission`
+    ms_per_step              ms per step of all parts together, measured without the profiler
+    the parts                ms per step each: `ms_per_step`, divided in the proportions measured with the profiler
+    *_bytes                  bytes of messages per step: to the worker, back from it, and to the engine
+    running                  running sequences, on average
+    us_per_request, seconds  for `admission` only: CPU time until all requests have started
     """
 
     engine: str
@@ -44,7 +44,7 @@ class ManagerResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def table(result: ManagerResult) -> str:
-    """The result as text."""
+    """Return the result as text."""
     stop = "" if result.stop is None else f", stop {result.stop!r}"
     lines = [
         f"{result.workload}, {result.sequences:,} sequences{stop}: {result.steps:,} steps, {result.running:,} running"

@@ -1,1 +1,1 @@
-"""`tok bench server`: what a request costs the HTTP server, without an engine."""
+"""`tok bench server`: measure the HTTP server and the manager over a simulated worker."""

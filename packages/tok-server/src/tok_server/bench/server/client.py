@@ -1,9 +1,9 @@
-"""The clients of `tok bench server`, in a process of their own: connections that ask, and do little else.
+"""Load generator of `tok bench server`: a process that sends requests over many connections and does little else.
 
-`python -m tok_server.bench.server.client PORT CONNECTIONS WARM_UP SECONDS RATE BODY`. With a rate of 0 a connection
-asks again as soon as it is answered; otherwise requests are sent by the clock, each by a connection that waits for
-nothing. Says "begin" once the warm-up is over, and at the end how many requests were answered since, the CPU seconds
-that took here, and how long it was. What has come is looked at every `LOOK` seconds: it takes little of the CPU.
+`python -m tok_server.bench.server.client PORT CONNECTIONS WARM_UP SECONDS RATE BODY`. With RATE 0, each connection
+sends its next request as soon as it is answered. Otherwise requests are sent at RATE per second, each over an idle
+connection. The process prints "begin" after the warm-up. At the end it prints a `RequestTally` as JSON. Sockets are
+polled every `LOOK` seconds, which takes little CPU time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from collections import deque
 
 import msgspec
 
-LOOK = 0.002  # seconds
+LOOK = 0.002  # seconds between polls of the sockets
 MAX_READ_BYTES = 1 << 18
-END = b"0\r\n\r\n"  # of a body in chunks; neither JSON nor events end like it
+END = b"0\r\n\r\n"  # last bytes of a chunked body; neither JSON nor events end with them
 BREAK = b"\r\n\r\n"
 LENGTH = b"content-length: "
 
 
 class RequestTally(msgspec.Struct):
-    """What has happened since the warm-up; failures: since the beginning."""
+    """Counts since the warm-up: requests answered, CPU seconds of this process, wall-clock seconds.
+
+    `failures` counts from the start.
+    """
 
     requests: int = 0
     failures: int = 0
@@ -33,24 +36,24 @@ class RequestTally(msgspec.Struct):
 
 
 class Talk:
-    """One connection: a request, and how much of its answer has come."""
+    """One connection: the request it sends, and how much of the answer has arrived."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setblocking(False)
-        self.status = b""  # line of the latest answer
+        self.status = b""  # status line of the latest answer
         self._request = request
         self._head = self._end = b""
-        self._left: int | None = None  # bytes of a body whose length is known
+        self._left: int | None = None  # bytes of the body still to come; None for a chunked body
 
     def ask(self) -> None:
-        """Sends the request: so short that the system takes it at once."""
+        """Send the request. It is short enough for the socket buffer, so the call does not block."""
         self._head = self._end = self.status = b""
         self._left = None
         self.socket.sendall(self._request)
 
     def read(self) -> bool:
-        """Whether the answer has ended. Errors: OSError where the server has gone."""
+        """Read what has arrived. Returns whether the answer is complete. Errors: OSError if the server has gone."""
         part = self.socket.recv(MAX_READ_BYTES)
         if not part:
             raise ConnectionError("the server has gone")
@@ -74,7 +77,7 @@ class Talk:
 
 
 class LoadDriver:
-    """Connections that ask, for `seconds` after a warm-up. `rate`: requests a second; 0: as many as are answered."""
+    """Connections that send requests. `rate` is in requests per second; 0 means as many as are answered."""
 
     def __init__(self, port: int, connections: int, rate: float, body: bytes) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
@@ -88,7 +91,7 @@ class LoadDriver:
         self._began, self._sent = time.monotonic(), 0
 
     def run(self, seconds: float) -> None:
-        """Asks for so long. Answers under way at the end are left to a later call."""
+        """Send requests for `seconds`. Answers still open at the end are read by a later call."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end and self._selector.get_map():
             for _ in range(self._due(now)):
@@ -99,13 +102,13 @@ class LoadDriver:
             time.sleep(LOOK)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         for key in list(self._selector.get_map().values()):
             key.data.socket.close()
         self._selector.close()
 
     def _due(self, now: float) -> int:
-        """How many requests are to be sent now, and can be."""
+        """Return how many requests are due and have an idle connection."""
         if not self._rate:
             return len(self._idle)
         return min(len(self._idle), int((now - self._began) * self._rate) - self._sent)
@@ -125,7 +128,7 @@ class LoadDriver:
 
 
 def drive(port: int, connections: int, warm_up: float, seconds: float, rate: float, body: bytes) -> RequestTally:
-    """Asks for so long, says so in between, and returns what came of it."""
+    """Send requests for `warm_up` and then `seconds`, print "begin" in between, and return the counts."""
     all_of_them = LoadDriver(port, connections, rate, body)
     tally = all_of_them.tally
     try:
@@ -140,7 +143,7 @@ def drive(port: int, connections: int, warm_up: float, seconds: float, rate: flo
 
 
 def main(words: list[str]) -> None:
-    """Prints a line at the beginning and one at the end."""
+    """Run the load of the command line; print "begin" after the warm-up and the tally at the end."""
     port, connections, warm_up, seconds, rate, body = words
     tally = drive(int(port), int(connections), float(warm_up), float(seconds), float(rate), body.encode())
     print(msgspec.json.encode(tally).decode(), flush=True)

@@ -1,4 +1,4 @@
-"""Measures the HTTP server in this process, over an engine that computes nothing, with clients in others."""
+"""Measure the HTTP server in this process, over a simulated worker, with load generators in other processes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tok_server.serve import listen
 from tok_server.settings import Settings
 
 MAX_RUNNING = 8192
-STEP = 0.005  # seconds: no GPU takes less for as many samples as are asked for here
+STEP = 0.005  # seconds a step: with this many samples, no GPU takes less
 WARM_UP = 1.0  # seconds
-LOOK = 0.002  # seconds between looks at how late the event loop is
+LOOK = 0.002  # seconds between measurements of the event loop's delay
 
 
 class Scenario(NamedTuple):
-    """A request, and how many connections ask for it again and again."""
+    """A request, and the number of connections that send it repeatedly."""
 
     connections: int
     tokens: int
@@ -49,12 +49,12 @@ SCENARIOS = {
 
 
 class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one scenario has come to.
+    """The result of one scenario.
 
-    offered_per_s    requests sent by the clock; 0: each connection asked again once it was answered
-    *_per_s          of requests answered to their end
-    loop_p50, _p99   ms by which the server's event loop was late
-    *_cpu            cores taken: by the server, by manager and worker, and by the clients
+    offered_per_s   requests sent per second; 0: each connection sends its next request once it is answered
+    *_per_s         rates of requests that were answered to their end
+    loop_p50, _p99  delay of the server's event loop in ms
+    *_cpu           CPU cores used by the server, by manager and worker, and by the clients
     """
 
     engine: str
@@ -71,7 +71,7 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Watch:
-    """CPU seconds since it was made, and by how many seconds the loop was late while it looked."""
+    """CPU seconds used since creation, and the delays of the event loop in seconds while `look` runs."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.delays: list[float] = []
@@ -85,15 +85,15 @@ class _Watch:
             self.delays.append(max(time.monotonic() - due, 0.0))
 
     def cores(self) -> tuple[float, float]:
-        """Taken by the server, and by manager and worker."""
+        """Return the CPU cores used by the server, and by manager and worker."""
         seconds = time.monotonic() - self._began
         return (time.process_time() - self._server) / seconds, (self._engine.cpu_seconds() - self._engines) / seconds
 
 
 async def run_server(names: list[str], clients: int, seconds: float, rate: float = 0.0) -> list[ServerResult]:
-    """One scenario after the other, all with one server. Errors: TokError where it cannot start.
+    """Run the scenarios one after the other on the same server. Errors: TokError if the server cannot start.
 
-    rate  requests a second that are sent by the clock; 0: each connection asks again once it is answered
+    rate  requests sent per second; 0: each connection sends its next request once it is answered
     """
     engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING, step_seconds=STEP)
     await engine.start()
@@ -153,7 +153,7 @@ async def _line(client: Process) -> bytes:
 
 
 def table(results: list[ServerResult]) -> str:
-    """The results as text."""
+    """Return the results as text."""
     names = ("scenario", "requests/s", "tokens/s", "late p50 ms", "p99 ms", "server CPU", "engine CPU", "client CPU")
     lines = ["".join(f"{name:>13}" for name in names)]
     for one in results:

@@ -1,4 +1,4 @@
-"""Workloads run on an engine or against a server, and what they show."""
+"""Run workloads on an engine or against a server and report the results."""
 
 from __future__ import annotations
 

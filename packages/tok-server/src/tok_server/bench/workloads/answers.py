@@ -1,4 +1,4 @@
-"""One request over HTTP: its body, and what its answer tells about tokens and times."""
+"""Send one benchmark request over HTTP and record the tokens and times of its answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 
-SHOWN = 200  # bytes of an answer that an error shows
+SHOWN = 200  # bytes of an answer quoted in an error
 
 
 @dataclass(slots=True)
 class BenchAnswer:
-    """What came of one request. Times on the monotonic clock; `first` is None where it was not streamed."""
+    """The outcome of one request. Times are on the monotonic clock; `first` is None unless the answer was streamed."""
 
     began: float
     ended: float = 0.0
@@ -55,7 +55,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bool) -> bytes:
-    """The JSON of `POST /completions`."""
+    """Return the JSON body of `POST /completions`."""
     fields: dict[str, object] = {
         "model": model,
         "prompt": request.ids,
@@ -72,7 +72,7 @@ def body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bo
 
 
 async def ask(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: bool) -> BenchAnswer:
-    """Sends one request and reads its answer; what goes wrong stands in `error`."""
+    """Send one request and read its answer; failures are reported in `error`."""
     answer = BenchAnswer(time.monotonic())
     try:
         async with session.post(url, data=data) as response:

@@ -1,4 +1,4 @@
-"""A view of a model directory without its tokenizer: an engine on it takes and gives token ids, and makes no text."""
+"""Give an engine a model directory without its tokenizer, so that it computes token ids and no text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors
 
 @contextmanager
 def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
-    """A directory of links to what of `model` (a directory or a hub id) is no text. Errors: ModelError.
+    """Yield a directory of links to the files of `model` (a directory or a hub id) without the tokenizer.
 
-    Meanwhile warnings of the engine are not logged, of which the missing tokenizer is one.
+    Engine warnings, such as the one about the missing tokenizer, are not logged meanwhile. Errors: ModelError.
     """
     path = resolve(model, data_dir)
     log = logging.getLogger("tok_core")

@@ -1,4 +1,4 @@
-"""What the engine itself has counted during a run, as figures of its Result."""
+"""Add the growth of the engine's own counters during a run to its Result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COUNTED = (
     "device_seconds",
     "output_seconds",
 )
-"""Names of the counters that are needed."""
+"""Names of the required counters."""
 
 
 def since(before: Counters, after: Counters) -> Callable[[str], float]:
-    """How much a counter has grown."""
+    """Return a function that gives a counter's growth."""
     return lambda name: after[name] - before[name]
 
 
 def with_counted(result: Result, before: Counters, after: Counters) -> Result:
-    """`result` with the figures that the counters before and after the run tell."""
+    """Return `result` with the figures derived from the counters before and after the run."""
     grown, steps = since(before, after), after["steps"] - before["steps"]
     replica_seconds = result.seconds * after.get("replicas", 1)
 
@@ -44,7 +44,7 @@ def with_counted(result: Result, before: Counters, after: Counters) -> Result:
         discarded_tokens=int(grown("discarded_tokens")),
         computed_tokens=int(grown("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
         steps=int(steps),
-        # Steps queued behind the last token are counted, too, but lie after the run.
+        # Capped at 1: the counters include steps queued behind the last token, which run after the measured time.
         gpu_busy_share=round(min(ratio(grown("device_seconds"), replica_seconds), 1.0), 4),
         schedule_ms=mean_ms("schedule"),
         launch_ms=mean_ms("launch"),

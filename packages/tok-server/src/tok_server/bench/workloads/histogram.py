@@ -1,4 +1,4 @@
-"""Histograms of times, in buckets each of which is wider than the one before by the same factor."""
+"""Histograms of times with logarithmic buckets: each is wider than the previous one by the same factor."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-FEWEST, MOST = 8, 40  # buckets: more for more values
-NARROWEST = 1.25  # between the ends, even where all values are one
-MIN_SECONDS = 1e-9  # what takes no time at all has no logarithm
+FEWEST, MOST = 8, 40  # limits on the number of buckets, which grows with the number of values
+NARROWEST = 1.25  # minimum ratio of the last edge to the first, for values that are nearly equal
+MIN_SECONDS = 1e-9  # lower bound on values, as 0 has no logarithm
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """`counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
+    """Counts per bucket: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
 
     edges: list[float]
     counts: list[int]
 
 
 class Histograms(msgspec.Struct, frozen=True):
-    """Of one repetition's requests, seconds each. None: not known, because the answers were not streamed."""
+    """Times in seconds of one repetition's requests. None: unknown, because the answers were not streamed."""
 
     request: Histogram | None
     first_token: Histogram | None
@@ -28,7 +28,7 @@ class Histograms(msgspec.Struct, frozen=True):
 
 
 def histogram(seconds: Sequence[float]) -> Histogram | None:
-    """Of all values; None without any."""
+    """Return the histogram of `seconds`; None if it is empty."""
     if not seconds:
         return None
     values = np.maximum(seconds, MIN_SECONDS)
@@ -37,6 +37,6 @@ def histogram(seconds: Sequence[float]) -> Histogram | None:
         low, high = low / NARROWEST**0.5, high * NARROWEST**0.5
     buckets = min(MOST, max(FEWEST, round(2 * len(values) ** 0.5)))
     edges = np.geomspace(low, high, buckets + 1)
-    edges[0], edges[-1] = low, high  # and not what rounding makes of them: no value may be left out
+    edges[0], edges[-1] = low, high  # exact, as rounded edges could leave out the smallest or largest value
     counts, _ = np.histogram(values, edges)
     return Histogram([float(f"{edge:.6g}") for edge in edges], counts.tolist())

@@ -1,4 +1,4 @@
-"""A workload through `Engine`: all requests at once, token ids in and out."""
+"""Run a workload through `Engine`: all requests are submitted at once, with token ids in and out."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SETTLE_SECONDS = 10.0
 def run_offline(
     config: EngineConfig, name: str, workload: Workload, *, reps: int, keep_engine: bool, text: bool
 ) -> Iterator[Result]:
-    """One result a repetition, each on an engine of its own that has been warmed up.
+    """Yield one result per repetition, each measured on a separate engine after a warm-up.
 
-    name         of the model
-    keep_engine  one engine for all repetitions: later ones find the earlier ones' tokens in the prefix cache
-    text         makes texts of the tokens, too
+    name         name of the model
+    keep_engine  use one engine for all repetitions; later ones find the earlier ones' tokens in the prefix cache
+    text         detokenise the outputs, too
 
     Errors: those of the engine.
     """
@@ -48,11 +48,11 @@ def run_offline(
 def trace_offline(
     config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
 ) -> dict[RankCoordinates, Busy]:
-    """Trace `steps` steps in the middle of one more run, which takes about `of` steps, and print what each worker did.
+    """Trace `steps` steps in the middle of one more run, which takes about `of` steps. Returns each worker's summary.
 
-    The trace goes to `file`, and to files beside it for further workers (`tok_core.runtime.trace_paths`). It runs on an
-    engine of its own, so that no result includes the cost of tracing. Steps after the traced ones are not run.
-    Errors: InvalidField for too many steps; those of the engine.
+    The trace is written to `file`, and to files beside it for further workers (`tok_core.runtime.trace_file`). A
+    separate engine runs it, so that no result includes the cost of tracing. Steps after the traced ones are not run.
+    Errors: InvalidField if `steps` is too large; those of the engine.
     """
     with _viewing(tracing(config, file, steps, of), text) as config:
         prompts, params = _requests(workload.requests, workload)
@@ -62,7 +62,7 @@ def trace_offline(
 
 @contextmanager
 def _viewing(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
-    """`config` with a model that makes texts of tokens only if asked to."""
+    """Yield `config` with a model that has a tokenizer only if `text` is set."""
     view = nullcontext(config.model) if text else without_tokenizer(config.model, config.data_dir)
     with view as model:
         yield msgspec.structs.replace(config, model=model)
@@ -79,13 +79,13 @@ def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: ra
 
 
 def warm_up(engine: Engine, workload: Workload) -> None:
-    """As many sequences as run at once, a few tokens each."""
+    """Generate a few tokens for as many sequences as can run at once."""
     requests = backwards(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
     engine.generate(*_requests(requests, workload))
 
 
 class _Looks:
-    """What is seen of a run while it lasts: `moments` are the rows of `timeline`, `outputs` what is done."""
+    """Observations during a run: `moments` are the rows of `timeline`, `outputs` the finished requests."""
 
     def __init__(self, engine: Engine, show: Show) -> None:
         self.outputs: list[RequestOutput] = []
@@ -98,7 +98,7 @@ class _Looks:
         self._tell_seldom = seldom(self.tell, TELL_EVERY)
 
     def look(self) -> None:
-        """Takes little: the run goes on meanwhile, on the same interpreter."""
+        """Append a row of counters to `moments`. It must be cheap: the run shares this interpreter."""
         stats = self._engine.stats()
         grown = since(self.before, stats)
         worked = grown("device_seconds") / stats["replicas"]
@@ -107,7 +107,7 @@ class _Looks:
         self._tell_seldom()
 
     def tell(self) -> None:
-        """Draws the progress, and looks at the GPU's memory."""
+        """Update the progress bar and read the GPU's memory use."""
         _, tokens, running, *_ = self.moments[-1]
         self._show(len(self.outputs), int(tokens), int(running))
         if self.gpu is not None:
@@ -115,7 +115,7 @@ class _Looks:
 
 
 def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
-    """One repetition on an engine that has nothing else to do. Errors: those of the engine."""
+    """Run one repetition on an otherwise idle engine. Errors: those of the engine."""
     prompts, params = _requests(workload.requests, workload)
     with progress_bar(f"{workload.name} {rep}", len(prompts)) as show:
         looks = _Looks(engine, show)
@@ -128,7 +128,7 @@ def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
 
 
 def settled(engine: Engine) -> Counters:
-    """The engine's counters once the steps that were queued behind the last token are back, too."""
+    """Return the engine's counters once the steps queued behind the last token have returned."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while engine.stats()["steps_in_flight"] and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -136,7 +136,7 @@ def settled(engine: Engine) -> Counters:
 
 
 def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list[Prompt], list[SamplingParams]]:
-    """Prompts, and how each is sampled."""
+    """Return prompts and their sampling parameters."""
     params = [
         SamplingParams(
             n=one.n,
@@ -195,7 +195,7 @@ def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _L
 
 
 def _times(outputs: list[RequestOutput]) -> tuple[list[float], list[float], list[float]]:
-    """Of each request: to its first token, to its end, and per token of its longest sample."""
+    """Return lists of seconds, over the requests: time to first token, latency, and per token of the longest sample."""
     ttft, latency, per_token = [], [], []
     for output in outputs:
         times = output.timings

@@ -1,4 +1,4 @@
-"""The plot of a benchmark as PNG: throughput over the run, how many sequences ran, and how long requests took."""
+"""Plot a benchmark as PNG: throughput and running sequences over time, and histograms of request times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tok_server.bench.workloads.result import Result
 
 _LINES, _TEXT, _GRID = ("#1f5fa8", "#c2571a", "#3a8a4d", "#8a4fa3"), "#333333", "#dddddd"
 TIMES = {"request": "whole request", "first_token": "first token", "per_token": "each token after it"}
-WIDTH, TALL, BUSY_TALL, TIMES_TALL = 8, 5.5, 1.0, 2.4  # inches
+WIDTH, TALL, BUSY_TALL, TIMES_TALL = 8, 5.5, 1.0, 2.4  # inches: figure width, then heights: figure width, then heights
 
 
 def plot_results(results: Sequence[Result], file: Path) -> None:
-    """Writes the plot to `file`, a line for each repetition. Errors: ValueError without results."""
+    """Write the plot to `file`, with one line per repetition. Errors: ValueError without results."""
     if not results:
         raise ValueError("results is empty; allowed: at least one")
     times = {name: found for name in TIMES if any(found := [_histogram(one, name) for one in results])}
@@ -62,7 +62,7 @@ def _plot_run(figure: Figure | SubFigure, results: Sequence[Result]) -> None:
 def _plot_times(
     figure: Figure | SubFigure, results: Sequence[Result], times: dict[str, list[Histogram | None]]
 ) -> None:
-    """A histogram of each kind of time; dashed: p50 and p99."""
+    """Plot a histogram for each kind of time, with dashed lines at p50 and p99."""
     for axes, (name, found) in zip(figure.subplots(1, len(times), squeeze=False)[0], times.items(), strict=True):
         for one, shown in zip(results, found, strict=True):
             if shown is None:
@@ -85,7 +85,7 @@ def _histogram(one: Result, name: str) -> Histogram | None:
 
 
 def _percentiles(one: Result, name: str) -> list[float]:
-    """p50 and p99, in seconds."""
+    """Return p50 and p99 in seconds, without unknown ones."""
     found = {
         "request": (one.latency_p50_s, one.latency_p99_s),
         "first_token": (one.ttft_p50_s, one.ttft_p99_s),

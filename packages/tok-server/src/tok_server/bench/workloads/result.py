@@ -1,4 +1,4 @@
-"""Result: what one repetition of a workload has shown, in one flat line."""
+"""The result of one repetition of a workload, as a flat record."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tok_server.bench.workloads.histogram import Histograms
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Equal spans of the run, in columns: their middles in seconds, output tokens per second, sequences running.
+    """Equal spans of the run, as columns: their middles in seconds, output tokens per second, sequences running.
 
-    device_busy     the share of each in which the device worked
-    computed_tok_s  tokens computed per second: of prompts, but those found in the prefix cache, and of outputs. Counted
-                    when their steps are scheduled, which is some steps before the device is at them
+    device_busy     share of each span in which the device computed
+    computed_tok_s  computed tokens per second: outputs, and prompt tokens not found in the prefix cache. A token counts
+                    when its step is scheduled, which is some steps before the device computes it
 
-    None: not known here.
+    None: unknown in this mode.
     """
 
     seconds: list[float]
@@ -27,22 +27,24 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One repetition. Token counts of prompts count each prompt once; None: not known here.
+    """The result of one repetition. Prompt tokens count once per prompt; None: unknown in this mode.
 
-    seconds            from the first submission to the last completion
-    latency_*          of whole requests, from submission to the last token of the last sample
-    ttft_*             from submission to the first token of any sample
-    per_token_*        of a request: from its first token to its last, over the tokens of its longest sample but one
-    prefix_hit_share   of prompt tokens, those found in the prefix cache
-    group_rows_share   of tokens computed for an output, those that read a shared prefix as one of a group
-    discarded_tokens   computed past the end of a sample, and thrown away
-    computed_tokens    of prompts, but those found in the prefix cache, and of outputs, discarded ones among them; each
-                       as often as it was computed
-    gpu_busy_share     of the run, the share in which the device was between a step's first operation and its last
-    *_ms               of a step, on average: to schedule it, to launch it, on the device, to take in what came of it
-    startup_s          from the engine's construction until it was ready
-    tp_few_tokens      with tp above 1: tokens of a step up to which ranks keep the whole residual stream
-    tp_async_tokens    tokens of a step from which on they overlap products with collectives; None: never
+    seconds           from the first submission to the last completion
+    latency_*         of whole requests, from submission to the last token of the last sample
+    ttft_*            from submission to the first token of any sample
+    per_token_*       time from a request's first token to its last, divided by the tokens of its longest sample minus
+                      one
+    prefix_hit_share  share of the prompt tokens that were found in the prefix cache
+    group_rows_share  share of the sampled tokens, discarded ones included, whose rows read a shared prefix as part of a
+                      prefix group
+    discarded_tokens  tokens computed past the end of a sample and thrown away
+    computed_tokens   outputs, including discarded tokens, and prompt tokens not found in the prefix cache; a token that
+                      is computed repeatedly counts each time
+    gpu_busy_share    share of the run in which the device was between a step's first operation and its last
+    *_ms              mean time per step: to schedule it, to launch it, on the device, to process its output
+    startup_s         from the engine's construction until it was ready
+    tp_few_tokens     with tp above 1: largest step, in tokens, that keeps the whole residual stream on every rank
+    tp_async_tokens   with tp above 1: smallest step, in tokens, that overlaps GEMMs with collectives; None: no step
     """
 
     engine: str
@@ -95,7 +97,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> float | None:
-    """The value below which `share` of `values` lie, times `scale`; None of none.
+    """Return the value below which `share` of `values` lie, times `scale`; None if there are no values.
 
     >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([], 0.5)
     (2.0, None)
@@ -107,7 +109,7 @@ def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> flo
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`; 0 where there is nothing."""
+    """Return `part / whole`; 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -144,7 +146,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as text, a column for each repetition; rows of which nothing is known are left out."""
+    """Return the results as text, one column per repetition, without rows that are unknown in all repetitions."""
     first = results[0]
     lines = [f"{first.workload} on {first.model}, {first.mode}, {first.engine}"]
     for label, field, form in ROWS:

@@ -1,4 +1,4 @@
-"""The counters of a tok server, as its /metrics shows them."""
+"""Read the counters of a tok server from its /metrics page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SETTLE_SECONDS = 2.0
 
 
 async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | None:
-    """What the server at `url`, the page's address, has counted once its queued steps are back.
+    """Return the counters of the metrics page at `url` once the server's queued steps have returned.
 
-    None where the page is not there or lacks what only a tok server counts.
+    None if there is no such page, or if it lacks a counter that only tok servers have.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -38,7 +38,7 @@ async def _page(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 def parse(page: str) -> dict[str, float]:
-    """The values without labels of a page in Prometheus' text format; what is no such line is left out.
+    """Return the values without labels of a page in Prometheus' text format; other lines are ignored.
 
     >>> parse('# HELP a_total x\\na_total 3.0\\nb{c="d"} 1.0\\nnonsense')
     {'a_total': 3.0}

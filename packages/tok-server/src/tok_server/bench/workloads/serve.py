@@ -1,4 +1,4 @@
-"""A workload against any OpenAI-compatible server: a fixed number of requests open at once, timed by the client."""
+"""Run a workload against an OpenAI-compatible server with a fixed number of open requests, timed by the client."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerError(TokError):
-    """The server that is to be measured does not answer, or not as it should."""
+    """The benchmarked server does not answer, or answers with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """The server, and how it is asked.
+    """The benchmarked server, and how requests are sent to it.
 
     url          base URL, with or without "/v1"
-    model        the name sent; None: the first that the server lists
-    engine       what the result calls the server
+    model        model name to send; None: the first model that the server lists
+    engine       name of the server in the result
     concurrency  requests open at once
-    stream       answers are streamed, so that the time to the first token is known
-    reset_path   a path below the URL's host to POST to before each repetition, to empty the server's cache
+    stream       stream the answers, so that the time to the first token is known
+    reset_path   path below the URL's host that is POSTed to before each repetition, to empty the server's cache
     wait         seconds to wait for the server
     timeout      seconds that one request may take
     """
@@ -57,24 +57,24 @@ class ServerTarget:
 
     @property
     def base(self) -> str:
-        """The URL that ends in /v1."""
+        """Return the URL that ends in /v1."""
         url = self.url.rstrip("/")
         return url if url.endswith("/v1") else f"{url}/v1"
 
     @property
     def host(self) -> str:
-        """The URL's beginning, up to the path."""
+        """Return the URL without its path."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc}"
 
     @property
     def local(self) -> bool:
-        """Whether the server is on this machine, so that its GPU is ours."""
+        """Return whether the server runs on this machine, so that its GPU memory can be read."""
         return urlsplit(self.url).hostname in LOCAL
 
 
 async def run_serve(target: ServerTarget, workload: Workload, reps: int) -> AsyncIterator[Result]:
-    """One result a repetition, after a warm-up. Errors: ServerError; those of single requests are counted."""
+    """Yield one result per repetition, after a warm-up. Errors: ServerError; the result counts failed requests."""
     _allow_many_files()
     headers = {"Content-Type": "application/json"}
     if target.api_key is not None:
@@ -92,7 +92,7 @@ async def run_serve(target: ServerTarget, workload: Workload, reps: int) -> Asyn
 
 
 async def _find_model(session: aiohttp.ClientSession, target: ServerTarget) -> str:
-    """The model to ask for."""
+    """Return the name of the model to request."""
     if target.model is not None:
         return target.model
     try:
@@ -106,7 +106,7 @@ async def _find_model(session: aiohttp.ClientSession, target: ServerTarget) -> s
 
 
 async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload) -> str:
-    """Waits until the server answers a request of one token: some list their model before it is loaded."""
+    """Wait until the server answers a request of one token. Some servers list their model before it is loaded."""
     deadline = time.monotonic() + target.wait
     probe = backwards(workload.requests, sequences=1, max_tokens=1)
     while True:
@@ -163,7 +163,7 @@ async def _measure(
     known = None if gpu is None else (gpu.name, round(gpu.peak / 2**30, 2))
     result = _result(target, workload, model, rep, ordered, began, seconds, known)
     after = None if before is None else await counters_of(session, f"{target.host}/metrics")
-    if before is None or after is None or after["steps"] < before["steps"]:  # another server, or one started anew
+    if before is None or after is None or after["steps"] < before["steps"]:  # not a tok server, or it restarted
         return result
     return with_counted(result, before, after)
 
@@ -175,7 +175,7 @@ def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, tar
 async def _fire(
     session: aiohttp.ClientSession, target: ServerTarget, bodies: list[bytes], done: list[BenchAnswer]
 ) -> list[BenchAnswer]:
-    """The answers in the order of `bodies`; `done` receives them in the order of completion."""
+    """Return the answers in the order of `bodies`; `done` receives them in the order of completion."""
     answers: dict[int, BenchAnswer] = {}
     waiting: Iterator[tuple[int, bytes]] = iter(enumerate(bodies))
     url = f"{target.base}/completions"
@@ -195,7 +195,7 @@ def _show(show: Show, answers: list[BenchAnswer], total: int, concurrency: int) 
 
 
 def _allow_many_files() -> None:
-    """Every open request has a socket."""
+    """Raise the limit of open files, since every open request has a socket."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -259,7 +259,10 @@ def _result(
 
 
 def _per_token(answers: list[BenchAnswer]) -> list[float]:
-    """Of streamed answers with one sample: `usage` does not tell how long each of several is."""
+    """Return seconds per token of streamed answers with one sample.
+
+    Answers with several samples are left out, because `usage` does not give the length of each.
+    """
     return [
         (one.ended - one.first) / (one.output_tokens - 1)
         for one in answers

@@ -23,12 +23,12 @@ NAMES = ("monkeys", "sharegpt", "decode")
 
 
 class WorkloadError(TokError):
-    """A workload file that cannot be read; the message names file, line, field, value and what is allowed."""
+    """A workload file that cannot be read; the message names file, line, field, value and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """A prompt in token ids, how many samples of it, their length, and whether they stop before it at an end id."""
+    """A prompt in token ids, its number of samples, their length, and whether they ignore end ids."""
 
     ids: list[int]
     n: int
@@ -38,7 +38,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, and how their tokens are drawn."""
+    """A list of requests with common sampling parameters."""
 
     name: str
     temperature: float
@@ -47,17 +47,17 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Samples of all requests."""
+        """Return the number of samples of all requests."""
         return sum(request.n for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Return the number of tokens of all prompts, each counted once."""
         return sum(len(request.ids) for request in self.requests)
 
     @property
     def longest(self) -> int:
-        """Most tokens that a prompt and an answer to it have together."""
+        """Return the largest number of tokens of a prompt and its answer together."""
         return max(len(request.ids) + request.max_tokens for request in self.requests)
 
 
@@ -94,13 +94,13 @@ def read_workload(
     n: int | None = None,
     max_tokens: int | None = None,
 ) -> Workload:
-    """The workload `source`: a file, or `NAME` for `NAME.jsonl` in `directory`.
+    """Read the workload `source`: a file, or `NAME` for `NAME.jsonl` in `directory`.
 
-    limit       only the first so many requests
-    n           so many samples of every request, instead of what the file says
-    max_tokens  none longer than this
+    limit       only the first `limit` requests
+    n           samples of every request, instead of the file's number
+    max_tokens  upper bound on the length of all samples
 
-    Errors: InvalidField for what is no workload; WorkloadError for a file of another form.
+    Errors: InvalidField if `source` is no workload; WorkloadError if the file has another form.
     """
     file = find(source, directory)
     meta = _Meta()
@@ -116,7 +116,7 @@ def read_workload(
 
 
 def find(source: str, directory: Path | None) -> Path:
-    """The file of a workload. Errors: InvalidField naming the flag that is missing or wrong."""
+    """Return the file of a workload. Errors: InvalidField naming the flag that is missing or wrong."""
     if directory is not None and (found := directory / f"{source}.jsonl").is_file():
         return found
     if source in NAMES:
@@ -128,9 +128,9 @@ def find(source: str, directory: Path | None) -> Path:
 
 
 def backwards(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
-    """Requests to warm up with: the first ones that have `sequences` samples together, cut to `max_tokens`.
+    """Return warm-up requests: the first ones with `sequences` samples in total, cut to `max_tokens`.
 
-    Their prompts are reversed, so that afterwards no beginning of a prompt is in the prefix cache.
+    Their prompts are reversed, so that the prefix cache holds no prefix of a workload prompt afterwards.
     """
     chosen, samples = [], 0
     for one in requests:

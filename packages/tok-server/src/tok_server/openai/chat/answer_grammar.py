@@ -1,7 +1,7 @@
-"""The grammar of a chat's whole answer: calls that must be made, or follow their schema, thoughts, a format asked for.
+"""Build the grammar of a chat's whole answer: a think block, tool calls that follow their schemas, a requested format.
 
-The calls are in the model's own format, so that it writes what it has learned to. Where no call must be made
-the answer may be any text in which no other call begins, or what has been asked for.
+Calls are in the model's own format, which it was trained to write. If no call is required, the answer may also be text
+of the requested format or, without one, any text in which no other call begins.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
 from tok_server.wire import encode, invalid
 
 MOST_PARAMETERS: Final = 256 * 1024
-"""Bytes of all schemas of tools together, as JSON, that calls are held to."""
+"""Limit of all tool schemas together to which calls are constrained, in bytes of JSON."""
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class AnswerShape(NamedTuple):
-    """How an answer may look: its grammar, None where any text will do, and its markup."""
+    """The form of an answer: its grammar (None: any text) and its markup."""
 
     grammar: Grammar | None
     markup: Markup
@@ -44,9 +44,10 @@ class AnswerShape(NamedTuple):
 def answer_shape(
     offer: Offer, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
 ) -> AnswerShape:
-    """Puts the offer and what was `asked` for together. Errors: ApiError for what no grammar can say.
+    """Combine the tool offer with the requested grammar `asked`. Errors: ApiError for what no grammar can express.
 
-    field  which asks for the grammar `asked`: it stands for what is said, after thoughts and if no tool is called
+    asked  grammar of the content, which follows the think block if no tool is called
+    field  name of the request field that asks for it
     """
     if asked is not None and offer.required:
         raise invalid(field, f"{field} asks for a format; with tool_choice that requires a call: none")
@@ -57,7 +58,7 @@ def answer_shape(
     if asked is not None and asked.kind == "ebnf":
         if markup.calls is not None:
             raise invalid(field, f"{field} asks for rules (EBNF); with tools allowed: JSON, a regex, a choice")
-        return AnswerShape(asked, NO_MARKUP)  # rules are the whole answer
+        return AnswerShape(asked, NO_MARKUP)  # EBNF rules describe the whole answer
     rules = Rules()
     answer = _answer(offer, markup.calls, _said(asked, field, rules) if asked else None, rules)
     if markup.reasoning:
@@ -86,7 +87,7 @@ def _answer(offer: Offer, kind: CallFormat | None, said: str | None, rules: Rule
 
 
 def _calls(offer: Offer, kind: CallFormat, rules: Rules) -> str:
-    """One call, or several one after the other."""
+    """Return an expression of one call or, if the offer is parallel, of several in a row."""
     size = sum(len(encode(function.parameters)) for function in offer.allowed.values() if given(function.parameters))
     if size > MOST_PARAMETERS:
         raise invalid("tools", f"tools have {size} bytes of parameters; allowed: at most {MOST_PARAMETERS} together")
@@ -112,20 +113,22 @@ def _call(function: FunctionDefinition, index: int, kind: CallFormat, rules: Rul
 
 
 def _object(schema: Mapping[str, object]) -> JSONObject:
-    """Arguments are an object, whatever the schema leaves open."""
+    """Add type "object" to a schema without a type: arguments are always an object."""
     return dict(schema) if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
 
 
 def _thoughts(thinking: bool, rules: Rules) -> str:
-    """A think block, which may be left out unless the prompt has opened it."""
+    """Return an expression of a think block, which is optional unless the prompt has opened it."""
     inside = sequence([rules.regular(_without(reasoning.THINK_CLOSE)), literal(f"{reasoning.THINK_CLOSE}\n\n")])
     return inside if thinking else rules.maybe(sequence([literal(reasoning.THINK_OPEN), inside]))
 
 
 def _without(mark: str) -> str:
-    """Any text in which `mark`, whose first character is in it only once, is not, as a regular expression.
+    """Return a regular expression of any text without `mark`, which must hold its first character only once.
 
-    Wherever its first character comes, as much of the mark follows as does, and then another character than its next.
+    Each "<" begins a proper prefix of the mark, which ends before the mark's next character. For the mark "<t>":
+
+        [^<]*(<([^<t][^<]*)?|<t([^<>][^<]*)?)*
     """
     first = mark[0]
     rest = regular.repeat(_none_of(first), 0, None)
@@ -137,7 +140,7 @@ def _without(mark: str) -> str:
 
 
 def _no_object() -> str:
-    """Any text no line of which may begin a call as Llama writes it, as a regular expression."""
+    """Return a regular expression of any text without a line that may begin a call of Llama."""
     indent = regular.repeat(regular.characters(one_of(" \t")), 0, None)
     line = indent + regular.maybe(_none_of("{<\n\t ") + regular.repeat(_none_of("\n"), 0, None))
     return line + regular.repeat(regular.literal("\n") + line, 0, None)

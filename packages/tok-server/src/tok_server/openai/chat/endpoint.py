@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the assistant's next message in a conversation."""
+"""Serve /v1/chat/completions: the assistant's next message in a conversation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO) -> Job:
-    """The body as a Job, messages as token ids. Slow for long prompts. Errors: ApiError.
+    """Parse the body into a Job with the messages as token ids. Slow for long prompts. Errors: ApiError.
 
     formats  how the model writes tool calls and reasoning
     """
@@ -60,7 +60,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO)
 def job_of(
     request: ChatCompletionRequest, engine: AsyncEngine, model: str, formats: Formats, ignored: tuple[str, ...] = ()
 ) -> Job:
-    """The request as a Job; as `parse`."""
+    """Turn the decoded request into a Job; otherwise as `parse`."""
     check_model(given(request.model), model)
     newer = given(request.max_completion_tokens) is not None
     names = {
@@ -112,7 +112,7 @@ def _constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingPar
 
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:
-    """None: up to the model's length."""
+    """Return the largest number of generated tokens; None: up to the model's length."""
     older, newer = given(request.max_tokens), given(request.max_completion_tokens)
     if older is not None and newer is not None and older != newer:
         message = f"max_tokens is {older} and max_completion_tokens is {newer}; allowed: one of them"

@@ -1,4 +1,4 @@
-"""ChatForm: the JSON of a chat's answer. A streamed choice begins with its role and ends with an empty delta."""
+"""Write the JSON of chat answers. A streamed choice begins with its role and ends with an empty delta."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, se
 
 
 class ChatForm(ChunkForm):
-    """Of one request. `texts`: how tokens are shown."""
+    """Writer of the answer to one chat request. `texts`: how tokens are shown."""
 
     def __init__(self, job: Job, texts: TokenTexts) -> None:
         super().__init__(job)
         self._texts = texts
         self._open: dict[int, SampleReader] = {}
-        self._same: dict[int, TextEvent] = {}  # of choices that run, if only text is told of them
+        self._same: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
         self._tokens = 0
         self._reasoning_tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The answer of the one finished request."""
+        """Encode the answer of the one finished request."""
         (output,) = outputs
         choices = [self._choice(one, self._logprobs(one.logprobs)) for one in output.outputs]
         return encode(self._whole(outputs, choices, self._prompt_logprobs(output.prompt_logprobs)))
 
     def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The same a piece at a time; frees the log-probabilities of `outputs` as it goes."""
+        """Yield the same answer in pieces; free the log-probabilities of `outputs` along the way."""
         (output,) = outputs
         told: Maybe[PromptLogprobs] = [] if self._tells(output.prompt_logprobs) else UNSET
         before, _ = split(encode(self._whole(outputs, [], told)), "choices")
         yield before
         yield from separated(map(self._choice_pieces, output.outputs))
-        # The usage tells how many tokens were reasoning: known now that the choices have been read.
+        # Encoded again: the usage counts reasoning tokens, which are known only after all choices have been read.
         _, after = split(encode(self._whole(outputs, [], told)), "choices")
         if told is UNSET:
             yield after
@@ -92,7 +92,7 @@ class ChatForm(ChunkForm):
         )
 
     def events(self, prompt: int, delta: Delta) -> bytes:
-        """Chunks: first the role, then each piece that was gained, last the reason of the end."""
+        """Encode chunks: at first the role, then each gained piece, at last the finish reason."""
         index = delta.index
         self._tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -119,7 +119,7 @@ class ChatForm(ChunkForm):
         return b"".join(event(encode(self._chunk([part], used))) for part in parts)
 
     def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
-        """What a choice has gained that has begun, and does not end."""
+        """Return the chunk of a running choice that gains only text."""
         return self._chunk([ChunkChoice(index=index, delta=MessageDelta(content=text))], self._used_so_far())
 
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
@@ -138,7 +138,7 @@ class ChatForm(ChunkForm):
         )
 
     def _gain(self, delta: Delta, gain: MessageDelta, *, first: bool) -> ChunkChoice:
-        """The first of what a delta gained carries what its tokens are."""
+        """Return one gain of a delta; the first carries the delta's log-probabilities and token ids."""
         return ChunkChoice(
             index=delta.index,
             delta=gain,
@@ -168,7 +168,7 @@ class ChatForm(ChunkForm):
         return prompt_logprobs(entries or [], self._texts, self._job.prompt_logprobs or 0)
 
     def _tells(self, entries: list[TokenLogprob | None] | None) -> bool:
-        """Whether log-probabilities of the prompt are wanted and known."""
+        """Return whether log-probabilities of the prompt are requested and known."""
         return self._job.prompt_logprobs is not None and entries is not None
 
     def _chunk(

@@ -1,4 +1,4 @@
-"""Chat messages as templates take them: a role, one text, and what the assistant called."""
+"""Convert chat messages to the form that templates take: a role, one text, and the assistant's calls."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tok_server.wire import ApiError, invalid
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 TemplateMessage = dict[str, object]
 
-MAX_MESSAGES = 8192  # of a chat: templates take some microseconds for each
+MAX_MESSAGES = 8192  # messages of a chat: a template takes some microseconds for each
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """All messages for the template. Errors: ApiError naming what is refused ("messages[1].audio")."""
+    """Convert all messages for the template. Errors: ApiError naming the refused field ("messages[1].audio")."""
     if len(messages) > MAX_MESSAGES:
         raise invalid("messages", f"messages holds {len(messages)} messages; allowed: at most {MAX_MESSAGES}")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -43,7 +43,7 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
 def _message(message: Message, path: str) -> TemplateMessage:
     match message:
         case SystemMessage() | DeveloperMessage():
-            # Templates know the newer name of the role only where the model was trained on it.
+            # Only templates of models that were trained on the newer role "developer" know it.
             return _plain("system", _text(message.content, path), given(message.name))
         case UserMessage():
             return _plain("user", _text(message.content, path), given(message.name))
@@ -86,7 +86,7 @@ def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage
 
 
 def _arguments(text: str) -> object:
-    """The arguments as an object, which is what templates write down; what is none stays the text that it is."""
+    """Parse the arguments into an object, as templates expect; return the text unchanged if it is no object."""
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A chat's prompt: its messages and tools in the model's chat template, in tokens, and how the answer may look."""
+"""Render a chat's messages and tools with the chat template, tokenise them, and determine the answer's markup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "reason
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt in tokens, what the model may call, and what its answer may look like."""
+    """A chat's prompt in tokens, the tools that the model may call, and the markup of its answer."""
 
     token_ids: list[int]
     offer: Offer
@@ -30,7 +30,7 @@ class ChatPrompt:
 
 
 def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> ChatPrompt:
-    """Slow for long conversations. Errors: ApiError naming what the model or its template cannot do."""
+    """Return the request's prompt. Slow for long chats. Errors: ApiError naming what the model or template lacks."""
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None or template is None:
         raise _no_template()
@@ -48,7 +48,7 @@ def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Fo
 
 
 def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> str:
-    """The prompt as text. Errors: as `chat_prompt`."""
+    """Return the prompt as text. Errors: as `chat_prompt`."""
     template = engine.chat_template
     if template is None:
         raise _no_template()
@@ -61,7 +61,7 @@ def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Form
 def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     try:
         check_size(text, tokenizer, max_model_len, "messages")
-        # The template has put the special tokens in its text already.
+        # The template's text already holds the special tokens.
         return tokenizer.encode(text, add_special_tokens=False)
     except InvalidField as error:
         raise invalid("messages", str(error)) from error
@@ -92,14 +92,14 @@ def _text(request: ChatCompletionRequest, template: ChatTemplate, offered: Offer
 
 
 def _open_end(messages: list[dict[str, object]], begins: bool | None) -> str:
-    """Marks the end of the last message, which the answer shall continue. Returns the mark."""
+    """Append a mark to the last message, which the answer continues. Return the mark. Errors: ApiError."""
     if begins:
         raise invalid("add_generation_prompt", "add_generation_prompt is true; with continue_final_message: false")
     last = messages[-1]
     if last["role"] != "assistant" or "tool_calls" in last:
         path = f"messages[{len(messages) - 1}].role"
         raise invalid(path, f"{path}: continue_final_message continues a message of the assistant with content")
-    end = secrets.token_hex(16)  # nobody can have it in a message of theirs
+    end = secrets.token_hex(16)  # random: no message can contain it
     last["content"] = f"{last['content']}{end}"
     return end
 
@@ -113,7 +113,7 @@ def _up_to(text: str, end: str) -> str:
 
 
 def _variables(request: ChatCompletionRequest, template: ChatTemplate) -> Mapping[str, object]:
-    """What the request gives the template beside messages and tools."""
+    """Return the template variables that the request sets, besides messages and tools."""
     read = template.variables - OWN_VARIABLES
     found = dict(given(request.chat_template_kwargs) or {})
     for name in found:
@@ -134,9 +134,9 @@ def _variables(request: ChatCompletionRequest, template: ChatTemplate) -> Mappin
 
 
 def _thinking(text: str, request: ChatCompletionRequest) -> bool:
-    """Whether the prompt ends within a think block."""
+    """Return whether the prompt ends inside a think block."""
     if given(request.continue_final_message):
-        # What others have said says nothing of this.
+        # Only marks in the continued message count, not those in other messages.
         (last,) = template_messages(request.messages[-1:])
         said = str(last["content"])
         return said.rfind(THINK_OPEN) > said.rfind(THINK_CLOSE)

@@ -1,4 +1,4 @@
-"""Offer: what the client lets the model call, from `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""Read which tools the client lets the model call: `tools`, `tool_choice` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the model may call.
+    """The tools that the model may call.
 
     shown     the tools as chat templates take them; empty: none are offered
-    allowed   those that may be called, by name
-    required  at least one must be
-    parallel  more than one may be, in one answer
+    allowed   tools that may be called, by name
+    required  an answer must hold at least one call
+    parallel  an answer may hold more than one call
     """
 
     shown: Sequence[Mapping[str, object]] = ()
@@ -40,7 +40,7 @@ class Offer:
 
 
 def offer(request: ChatCompletionRequest) -> Offer:
-    """The request's offer. Errors: ApiError naming what is not allowed ("tools[1].function.name")."""
+    """Return the request's offer. Errors: ApiError naming the refused field ("tools[1].function.name")."""
     tools = _functions(request)
     choice = given(request.tool_choice)
     if choice == "none" or not tools:
@@ -76,7 +76,7 @@ def _functions(request: ChatCompletionRequest) -> dict[str, FunctionDefinition]:
 
 
 def _chosen(choice: object, tools: Mapping[str, FunctionDefinition]) -> tuple[Mapping[str, FunctionDefinition], bool]:
-    """Which of the tools may be called, and whether one must be."""
+    """Return the tools that may be called, and whether a call is required."""
     match choice:
         case None | "auto":
             return tools, False
@@ -95,7 +95,7 @@ def _chosen(choice: object, tools: Mapping[str, FunctionDefinition]) -> tuple[Ma
 
 
 def _name_of(tool: JSONObject, path: str) -> str:
-    """Of `{"type": "function", "function": {"name": …}}` or, as newer clients write, `{"type": …, "name": …}`."""
+    """Return the name in `{"type": …, "function": {"name": …}}` or, from newer clients, `{"type": …, "name": …}`."""
     inner = tool.get("function")
     name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
     if not isinstance(name, str):

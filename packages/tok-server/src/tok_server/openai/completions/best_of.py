@@ -1,4 +1,4 @@
-"""best_of: of more samples than are wanted, those that the model itself finds likeliest."""
+"""Implement best_of: generate more than n samples, and return those of the highest log-probability per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_server.wire import invalid
 
 
 def drawn(request: CompletionRequest, params: SamplingParams) -> int | None:
-    """How many samples of each prompt are drawn, if these are more than are wanted. Errors: ApiError 400."""
+    """Return how many samples per prompt are generated if these are more than n, else None. Errors: ApiError 400."""
     best_of, n = given(request.best_of), params.n
     if best_of is None or best_of == n:
         return None
@@ -27,7 +27,7 @@ def drawn(request: CompletionRequest, params: SamplingParams) -> int | None:
 
 
 def best(output: RequestOutput, count: int) -> RequestOutput:
-    """The same with the `count` samples of the highest log-probability per token, the best first, numbered anew."""
+    """Keep the `count` samples of the highest log-probability per token, best first, with new indices from 0."""
     ranked = sorted(output.outputs, key=lambda one: (-_per_token(one), one.index))
     chosen = [msgspec.structs.replace(one, index=index) for index, one in enumerate(ranked[:count])]
     return msgspec.structs.replace(output, outputs=chosen)

@@ -1,4 +1,4 @@
-"""Echo: completions that begin with their prompt, its log-probabilities included."""
+"""Implement echo: completions begin with their prompt, including its log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tok_server.wire import invalid
 
 T = TypeVar("T")
 
-MAX_ECHO_TOKENS = 1 << 24  # tokens of prompts, and the likely ones beside them, that choices repeat
+MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them, repeated in all choices together
 
 
 def check_repeated(job: Job) -> None:
-    """Raises ApiError (400) where choices would repeat so much of their prompts that no memory holds it."""
+    """Raise ApiError (400) if the choices would repeat more of their prompts than fits into memory."""
     each = (1 + (0 if job.params.logprobs is None else 1 + job.params.logprobs)) if job.echo else 0
     each += 0 if job.prompt_logprobs is None else 1 + job.prompt_logprobs
     tokens, n = sum(map(len, job.prompts)), job.params.n
@@ -28,9 +28,9 @@ def check_repeated(job: Job) -> None:
 
 
 class EchoedPrompt:
-    """One prompt as its choices begin with it: its text, and once they are known its log-probabilities.
+    """One prompt as its choices repeat it: its text and, once the engine has reported them, its log-probabilities.
 
-    most  so many most likely tokens a place; None: no log-probabilities
+    most  number of top tokens per position; None: no log-probabilities
     """
 
     def __init__(self, token_ids: Sequence[int], texts: TokenTexts, most: int | None) -> None:
@@ -42,15 +42,15 @@ class EchoedPrompt:
         self._offsets = Offsets()
 
     def logprobs(self, entries: Sequence[TokenLogprob | None] | None) -> CompletionLogprobs | None:
-        """Of the prompt's tokens; the first has none. `entries`: what the engine says of each."""
+        """Return the log-probabilities of the prompt's tokens; the first has none. `entries`: from the engine."""
         if self._most is None or entries is None:
             return None
-        if self._logprobs is None:  # the same for all samples
+        if self._logprobs is None:  # computed once: the same for all samples
             self._logprobs = self._written(entries, self._most)
         return self._logprobs
 
     def offsets(self) -> Offsets:
-        """Where the prompt ends, once its log-probabilities have been told."""
+        """Return a copy of the offsets at the prompt's end. Call `logprobs` first."""
         return self._offsets.copy()
 
     def _written(self, entries: Sequence[TokenLogprob | None], most: int) -> CompletionLogprobs:
@@ -68,15 +68,15 @@ class EchoedPrompt:
 
 
 def _known(values: Sequence[T | None], entries: Sequence[TokenLogprob | None]) -> list[T | None]:
-    """The values, None where the engine says nothing."""
+    """Return the values, with None where the engine has no entry."""
     return [None if entry is None else value for value, entry in zip(values, entries, strict=True)]
 
 
 def both(prompt: CompletionLogprobs | None, sample: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    """The prompt's log-probabilities and then a sample's."""
+    """Return the prompt's log-probabilities followed by a sample's."""
     if prompt is None:
         return sample
-    if sample is None:  # a copy: the prompt's are those of other choices, too
+    if sample is None:  # nothing to append: the prompt's lists are copied, as other choices share them
         sample = CompletionLogprobs(top_logprobs=[])
     return CompletionLogprobs(
         tokens=prompt.tokens + sample.tokens,

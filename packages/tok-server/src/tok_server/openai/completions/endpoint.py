@@ -1,4 +1,4 @@
-"""/v1/completions: text that continues a prompt."""
+"""Serve /v1/completions: text that continues a prompt."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tok_server.openai.generation import (
 )
 from tok_server.wire import Operation, invalid, json_of, json_or_events, new_id
 
-MAX_TOKENS = 16  # OpenAI's default; fewer where the model's length leaves no room
-MAX_CHOICES = 65_536
-MAX_LOOP_PROMPT_BYTES = 8192  # bytes: some thousand token ids
+MAX_TOKENS = 16  # OpenAI's default; lowered where the model's length leaves fewer tokens
+MAX_CHOICES = 65_536  # prompts × samples of a request
+MAX_LOOP_PROMPT_BYTES = 8192  # bytes of a body that the event loop parses itself: some thousand token ids
 TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 
 
@@ -47,7 +47,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    # Text needs the tokenizer, which takes its time and leaves the interpreter to others meanwhile.
+    # Text is parsed in a thread: the tokenizer is slow, and releases the interpreter lock.
     short = len(body) <= MAX_LOOP_PROMPT_BYTES and TOKEN_IDS.search(body) is not None
     engine, model = context.engine, context.settings.model_name
     job = parse(body, engine, model) if short else await context.work(lambda: parse(body, engine, model))
@@ -55,7 +55,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
-    """The body as a Job, prompts as token ids. Slow for long prompts. Errors: ApiError."""
+    """Parse the body into a Job with prompts as token ids. Slow for long prompts. Errors: ApiError."""
     request, ignored = read(body, CompletionRequest, COMPLETION)
     check_model(given(request.model), model)
     max_tokens = given(request.max_tokens)
@@ -96,7 +96,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> Job:
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """What the engine is to find out of the prompt: for its echo, and for itself."""
+    """Return the number of top tokens per prompt position that `echo` and `prompt_logprobs` need together."""
     asked = [check_prompt_logprobs(request), given(request.logprobs) if given(request.echo) else None]
     return max((one for one in asked if one is not None), default=None)
 

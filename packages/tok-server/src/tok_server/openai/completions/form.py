@@ -1,4 +1,4 @@
-"""CompletionForm: the JSON of a text completion's answer. Choice number: prompt × n + sample."""
+"""Write the JSON of text completions. Choice number: prompt × n + sample."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, fr
 
 
 class CompletionForm(ChunkForm):
-    """Of one request. `texts`: how tokens are shown."""
+    """Writer of the answer to one text completion request. `texts`: how tokens are shown."""
 
     def __init__(self, job: Job, texts: TokenTexts) -> None:
         super().__init__(job)
         self._texts = texts
         self._echoes: dict[int, EchoedPrompt] = {}
-        self._told: dict[int, Maybe[PromptLogprobs]] = {}  # of prompts
-        self._offsets: dict[int, Offsets] = {}  # of streamed choices that have begun
-        self._same: dict[int, TextEvent] = {}  # of choices that run, if only text is told of them
+        self._told: dict[int, Maybe[PromptLogprobs]] = {}  # by prompt
+        self._offsets: dict[int, Offsets] = {}  # by streamed choice that has begun
+        self._same: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
         self._tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The answer of finished requests, one a prompt."""
+        """Encode the answer of finished requests, one per prompt."""
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         if self._job.best_of is not None:
             outputs = [best(output, self._job.params.n) for output in outputs]
@@ -58,7 +58,7 @@ class CompletionForm(ChunkForm):
         return encode(self._object(choices, usage(outputs, tokens), result_of(outputs)))
 
     def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The same a piece at a time; frees the log-probabilities of `outputs` as it goes."""
+        """Yield the same answer in pieces; free the log-probabilities of `outputs` along the way."""
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         found = outputs
         if self._job.best_of is not None:
@@ -85,12 +85,12 @@ class CompletionForm(ChunkForm):
             ]
             choice = msgspec.structs.replace(choice, logprobs=CompletionLogprobs(top_logprobs=[]))
         if (of_prompt := choice.prompt_logprobs) is not UNSET and of_prompt is not None:
-            lists.append(("prompt_logprobs", elements(slices(of_prompt))))  # other choices have the same
+            lists.append(("prompt_logprobs", elements(slices(of_prompt))))  # not consumed: other choices share the list
             choice = msgspec.structs.replace(choice, prompt_logprobs=[])
         return filled(encode(choice), lists)
 
     def events(self, prompt: int, delta: Delta) -> bytes:
-        """A chunk; before a choice's first one, with `echo`, another that holds the prompt."""
+        """Encode a chunk; before a choice's first one, with `echo`, another that holds the prompt."""
         self._tokens += len(delta.token_ids)
         index = self._index(prompt, delta.index)
         if delta.finish_reason is not None:
@@ -112,7 +112,7 @@ class CompletionForm(ChunkForm):
         return b"".join(event(encode(self._object([part], used))) for part in parts)
 
     def _opened(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
-        """What comes before the first token of a choice that begins."""
+        """Set up a choice that begins; return what precedes its first token: with `echo`, its prompt."""
         if index in self._offsets:
             return []
         if self._plain and delta.finish_reason is None:
@@ -123,7 +123,7 @@ class CompletionForm(ChunkForm):
         return [CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._ids([]))]
 
     def _text_chunk(self, index: int, text: str) -> Completion:
-        """What a choice has gained that has begun, and does not end."""
+        """Return the chunk of a running choice that gains only text."""
         return self._object([CompletionChoice(index=index, text=text)], self._used_so_far())
 
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
@@ -146,7 +146,7 @@ class CompletionForm(ChunkForm):
     def _begun(
         self, prompt: int, entries: Sequence[TokenLogprob | None] | None
     ) -> tuple[CompletionLogprobs | None, Offsets]:
-        """Log-probabilities of the prompt, as its choices echo them, and where their own tokens begin."""
+        """Return the prompt's log-probabilities as choices echo them, and the offsets for a choice's own tokens."""
         if not self._job.echo:
             return None, Offsets()
         echo = self._echo(prompt)

@@ -1,4 +1,4 @@
-"""Prompts as token ids: texts are tokenised, unless they are too long by far."""
+"""Turn prompts into token ids. Texts that are far too long are refused without tokenising all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tok_server.wire import invalid
 
 
 def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
-    """The token ids of each; all are of one kind. `field`: what the endpoint calls them. Errors: ApiError 400."""
+    """Return each prompt's token ids; all prompts are of one kind. `field`: name of their field. Errors: ApiError."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return [prompt for prompt in prompts if isinstance(prompt, list)]
@@ -23,5 +23,5 @@ def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -
 
 
 def numbered(field: str, index: int, count: int) -> str:
-    """What errors call prompt `index` of so many in `field`."""
+    """Return the name by which errors call prompt `index` of `count` in `field`."""
     return field if count == 1 else f"{field}[{index}]"

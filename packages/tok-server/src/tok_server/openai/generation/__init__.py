@@ -1,4 +1,4 @@
-"""From a request's fields to engine requests, and from their outputs to an answer."""
+"""Turn a request's fields into engine requests, and their outputs into an HTTP answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a Job is answered: whole, or as server-sent events while it runs. What the JSON looks like, a Form says."""
+"""Answer a Job with one JSON body, or with server-sent events while it runs. A Form writes the JSON."""
 
 from __future__ import annotations
 
@@ -34,70 +34,73 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-MAX_WARNED_FIELDS = 1000
-TOGETHER = 256  # deltas whose events are made and written together: other requests run in between
-MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities that are written down at once
-MAX_LOOP_BYTES = 1 << 16  # bytes of an answer, as far as it can be told before, that the event loop writes itself
-MIN_PIECEWISE_BYTES = 1 << 20  # from which on it is written a piece at a time
-TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # in an answer, about
+MAX_WARNED_FIELDS = 1000  # names of unknown fields after which the log mentions no further ones
+TOGETHER = 256  # deltas whose events are encoded and written together: other requests run in between
+MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities up to which the event loop encodes an answer itself
+MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes an answer itself
+MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
+TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # estimated bytes of each in an answer
 
-MAX_LOGPROBS = 1 << 24  # of a whole answer: some 3 GB in memory
-MAX_KEPT_LOGPROBS = 1 << 21  # of one that is kept as a whole: some 200 MB of JSON
-MAX_RESPONSE_LOGPROBS = 1 << 18  # of a response, whose last events repeat all of it
+MAX_LOGPROBS = 1 << 24  # log-probabilities of a whole answer: some 3 GB in memory
+MAX_KEPT_LOGPROBS = 1 << 21  # log-probabilities of a background answer, which is kept whole: some 200 MB of JSON
+MAX_RESPONSE_LOGPROBS = 1 << 18  # log-probabilities of a response, whose last stream events repeat all of them
 
 
 class Form(Protocol):
-    """The JSON of one endpoint, for one request. `most_logprobs`: that an answer may hold, streamed or not."""
+    """Writer of one endpoint's JSON for one request.
+
+    most_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
+    """
 
     most_logprobs: int | None
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole answer. Called in a thread, unless it is a short one."""
+        """Encode the whole answer. Called in a thread unless the answer is short."""
 
     def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The same in pieces, of which none takes long to make; called in a thread. `outputs` are used up."""
+        """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
 
     def events(self, prompt: int, delta: Delta) -> bytes:
-        """Server-sent events that tell what a sample of prompt number `prompt` gained; b"" if it is nothing.
+        """Encode the gain of a sample of prompt number `prompt` as server-sent events; b"" if there is none.
 
-        Called on the event loop.
+        Called on the event loop, or in a thread if both `most_logprobs` and the request's logprobs are set.
         """
 
     def opening(self) -> bytes:
-        """Server-sent events before any token."""
+        """Encode the server-sent events that precede any token."""
 
     def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
-        """Server-sent events at the end of all samples."""
+        """Encode the server-sent events that follow the end of all samples."""
 
     def failed(self, failure: ApiError) -> bytes:
-        """The last server-sent event of what could not go on."""
+        """Encode the last server-sent events of a stream that failed."""
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Return `data` as one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
 def check_size(job: Job, context: Context, most: int | None, tenant: str) -> None:
-    """Raises ApiError for a job of too many samples or log-probabilities (400), or one more than may wait (429).
+    """Raise ApiError: 400 for too many samples or log-probabilities or a forbidden priority; else as `Context.admit`.
 
-    most  log-probabilities of the answer; None: any number
+    most  largest number of log-probabilities of the answer; None: no limit
     """
     check_drawn(job, context.settings.max_n)
     check_priority(job, context.settings.min_client_priority)
     check_logprobs(job, context.engine.info.max_model_len, most)
-    context.admit(tenant)  # since the request came, others have been read and submitted
+    context.admit(tenant)  # while this request was parsed, others may have been submitted
 
 
 def check_drawn(job: Job, most: int) -> None:
-    """Raises ApiError (400) for a job that draws more than so many samples of a prompt."""
+    """Raise ApiError (400) if the job generates more than `most` samples per prompt."""
     if job.drawn > most:
         name = "n" if job.best_of is None else "best_of"
         raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
 
 
 def check_priority(job: Job, least: int) -> None:
-    """Raises ApiError (400) for a job that asks for a class that is not open to clients."""
+    """Raise ApiError (400) if the job's priority is outside of the range that is open to clients."""
     priority = job.params.priority
     if not least <= priority <= MAX_CLIENT_PRIORITY:
         told = f"priority is {priority}; allowed: integers from {least} to {MAX_CLIENT_PRIORITY}"
@@ -105,7 +108,7 @@ def check_priority(job: Job, least: int) -> None:
 
 
 def check_logprobs(job: Job, max_model_len: int, most: int | None) -> None:
-    """Raises ApiError (400) for a job whose answer may hold more than so many log-probabilities."""
+    """Raise ApiError (400) if the job's answer may hold more than `most` log-probabilities."""
     top = job.params.logprobs
     if top is None or most is None:
         return
@@ -118,18 +121,18 @@ def check_logprobs(job: Job, max_model_len: int, most: int | None) -> None:
 
 
 def in_time(request: web.Request, context: Context) -> Deadline:
-    """`with in_time(…):` raises ApiError (504) once the request has taken all the time it may."""
+    """Return a context manager that raises ApiError (504) once the request has exceeded its time limit."""
     return context.deadlines.since(request[COUNTS].started)
 
 
 async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
-    """The response to `request`. Errors before its first byte: ApiError, EngineError."""
+    """Run the job and return the response to `request`. Errors before its first byte: ApiError, EngineError."""
     most = form.most_logprobs if form.most_logprobs or job.stream else MAX_LOGPROBS
     check_size(job, context, most, request[COUNTS].tenant)
     if job.params.grammar is not None:
         with in_time(request, context):
             await check_grammar(context.engine, job, MAX_GRAMMAR_CHECKS, request[COUNTS].tenant)
-        context.admit(request[COUNTS].tenant)  # meanwhile the engine did not count this one
+        context.admit(request[COUNTS].tenant)  # the engine did not count this request during the check
     headers = ignored_header(context, job.ignored)
     counts = request[COUNTS]
     shared = context.settings.share_prefixes
@@ -153,7 +156,10 @@ async def answer(request: web.Request, context: Context, job: Job, form: Form) -
 
 
 def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
-    """Return about how many bytes the whole answer has, or the most it can have where that tells enough."""
+    """Estimate the bytes of the whole answer.
+
+    If `max_tokens` alone keeps the answer below the relevant limit, return that bound without counting tokens.
+    """
     top, of_place, longest = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
     each = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
     of_prompt = (each if job.echo else 0) + (0 if of_place is None else LOGPROB_BYTES * (1 + of_place))
@@ -172,7 +178,7 @@ def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
 async def write_pieces(
     request: web.Request, context: Context, pieces: Iterator[bytes], headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with a JSON body of any size, the next piece of which is made when the client has taken the last one."""
+    """Answer with a JSON body of any size. Each piece is made once the client has taken the previous one."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
     await response.prepare(request)
     try:
@@ -181,7 +187,7 @@ async def write_pieces(
     except ConnectionError:
         raise
     except Exception as error:
-        # Neither the status nor the beginning can be taken back: a connection that breaks off tells the client.
+        # The status and the beginning have been sent: only an aborted connection can signal the failure.
         counts = request[COUNTS]
         log.error("%s: failed while answering: %s", counts.id, error, exc_info=error)
         counts.failed = 500
@@ -213,7 +219,7 @@ async def _stream(
     except ConnectionError:
         raise
     except Exception as error:
-        # The status line is gone; what is left is an event that says what happened, and the end of the stream.
+        # The status line has been sent: report the error as an event, then end the stream.
         counts = request[COUNTS]
         failure = job.refused(error, 0) if isinstance(error, InvalidField) else of_exception(error, counts.id)
         counts.failed = failure.status
@@ -237,7 +243,7 @@ async def _write(
     streams: list[RequestStream],
     unread: Unread,
 ) -> bytes:
-    """All events but the last ones, which are returned."""
+    """Write all events except the last ones, and return those."""
     if data := form.opening():
         await response.write(data)
     tokens = 0
@@ -263,7 +269,7 @@ async def _write(
     # Events that repeat all log-probabilities take long to encode.
     long = form.most_logprobs is not None and job.params.logprobs is not None
     judge = None if job.stop_when is None else StopWhenJudge(job.stop_when)
-    if judge is None and len(streams) == 1:  # most are: each generator on the way takes its time for each token
+    if judge is None and len(streams) == 1:  # the common case: each generator in between costs time per token
         while batch := await streams[0].batch():
             if long or len(batch) > TOGETHER:
                 await send(0, batch)
@@ -280,12 +286,12 @@ async def _write(
 
 
 class Unread:
-    """`with Unread(…) as unread:` raise ApiError where a client leaves more of its streams unread than it may.
+    """Context manager that raises ApiError (408) if a client leaves more than `most` bytes of its streams unread.
 
-    Ends the task that enters it, if tokens come while that waits for the client. While it is merely busy, no client is
-    at fault; what comes meanwhile is written together.
+    It cancels the task that enters it if too much is unread while that task waits for the client. While the task is
+    busy otherwise, the client is not at fault; tokens that arrive meanwhile are written together.
 
-    sending  the task waits for the client to read, or is about to write
+    sending  the task is writing: it waits for the client to read, or is about to
     """
 
     def __init__(self, streams: Sequence[RequestStream], most: int) -> None:
@@ -295,7 +301,7 @@ class Unread:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._asked = task, task.cancelling()
-        for stream in streams:  # half of it for what has been taken, and is being written
+        for stream in streams:  # the other half is for deltas already read and being written
             stream.bound(most // (2 * len(streams)), self._flooded)
 
     def __enter__(self) -> Unread:
@@ -316,7 +322,7 @@ class Unread:
 
 
 def _tokens_of(batch: Sequence[Delta]) -> int:
-    """How many tokens samples gained. Errors: EngineDead where one was cut off."""
+    """Return the number of tokens in the batch. Raise EngineDead if a sample was aborted."""
     gained = 0
     for delta in batch:
         if delta.finish_reason == "abort":
@@ -326,12 +332,12 @@ def _tokens_of(batch: Sequence[Delta]) -> int:
 
 
 def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
-    """Tells the client, and once the log, which fields had no effect."""
+    """Return the header that names fields without effect; log each new name once."""
     if not ignored:
         return {}
     new = [name for name in ignored if name not in context.warned]
     if new and len(context.warned) < MAX_WARNED_FIELDS:
         context.warned.update(new)
         log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
-    # Names are the client's own text: quoted, they hold no line break.
+    # The names come from the client: quoting removes line breaks.
     return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}

@@ -1,4 +1,4 @@
-"""ChunkForm: how streams of chunks begin and end, of completions and chats alike."""
+"""Begin and end streams of chunks, for completions and chats alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_server.wire import ApiError
 
 
 class ChunkForm(ABC):
-    """Of one request. `_plain`: nothing but text is told of a token."""
+    """Base of the forms that stream chunks. `_plain`: chunks report only text, no log-probabilities, ids or usage."""
 
     most_logprobs: int | None = None
 
@@ -20,19 +20,19 @@ class ChunkForm(ABC):
         self._plain = job.params.logprobs is None and not (job.return_token_ids or job.continuous_usage)
 
     def opening(self) -> bytes:
-        """Nothing: choices begin with their first token."""
+        """Return no events: choices begin with their first token."""
         return b""
 
     def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
-        """The chunk without choices, if there is anything for it to carry, and the mark of the end."""
+        """Encode the chunk without choices, if there is usage or a result to carry, and the end mark [DONE]."""
         told = used if self._job.include_usage else None
         nothing = told is None and stop_when is None
         return DONE if nothing else self.last_chunk(told, stop_when) + DONE
 
     def failed(self, failure: ApiError) -> bytes:
-        """The error in the place of a chunk."""
+        """Encode the error as an event in place of a chunk."""
         return event(failure.body())
 
     @abstractmethod
     def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
-        """The chunk without choices."""
+        """Encode the event of the chunk without choices."""

@@ -1,4 +1,4 @@
-"""Job: one HTTP request understood, ready for the engine."""
+"""Define Job: one parsed HTTP request, ready for the engine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tok_server.wire import ApiError, invalid
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request understood, ready for the engine.
+    """One parsed HTTP request, ready for the engine.
 
     id                the answer's id; the engine's request ids begin with it
     prompts           token ids of each prompt
-    best_of           samples of each prompt from which params.n are chosen, if that are more
+    best_of           samples per prompt of which the best params.n are returned; None: all samples are returned
     include_usage     a stream ends with a chunk that carries the usage
     return_token_ids  choices carry their token ids
     continuous_usage  every chunk of a stream carries the usage so far
     echo              completions begin with their prompt
-    prompt_logprobs   so many most likely tokens a place of the prompt are told; None: nothing of the prompt is
-    markup            what markup chats may hold
-    ignored           paths of fields that nobody defines
-    default_length    params.max_tokens is this server's default, which gives way to the model's length
-    stop_when         what ends the samples of its one prompt early
-    cache_salt        requests with different ones share nothing in the prefix cache
-    names             the engine's name of a field -> what this endpoint calls it
+    prompt_logprobs   number of top tokens reported per prompt position; None: no prompt log-probabilities
+    markup            markup that a chat's text may hold
+    ignored           paths of unknown fields
+    default_length    params.max_tokens is this server's default, which is lowered to fit the model's length
+    stop_when         rule that ends the samples of the single prompt early
+    cache_salt        requests with different salts share nothing in the prefix cache
+    names             the engine's name of a field -> this endpoint's name
     """
 
     id: str
@@ -51,11 +51,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drawn(self) -> int:
-        """Samples of each prompt that are drawn."""
+        """Return the number of samples generated per prompt."""
         return self.best_of or self.params.n
 
     def params_of(self, prompt: list[int], max_model_len: int) -> SamplingParams:
-        """The parameters for one of the prompts. Errors: InvalidField("min_tokens") if there is no room for so many."""
+        """Return the parameters for one prompt. Errors: InvalidField("min_tokens") if it exceeds the tokens left."""
         room = max_model_len - len(prompt)
         params = self.params if self.best_of is None else drawing(self.params, self.best_of)
         most = params.max_tokens
@@ -64,7 +64,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(params, max_tokens=room)
 
     def refused(self, error: InvalidField, prompt: int) -> ApiError:
-        """The engine's refusal of prompt number `prompt`, in the words of this endpoint."""
+        """Return the engine's refusal of prompt number `prompt` as ApiError, with this endpoint's field names."""
         name = self.names.get(error.field, error.field)
         if error.field == "prompt" and name == "prompt" and len(self.prompts) > 1:
             name = f"prompt[{prompt}]"
@@ -72,13 +72,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def renamed(error: InvalidField, name: str) -> ApiError:
-    """The error as 400 about the field `name`."""
+    """Return the error as ApiError (400) about the field `name`."""
     return invalid(name, str(InvalidField(name, error.value, error.allowed)))
 
 
 def drawing(params: SamplingParams, count: int) -> SamplingParams:
-    """The parameters for drawing `count` samples to choose from: their log-probabilities are needed, asked for or not.
+    """Return the parameters for `count` samples with log-probabilities, by which best_of ranks them.
 
-    Raises InvalidField ("n").
+    Raise InvalidField("n") for an invalid count.
     """
     return msgspec.structs.replace(params, n=count, logprobs=params.logprobs or 0)

@@ -1,7 +1,7 @@
-"""Log-probabilities in OpenAI's two forms: lists beside each other for completions, objects for chats.
+"""Convert log-probabilities to OpenAI's two forms: parallel lists for completions, objects for chats.
 
-A token is shown as its text. Where it is no complete UTF-8 its bytes are written out: as "bytes:\\xe2\\x82"
-in completions, as "\\xe2\\x82" in chats (whose objects have the bytes as numbers too).
+A token is shown as its text. A token that is not complete UTF-8 is shown as escaped bytes: "bytes:\\xe2\\x82"
+in completions, "\\xe2\\x82" in chats (whose objects also hold the bytes as numbers).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
 
 DECODER = codecs.getincrementaldecoder("utf-8")
-LOWEST = -9999.0  # stands for −inf, which JSON cannot say
+LOWEST = -9999.0  # stands for −inf, which JSON cannot represent
 
 
 def finite(logprob: float) -> float:
-    """The log-probability, or `LOWEST` where JSON cannot say it."""
+    """Return the log-probability, but at least `LOWEST`: JSON cannot represent −inf."""
     return logprob if logprob > LOWEST else LOWEST
 
 
 class TokenTexts:
-    """Tokens as they are shown; without a tokenizer by their number."""
+    """Texts and bytes of tokens; without a tokenizer, a token is shown by its id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
 
     def piece(self, token: int) -> bytes:
-        """Bytes of the token."""
+        """Return the token's bytes."""
         return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
 
     def shown(self, token: int) -> bytes:
-        """Bytes that the token adds to the text: none for special ones."""
+        """Return the bytes that the token adds to the text: none for special tokens."""
         return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
 
     def text(self, token: int, prefix: str) -> str:
-        """The token's text, or `prefix` and its bytes written out."""
+        """Return the token's text or, if it is not UTF-8, `prefix` and its escaped bytes."""
         piece = self.piece(token)
         try:
             return piece.decode()
@@ -53,23 +53,23 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where in a sample's text each token begins, in characters; within a character, where that one does."""
+    """Offsets of a sample's tokens in its text, in characters. A token inside a character has that character's."""
 
     def __init__(self) -> None:
         self._decoder = DECODER("replace")
         self._length = 0
 
     def next(self, shown: bytes) -> int:
-        """The offset of a token that adds the bytes `shown`."""
+        """Return the offset of the next token, which adds the bytes `shown`."""
         begun = self._decoder.getstate()[0]
-        # Bytes of a character that the token does not go on with are shown as one U+FFFD before it.
+        # An incomplete character that the token does not continue becomes one U+FFFD before it.
         broken = bool(begun and shown) and not _goes_on(begun + shown[:1])
         offset = self._length + broken
         self._length += len(self._decoder.decode(shown))
         return offset
 
     def copy(self) -> Offsets:
-        """Another one at the same place."""
+        """Return an independent copy at the same position."""
         found = Offsets()
         found._decoder.setstate(self._decoder.getstate())
         found._length = self._length
@@ -77,7 +77,7 @@ class Offsets:
 
 
 def _goes_on(head: bytes) -> bool:
-    """Whether UTF-8 may begin with `head`."""
+    """Return whether `head` is a prefix of valid UTF-8."""
     try:
         codecs.utf_8_decode(head, "strict", False)
     except UnicodeDecodeError:
@@ -86,7 +86,7 @@ def _goes_on(head: bytes) -> bool:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: Offsets) -> CompletionLogprobs:
-    """Of one choice, or of what it gained."""
+    """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions."""
     return CompletionLogprobs(
         tokens=[texts.text(entry.token_id, "bytes:") for entry in entries],
         token_logprobs=[finite(entry.logprob) for entry in entries],
@@ -96,7 +96,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offs
 
 
 def _top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
-    """The most likely tokens and the drawn one. Where two have the same text, the likelier one stays."""
+    """Return the top-k tokens and the sampled one by text. Of tokens with the same text, the first one stays."""
     found: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         found.setdefault(texts.text(token, "bytes:"), finite(logprob))
@@ -104,7 +104,7 @@ def _top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> ChatLogprobs:
-    """Of one choice, or of what it gained."""
+    """Convert the log-probabilities of one choice, or of one delta of it, to the form of chats."""
     return ChatLogprobs(content=[_chat_token(entry, texts) for entry in entries])
 
 
@@ -121,7 +121,7 @@ def _chat_token(entry: TokenLogprob, texts: TokenTexts) -> ChatTokenLogprob:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts, most: int) -> PromptLogprobs:
-    """By place: the prompt's own token, and the `most` likeliest ones."""
+    """Return, per prompt position, the prompt's own token and the `most` most likely ones; None without an entry."""
     return [None if entry is None else _ranked(entry, texts, most) for entry in entries]
 
 

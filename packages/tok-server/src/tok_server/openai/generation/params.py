@@ -1,4 +1,4 @@
-"""Sampling parameters: what a request asks for, as the engine takes it."""
+"""Convert a request's sampling fields to the engine's SamplingParams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tok_server.wire import invalid
 T = TypeVar("T")
 Request = CompletionRequest | ChatCompletionRequest
 
-# Names that mean the same on the wire and in the engine.
+# Fields with the same name and meaning on the wire and in the engine.
 SAME = (
     "n",
     "temperature",
@@ -35,7 +35,7 @@ _SAME = attrgetter(*SAME)
 
 
 def given(value: Maybe[T]) -> T | None:
-    """The value; None where it is absent or null, which mean the same in requests: the default."""
+    """Return the value; None if it is absent or null, which both mean the default in requests."""
     return None if value is UNSET else value
 
 
@@ -49,9 +49,9 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """The parameters; what the request leaves out is as the model's makers set it. Errors: ApiError.
+    """Return the engine's parameters; absent fields take the model's `info.sampling_defaults`. Errors: ApiError.
 
-    names  what this endpoint calls fields that the engine names otherwise
+    names  the engine's name of a field -> this endpoint's name, where they differ
     """
     every = zip(SAME, _SAME(request), strict=True)
     fields: dict[str, object] = dict(info.sampling_defaults)
@@ -73,7 +73,7 @@ def sampling_params(
 
 
 def _asks_of_prompt(request: Request) -> bool:
-    """Whether an answer without a token says something, of the prompt."""
+    """Return whether the request asks for data about its prompt, so that max_tokens may be 0."""
     echo = given(request.echo) if isinstance(request, CompletionRequest) else None
     return bool(echo) or given(request.prompt_logprobs) is not None
 
@@ -83,7 +83,7 @@ def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
-    """`{"42": 1.5}` as `{42: 1.5}`."""
+    """Convert `{"42": 1.5}` to `{42: 1.5}`. Errors: ApiError."""
     for key in biases or ():
         if not _is_number(key) or int(key) >= vocab_size:
             allowed = f"token ids from 0 to {vocab_size - 1}, as strings without leading zeros"
@@ -92,5 +92,5 @@ def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float
 
 
 def _is_number(key: str) -> bool:
-    """Whether it is a number in its one spelling, so that no two keys mean the same token."""
+    """Return whether `key` is a number in canonical spelling: two keys must not mean the same token."""
     return key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key

@@ -1,4 +1,4 @@
-"""Read the fields that completions and chats share: the body, the model's name, how to stream."""
+"""Read and check what endpoints share: the body, the model's name, the cache salt, how to stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tok_server.wire import ApiError, BadJson, decode, invalid
 MAX_CACHE_SALT = 1024  # characters
 R = TypeVar("R", bound=msgspec.Struct)
 
-# OpenAI's completions take `metadata` nowhere, but its clients may send it to any endpoint.
+# OpenAI's /v1/completions has no `metadata`, but its clients may send it to any endpoint.
 HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
 
 def read(body: bytes, kind: type[R], unsupported: tuple[Refused, ...]) -> tuple[R, tuple[str, ...]]:
-    """The request, and the paths of fields that nobody defines (`unknown_fields`). Errors: ApiError 400."""
+    """Decode the body; return the request and the paths of unknown fields (`unknown_fields`). Errors: ApiError 400."""
     found = members(body)
     refuse_unsupported(unsupported, found)
     try:
@@ -34,12 +34,12 @@ def read(body: bytes, kind: type[R], unsupported: tuple[Refused, ...]) -> tuple[
 
 @cache
 def _harmless(unsupported: tuple[Refused, ...]) -> frozenset[str]:
-    """Also fields that may be there as long as they ask for nothing: that is carried out by doing nothing."""
+    """Return the names that count as known: `HARMLESS`, and unsupported fields, which pass only with neutral values."""
     return HARMLESS.union(*(table.fields for table in unsupported))
 
 
 def check_model(asked: str | None, served: str) -> None:
-    """Raises ApiError (404) if another model is asked for than the one served."""
+    """Raise ApiError (404) if the request names another model than the served one."""
     if asked is not None and asked != served:
         message = f"model is {asked[:200]!r}; served here: {served!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -55,7 +55,7 @@ def cache_salt_of(request: Request | EmbeddingRequest) -> str | None:
 
 
 def wants_usage(request: Request) -> bool:
-    """Whether a stream shall end with the usage. Errors: ApiError 400."""
+    """Return whether a stream ends with the usage. Errors: ApiError 400."""
     options: StreamOptions | None = given(request.stream_options)
     if options is None:
         return False
@@ -68,13 +68,13 @@ def wants_usage(request: Request) -> bool:
 
 
 def wants_continuous_usage(request: Request) -> bool:
-    """Whether every chunk of a stream shall carry the usage so far."""
+    """Return whether every chunk of a stream carries the usage so far."""
     options: StreamOptions | None = given(request.stream_options)
     return options is not None and bool(given(options.continuous_usage_stats))
 
 
 def check_prompt_logprobs(request: Request) -> int | None:
-    """How many most likely tokens of each place of the prompt are to be told. Errors: ApiError 400 for a stream."""
+    """Return the number of top tokens to report per prompt position, if any. Errors: ApiError 400 for a stream."""
     most = given(request.prompt_logprobs)
     if most is not None and given(request.stream):
         raise invalid("prompt_logprobs", "prompt_logprobs is only allowed with stream=false")

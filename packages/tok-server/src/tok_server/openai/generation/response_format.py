@@ -1,4 +1,4 @@
-"""What the text of an answer must be, as a request asks for it: response_format, structured_outputs, guided_*."""
+"""Read the grammar that a request sets for its answer: response_format, structured_outputs, guided_*."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GUIDED: Mapping[str, Kind] = {
     "grammar": "ebnf",
     "json_object": "json_object",
 }
-"""Names in `structured_outputs`, and behind `guided_`, and what they are to the engine."""
+"""Name in `structured_outputs`, and after `guided_` -> the engine's kind of grammar."""
 GUIDED_FIELDS: Mapping[str, Kind] = {f"guided_{name}": kind for name, kind in GUIDED.items()}
 
 
@@ -37,8 +37,8 @@ class Structure(NamedTuple):
 
 
 def structure_of(request: Request) -> Structure | None:
-    """What the answer's text must be; None: anything. Errors: ApiError."""
-    if _FIELDS(request).count(UNSET) == len(GUIDED_FIELDS) + 2:  # as of most
+    """Return the grammar that the request asks for; None: any text. Errors: ApiError."""
+    if _FIELDS(request).count(UNSET) == len(GUIDED_FIELDS) + 2:  # the common case: all fields are absent
         return None
     found = list(_asked(request))
     if len(found) > 1:
@@ -48,12 +48,12 @@ def structure_of(request: Request) -> Structure | None:
 
 
 def schema_grammar(schema: JSONObject | bool, field: str = "schema") -> Grammar:
-    """JSON that follows a schema. Errors: ApiError naming the field, for a schema that is too large."""
+    """Return a grammar of JSON that follows the schema. Errors: ApiError naming the field, for too large a schema."""
     return _grammar("json_schema", msgspec.json.encode(schema).decode(), field)
 
 
 def ebnf_grammar(rules: str, field: str = "grammar") -> Grammar:
-    """Text that follows rules, of which `root` is the whole. Errors: ApiError naming the field."""
+    """Return a grammar of EBNF rules, whose start rule is `root`. Errors: ApiError naming the field."""
     return _grammar("ebnf", rules, field)
 
 

@@ -1,4 +1,4 @@
-"""SampleReader: one chat sample's text, whole or while it comes, as pieces or as what its message gains."""
+"""Split one chat sample's text, whole or streamed, into pieces or into deltas of its message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tok_server.parsing import CallBegin, MessageReader, Piece, ReasoningCounter
 
 
 class SampleReader:
-    """How far one sample has been read. `texts`: how tokens are shown."""
+    """Reader of one chat sample. `texts`: holds the tokenizer, by which reasoning tokens are counted."""
 
     __slots__ = ("_calls", "_counter", "_reader")
 
@@ -20,15 +20,15 @@ class SampleReader:
         self._counter: ReasoningCounter | None = None
         if markup.reasoning and texts.tokenizer is not None:
             self._counter = ReasoningCounter(texts.tokenizer, markup.thinking)
-        self._calls = 0  # told so far
+        self._calls = 0  # tool calls reported so far
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of it that are thoughts."""
+        """Return the number of reasoning tokens so far."""
         return self._counter.count if self._counter else 0
 
     def pieces(self, text: str, token_ids: list[int], *, ended: bool) -> list[Piece]:
-        """What the sample gained by `text`."""
+        """Return the pieces that the sample gains by `text`. `ended`: no more text follows."""
         if self._counter is not None:
             self._counter.feed(token_ids)
         if self._reader is None:
@@ -36,7 +36,7 @@ class SampleReader:
         return self._reader.feed(text) + (self._reader.finish() if ended else [])
 
     def gains(self, delta: Delta) -> list[MessageDelta]:
-        """The same as deltas of its message."""
+        """Return what the sample gains by `delta` as deltas of its message."""
         if self._reader is None:
             return [MessageDelta(content=delta.text)] if delta.text else []
         found = []
@@ -46,10 +46,10 @@ class SampleReader:
         return found
 
     def finish_reason(self, reason: str) -> str:
-        """What the API calls it."""
+        """Return the API's name of the finish reason: "tool_calls" for a stop after a call."""
         called = self._reader is not None and self._reader.calls
         return "tool_calls" if called and reason == "stop" else reason
 
     def end(self) -> None:
-        """Frees what only a running sample needs."""
+        """Free the state that only a running sample needs."""
         self._reader = self._counter = None

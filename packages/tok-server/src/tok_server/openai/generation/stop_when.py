@@ -1,4 +1,4 @@
-"""A request's `stop_when` as a Rule: checked, its pattern compiled."""
+"""Turn a request's `stop_when` into a StopWhenRule: checked, with a compiled pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_server.wire import invalid
 def rule_of(
     request: Request, *, n: int, prompts: int, tokenizer: Tokenizer | None, markup: Markup = NO_MARKUP
 ) -> StopWhenRule | None:
-    """The request's rule, if it has one. Errors: ApiError."""
+    """Return the request's rule, if it has one. Errors: ApiError."""
     wanted = None if isinstance(request.stop_when, UnsetType) else request.stop_when
     if wanted is None:
         return None

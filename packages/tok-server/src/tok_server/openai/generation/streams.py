@@ -1,4 +1,4 @@
-"""The engine requests behind one HTTP request: submitted together, and aborted together unless all end."""
+"""Submit the engine requests of one HTTP request together, and abort them together if it fails."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tok_server.http import salted
 from tok_server.observability import RequestCounts
 from tok_server.openai.generation.job import Job
 
-BATCH = 64  # prompts submitted before other requests get their turn
-BATCH_TOKENS = 1 << 16  # or prompts of so many tokens
-MAX_WAITING_BATCHES = 16  # batches of deltas that wait to be written, of several prompts: others stay with the engine
-MAX_GRAMMAR_CHECKS = 256  # grammars of one caller that may be compiled at once, or wait for that
+BATCH = 64  # prompts submitted before other requests get a turn of the event loop
+BATCH_TOKENS = 1 << 16  # prompt tokens submitted before other requests get a turn
+MAX_WAITING_BATCHES = 16  # batches of deltas, of several prompts, queued for writing: more stay in the engine
+MAX_GRAMMAR_CHECKS = 256  # grammars of one tenant that may be compiling or waiting to be compiled
 
 
 class submitted:
-    """`async with submitted(…) as streams:` gives a stream a prompt. Errors: ApiError, EngineError.
+    """Context manager that submits a job: `async with` gives one stream per prompt. Errors: ApiError, EngineError.
 
-    Leaving by an exception or cancelled aborts them all. To be entered after `check_grammar`: a grammar that is refused
-    later is, in the midst of the stream.
+    An exception or a cancellation inside the block aborts all requests. Enter it after `check_grammar`: otherwise an
+    invalid grammar is refused in the middle of the stream.
 
-    counts          is told what they have cost
-    tenant          whose requests they are
+    counts          records what the requests cost
+    tenant          owner of the requests
     share_prefixes  whether tenants share cached prefixes
     """
 
@@ -66,7 +66,7 @@ class submitted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(failed=kind is not None)
-        if isinstance(error, InvalidField):  # a grammar that took too much in the middle of an answer
+        if isinstance(error, InvalidField):  # the grammar exceeded its limits in the middle of an answer
             raise self._job.refused(error, 0) from error
 
     def _submit(self, index: int, prompt: list[int]) -> RequestStream:
@@ -99,10 +99,10 @@ def _free(streams: Sequence[RequestStream]) -> None:
 
 
 async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, tenant: str = "") -> None:
-    """Waits until it is known that the job's grammar, if it has one, can be followed. Errors: ApiError, EngineError.
+    """Wait until the job's grammar, if it has one, is known to be usable. Errors: ApiError, EngineError.
 
-    most    EngineError where it is unknown and so many others of the tenant are being compiled
-    tenant  of the request
+    most    EngineError is raised if the grammar is unknown and `most` others of the tenant are being compiled
+    tenant  owner of the request
     """
     if job.params.grammar is None:
         return
@@ -113,7 +113,7 @@ async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, 
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
-    """Deltas of all streams as they come, each batch with its stream's number. The first error of any ends it."""
+    """Yield batches of deltas of all streams as they come, each with its stream's number. Raise the first error."""
     queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MAX_WAITING_BATCHES)
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:

@@ -1,4 +1,4 @@
-"""Usage: prompts counted once each, however many samples are drawn from them."""
+"""Count token usage: each prompt counts once, however many samples it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tok_client.types import PromptTokensDetails, Usage
 
 
 class Prompted(Protocol):
-    """What has a prompt: a finished request, or one that streams."""
+    """A finished or streaming request, as far as its prompt is concerned."""
 
     @property
     def prompt_token_ids(self) -> list[int]: ...
@@ -18,7 +18,7 @@ class Prompted(Protocol):
 
 
 def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
-    """The usage of all prompts of one HTTP request."""
+    """Return the usage of one HTTP request, over all its prompts."""
     prompt_tokens = cached_tokens = 0
     for one in requests:
         prompt_tokens += len(one.prompt_token_ids)
@@ -32,7 +32,7 @@ def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
 
 
 def running_usage(prompts: Iterable[Sequence[int]], completion_tokens: int) -> Usage:
-    """The usage so far, while the answer is streamed; what was found in the cache is told at the end."""
+    """Return the usage so far of a streamed answer; cached tokens are reported only at its end."""
     prompt_tokens = sum(map(len, prompts))
     return Usage(
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens

@@ -1,4 +1,4 @@
-"""Fields that nobody defines, at any depth of a request: they have no effect, and the answer says so."""
+"""Find unknown fields at any depth of a request: they have no effect, and a header of the answer names them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tok_client.types import known_fields
 from tok_server.http import Members
 from tok_server.wire import decode
 
-MAX_LISTED_FIELDS = 32  # so many names fit a header
+MAX_LISTED_FIELDS = 32  # names that fit into a header
 
 
 def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:
-    """Paths of such fields ("zeta", "messages[0].foo"), those of the top level first; at most `MOST_LISTED`.
+    """Return the paths of unknown fields ("zeta", "messages[0].foo"), top level first; at most `MAX_LISTED_FIELDS`.
 
     found     the members of the request's JSON
-    accepted  names beside those of the type
+    accepted  names that count as known, in addition to those of the type
     """
     if found.keys() <= _harmless(type(request), accepted):
         return ()
     known = known_fields(type(request))
-    top = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)  # sorting all would hold the interpreter
+    top = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)  # sorting all would hold the interpreter lock
     deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
     if not top and not deep:
         return ()
@@ -36,7 +36,7 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
 
 @cache
 def _harmless(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
-    """What needs no look at what it holds: fields that hold no structs, and accepted names beside the type's."""
+    """Return names whose values need no check: fields that cannot hold structs, and accepted names outside the type."""
     told = msgspec.inspect.type_info(kind)
     assert isinstance(told, StructType)
     plain = (one.encode_name for one in told.fields if not _may_hold_structs(one.type))
@@ -53,13 +53,13 @@ def _may_hold_structs(kind: Type) -> bool:
 
 
 def _holds_structs(value: object) -> bool:
-    """Whether it is decoded once more: only where there is something to find, as prompts of token ids are long."""
+    """Return whether `value` is a struct or a list of structs: others, such as long prompts, are not decoded again."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, msgspec.Struct)
 
 
 def _within(path: str, value: object, given: object) -> Iterator[str]:
-    """`given`: the JSON that was decoded as `value`."""
+    """Yield the paths of unknown fields inside `value`. `given`: the JSON from which it was decoded."""
     if isinstance(value, list) and isinstance(given, list):
         for index, (item, raw) in enumerate(zip(value, given, strict=True)):
             yield from _within(f"{path}[{index}]", item, raw)

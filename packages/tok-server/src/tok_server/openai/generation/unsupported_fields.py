@@ -1,4 +1,4 @@
-"""Fields of OpenAI's reference that an endpoint does not carry out: refused by name, never quietly dropped.
+"""Refuse fields of OpenAI's reference that an endpoint does not support, by name; never drop them silently.
 
 A value that asks for nothing (null, the field's default) is accepted. Fields that only identify the client or
 its request (user, metadata, safety_identifier, prompt_cache_key) are accepted with any value: they change no
@@ -21,7 +21,7 @@ Neutral = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refused:
-    """Fields, each with the values that ask for nothing, and why all others are refused."""
+    """Unsupported fields, each with its neutral values (which ask for nothing), and why other values are refused."""
 
     fields: Mapping[str, Neutral]
     why: str
@@ -100,7 +100,7 @@ RESPONSE = (
 
 
 def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
-    """Raises ApiError (400) for the first field of `tables` whose value asks for something."""
+    """Raise ApiError (400) for the first field of `tables` whose value is not neutral."""
     for table in tables:
         if not table.fields.keys().isdisjoint(given):
             for name in filter(given.__contains__, table.fields):
@@ -110,9 +110,9 @@ def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
 def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
     try:
         value = decode(raw, object)
-    except BadJson as error:  # a number that nothing holds
+    except BadJson as error:  # a number out of range
         raise invalid(name, f"{name}: {error}") from error
-    # Compared with the type: in Python False == 0.
+    # Types are compared, too: in Python False == 0.
     if not any(type(value) is type(one) and value == one for one in table.fields[name]):
         allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
         raise invalid(name, f"{name} {table.why}; allowed values: {allowed}", "unsupported_parameter")

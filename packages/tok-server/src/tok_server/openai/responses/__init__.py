@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation in items, answered in items. What is asked becomes a chat, and is computed as one."""
+"""Serve /v1/responses: conversations and answers in items. A request is translated to a chat and computed as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A response's request as that of a chat, and what the chat calls its fields as this request has them."""
+"""Translate a /v1/responses request into a chat request, and the chat's field names back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 LOGPROBS = "message.output_text.logprobs"
 
-# The chat's name of a field, or of what begins so, and this request's. The first that fits counts.
+# Chat's field name, or a prefix of it -> this request's name. The first match counts.
 NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -51,7 +51,7 @@ NAMES: Mapping[str, str] = {
 
 
 def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
-    """The chat. Errors: ApiError, in this request's words."""
+    """Return the request as a chat request. Errors: ApiError, with this request's field names."""
     _check(request)
     wants_logprobs = LOGPROBS in (given(request.include) or ())
     top = given(request.top_logprobs)
@@ -79,7 +79,7 @@ def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
 
 
 def renamed(name: str) -> str:
-    """What this request calls a field of the chat."""
+    """Return this request's name of a chat field."""
     for theirs, ours in NAMES.items():
         if name == theirs or name.startswith((f"{theirs}.", f"{theirs}[")):
             return ours + name[len(theirs) :]
@@ -87,7 +87,7 @@ def renamed(name: str) -> str:
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """The chat's refusal with the names that this request has for its fields."""
+    """Rename the fields in a chat's error, in place, to this request's names; return the error."""
     if error.param is None or renamed(error.param) == error.param:
         return error
     error.param, message = renamed(error.param), error.message.replace(error.param, renamed(error.param))
@@ -96,7 +96,7 @@ def in_own_words(error: ApiError) -> ApiError:
 
 
 def _check(request: ResponseRequest) -> None:
-    """Raises ApiError for what is understood, but not carried out."""
+    """Raise ApiError for fields and values that are known but not supported."""
     for index, name in enumerate(given(request.include) or ()):
         if name != LOGPROBS:
             raise _unsupported(f"include[{index}]", repr(name[:80]), LOGPROBS)
@@ -133,7 +133,7 @@ def _tool(tool: ResponseTool, path: str) -> FunctionTool:
 
 
 def _absent(value: Maybe[T]) -> Maybe[T]:
-    """Null is what many clients send for nothing; templates would show it."""
+    """Return UNSET for null, which many clients send for absent fields: templates would show it."""
     return UNSET if value is None else value
 
 

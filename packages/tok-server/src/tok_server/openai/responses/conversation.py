@@ -1,4 +1,4 @@
-"""The items of a response's input as the messages of a chat."""
+"""Convert the items of a response's input into chat messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def messages_of(given_input: str | Sequence[InputItem], instructions: str | None) -> list[Message]:
-    """The chat; instructions come first. Errors: ApiError naming what is refused ("input[1].content[0].type")."""
+    """Return the messages, instructions first. Errors: ApiError naming the field ("input[1].content[0].type")."""
     found = _Conversation()
     if instructions is not None:
         found.messages.append(SystemMessage(content=instructions))
@@ -49,7 +49,7 @@ _MESSAGES: Mapping[str, type[UserMessage | SystemMessage | DeveloperMessage]] = 
 
 
 class _Conversation:
-    """Reasoning, a message and calls that follow each other are one message of the assistant."""
+    """Builder of chat messages: consecutive reasoning, a message and calls become one message of the assistant."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -58,7 +58,7 @@ class _Conversation:
         self._calls: list[FunctionToolCall | CustomToolCall] = []
 
     def take(self, item: InputItem, path: str) -> None:
-        """The next item."""
+        """Add the next item. Errors: ApiError."""
         match item.type:
             case "message":
                 self._message(item, path)
@@ -76,7 +76,7 @@ class _Conversation:
                 raise invalid(f"{path}.type", message, "unsupported_parameter")
 
     def end_turn(self) -> None:
-        """What the assistant said so far is a message."""
+        """Append the assistant's items since the last message, if any, as a message."""
         if self._thoughts is None and self._said is None and not self._calls:
             return
         message = AssistantMessage(
@@ -90,7 +90,7 @@ class _Conversation:
             self.end_turn()
         if given(item.encrypted_content):
             raise _unsupported(f"{path}.encrypted_content", "encrypted reasoning", "null")
-        # Some servers show a summary only.
+        # Some servers return only a summary.
         parts: list[InputPart] | str = given(item.content) or given(item.summary) or []
         text = _text(parts, f"{path}.content", ("reasoning_text", "summary_text"))
         self._thoughts = (self._thoughts or "") + text

@@ -1,4 +1,4 @@
-"""/v1/responses: what the model answers to a conversation in items. Nothing is kept."""
+"""Serve /v1/responses: the model's answer to a conversation in items. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """What the model answers to a conversation in items."""
+    """The model's answer to a conversation in items."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
@@ -36,7 +36,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tuple[Job, Response]:
-    """The body as a Job, and the response before anything is written. Slow for long inputs. Errors: ApiError."""
+    """Parse the body into a Job and the response before any output. Slow for long inputs. Errors: ApiError."""
     request, ignored = read(body, ResponseRequest, RESPONSE)
     try:
         job = chat.job_of(as_chat(request), engine, model, formats, ignored)
@@ -48,7 +48,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tup
 
 
 def _begun(request: ResponseRequest, job: Job) -> Response:
-    """Tells what the response is made from."""
+    """Return the response before any output, with the request's settings."""
     reasoning = given(request.reasoning)
     return Response(
         id=job.id,

@@ -1,4 +1,4 @@
-"""ResponseForm: the JSON of a response, whole or as its events."""
+"""Write the JSON of a response, whole or as events."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tok_server.wire import ApiError, encode
 
 
 class ResponseForm:
-    """Of one request.
+    """Writer of the answer to one /v1/responses request.
 
-    begun  the response before anything has been written: what it is made from
+    begun  the response before any output: it repeats the request's settings
     texts  how tokens are shown
     """
 
@@ -56,10 +56,10 @@ class ResponseForm:
         self._reader = SampleReader(job, texts)
         self._output = ResponseOutput(self._numbers)
         self._detokeniser = self._make_detokeniser()
-        self._cut = False  # it ended early
+        self._cut = False  # the sample ended with reason "length"
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole response."""
+        """Encode the whole response."""
         (output,) = outputs
         (sample,) = output.outputs
         reader, written = SampleReader(self._job, self._texts), ResponseOutput(count())
@@ -70,11 +70,11 @@ class ResponseForm:
         return encode(self._ended(written, sample.finish_reason == "length", _usage(used, reader.reasoning_tokens)))
 
     def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The whole response in one piece: `answer.MAX_RESPONSE_LOGPROBS` bounds it."""
+        """Yield the whole response in one piece: `MAX_RESPONSE_LOGPROBS` bounds its size."""
         yield self.whole(outputs)
 
     def opening(self) -> bytes:
-        """It has begun."""
+        """Encode the events that the response has been created and is in progress."""
         return _events(
             [
                 ResponseCreated(sequence_number=next(self._numbers), response=self._begun),
@@ -83,7 +83,7 @@ class ResponseForm:
         )
 
     def events(self, prompt: int, delta: Delta) -> bytes:
-        """What the one sample gained."""
+        """Encode what the one sample gained."""
         self._cut = delta.finish_reason == "length"
         events: list[ResponseEvent] = []
         for step in _steps(delta, self._detokeniser):
@@ -91,13 +91,13 @@ class ResponseForm:
         return _events(events)
 
     def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
-        """It has ended."""
+        """Encode the event that the response is completed, or incomplete."""
         response = self._ended(self._output, self._cut, _usage(used, self._reader.reasoning_tokens))
         kind = ResponseIncomplete if self._cut else ResponseCompleted
         return _events([kind(sequence_number=next(self._numbers), response=response)])
 
     def failed(self, failure: ApiError) -> bytes:
-        """It could not go on; the error is told as clients of other endpoints know it, too."""
+        """Encode the event that the response failed, and then the error event that other endpoints send."""
         error = ResponseError(
             code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
         )
@@ -115,14 +115,14 @@ class ResponseForm:
         )
 
     def _make_detokeniser(self) -> Detokeniser | None:
-        """Return one if text is to be read token by token: log-probabilities of text and of markup are told apart."""
+        """Return a detokeniser if text must be read per token, to separate log-probabilities of text and of markup."""
         tokenizer = self._texts.tokenizer
         if self._job.params.logprobs is None or not self._job.markup or tokenizer is None:
             return None
         return Detokeniser(tokenizer)
 
     def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
-        """Of the tokens that text is made of."""
+        """Return the log-probabilities of the delta's tokens that show text."""
         if self._job.params.logprobs is None:
             return []
         shown: Sequence[TokenLogprob] = [one for one in delta.logprobs or () if self._texts.shown(one.token_id)]
@@ -130,13 +130,13 @@ class ResponseForm:
 
 
 def _steps(delta: Delta, detokeniser: Detokeniser | None) -> Iterator[Delta]:
-    """The delta itself, or, given the sample's detokeniser, each of its tokens as a delta."""
+    """Yield the delta itself or, given the sample's detokeniser, one delta per token."""
     if detokeniser is None:
         yield delta
         return
     ids, reason = delta.token_ids, delta.finish_reason
     for place, (token, logprob) in enumerate(zip(ids, delta.logprobs or [], strict=True)):
-        end = reason == "stop" and place == len(ids) - 1  # the token of the end, which is not shown
+        end = reason == "stop" and place == len(ids) - 1  # the end token, which is not shown
         yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
     if reason is not None:
         yield Delta(0, [], detokeniser.finish(), finish_reason=reason)

@@ -1,4 +1,4 @@
-"""The items of a response that are being written: what they are so far, and the events that tell of it."""
+"""Build the items of a response while the model generates them, and the events that report them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Logprobs = Sequence[ChatTokenLogprob]
 
 
 class OpenItem(ABC):
-    """The item number `index`, which is being written. `numbers`: of events."""
+    """The item number `index`, while it is generated. `numbers`: sequence numbers of events."""
 
     prefix: str
 
@@ -44,38 +44,38 @@ class OpenItem(ABC):
 
     @property
     def text(self) -> str:
-        """What has been written so far."""
+        """Return the text so far."""
         return "".join(self._texts)
 
     def begun(self) -> list[ResponseEvent]:
-        """It begins."""
+        """Return the events that begin the item."""
         item = self.item("in_progress", empty=True)
         return [OutputItemAdded(sequence_number=next(self._numbers), output_index=self.index, item=item)]
 
     def ended(self, status: ItemStatus) -> list[ResponseEvent]:
-        """It has ended."""
+        """Return the events that end the item."""
         item = self.item(status)
         return [OutputItemDone(sequence_number=next(self._numbers), output_index=self.index, item=item)]
 
     @abstractmethod
     def item(self, status: ItemStatus, *, empty: bool = False) -> OutputItem:
-        """What there is of it; `empty`: without content."""
+        """Return the item so far; `empty`: without content."""
 
     @abstractmethod
     def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
-        """It goes on."""
+        """Append `text`; return the event that reports it."""
 
 
 class OpenPart(OpenItem):
-    """An item whose content is one part."""
+    """An item whose content is a single part."""
 
     @abstractmethod
     def part(self, *, empty: bool = False) -> OutputText | ReasoningTextPart:
-        """The part."""
+        """Return the part so far; `empty`: without text."""
 
     @abstractmethod
     def text_done(self) -> ResponseEvent:
-        """No more comes."""
+        """Return the event that the text is complete."""
 
     def begun(self) -> list[ResponseEvent]:
         part = self.part(empty=True)
@@ -103,7 +103,7 @@ class OpenPart(OpenItem):
 
 
 class Said(OpenPart):
-    """A message."""
+    """A message, while it is generated."""
 
     prefix = "msg"
 
@@ -141,7 +141,7 @@ class Said(OpenPart):
 
 
 class Thinking(OpenPart):
-    """Reasoning."""
+    """A reasoning item, while it is generated."""
 
     prefix = "rs"
 
@@ -172,7 +172,7 @@ class Thinking(OpenPart):
 
 
 class Called(OpenItem):
-    """A function call."""
+    """A function call, while it is generated."""
 
     prefix = "fc"
 

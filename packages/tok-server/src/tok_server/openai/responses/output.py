@@ -1,4 +1,4 @@
-"""Output: the items of one response, while the model writes them, and the events that tell of it."""
+"""Assemble the items of one response while the model generates them, and the events that report them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tok_server.parsing import Arguments, CallBegin, Piece, Text, Thought
 
 
 class ResponseOutput:
-    """The items of one response. `items`: those that have ended. `numbers`: of events."""
+    """The output of one response. `items`: items that have ended. `numbers`: sequence numbers of events."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.items: list[OutputItem] = []
@@ -20,7 +20,7 @@ class ResponseOutput:
         self._untold: list[ChatTokenLogprob] = []
 
     def take(self, pieces: Iterable[Piece], logprobs: Logprobs) -> list[ResponseEvent]:
-        """What the model wrote, and the log-probabilities of its tokens: those of text are kept."""
+        """Add pieces and their tokens' log-probabilities, of which only those of text are kept. Return the events."""
         self._untold += logprobs
         events: list[ResponseEvent] = []
         for piece in pieces:
@@ -35,15 +35,15 @@ class ResponseOutput:
         return events
 
     def end(self, *, whole: bool) -> list[ResponseEvent]:
-        """The last item has ended; `whole`: so the model wanted."""
+        """End the last item; return the events. `whole`: the sample was not cut off by its length."""
         events: list[ResponseEvent] = []
-        if self._open is None:  # clients look for a message
+        if self._open is None:  # clients expect a message
             self._open = Said(0, self._numbers)
             events += self._open.begun()
         return events + self._close("completed" if whole else "incomplete")
 
     def _opened(self, piece: Piece) -> OpenItem:
-        """The item that the piece belongs to: the open one, or a new one."""
+        """Return the item that the piece belongs to: the open one, or a new one."""
         index = len(self.items) + (self._open is not None)
         match piece:
             case CallBegin(name):
@@ -67,7 +67,7 @@ class ResponseOutput:
 
 
 def _last(tokens: Logprobs, text: str) -> Logprobs:
-    """The last of the tokens, as many as make up the text: those before them are marks, or space around marks."""
+    """Return the last tokens that make up `text`; those before them are marks, or white space around marks."""
     left, first = len(text.encode()), len(tokens)
     while left > 0 and first:
         first -= 1
