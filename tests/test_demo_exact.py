@@ -13,7 +13,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT, undrawn
+from support.teaching import PROMPT, SHORT, unsampled
 from support.tiny_models import reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -95,7 +95,7 @@ def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
     with cpu_engine(MODEL_DIR, page_size=4, kv_cache_tokens=256, max_model_len=256) as engine:
         engine.generate([PROMPT], SHORT)
         # A stop id that nobody draws: none of them is known to run to its limit.
-        outputs = generate(engine, wanted, stop_token_ids=(undrawn(case.tokens for case in wanted),))
+        outputs = generate(engine, wanted, stop_token_ids=(unsampled(case.tokens for case in wanted),))
         assert engine.stats()["preemptions"] > 0
     assert_equal(outputs, wanted)
 

@@ -31,7 +31,7 @@ def assert_all_given_back(manager: Manager) -> None:
     assert manager.paging.allocator.free + manager.paging.tree.pages == manager.paging.num_pages
     assert manager.paging.tree.evictable == manager.paging.tree.pages
     assert not manager.scheduler.waiting
-    assert not manager.scheduler.followers
+    assert not manager.scheduler.pending_forks
     manager.paging.tree.check()
 
 

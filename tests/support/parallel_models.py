@@ -137,7 +137,7 @@ def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def compute(
-    peers: ProcessGroups, paths: Sequence[Path], few_tokens: Sequence[int], count: int
+    peers: ProcessGroups, paths: Sequence[Path], max_all_reduce_tokens: Sequence[int], count: int
 ) -> list[tuple[list[Logits], list[Logits], list[int], list[Draws]]]:
     """Of each model the logits for each number of tokens up to which the residual stream is whole on every rank, those
     of two stages likewise, greedy tokens at the first, and draws from vocabularies that cannot be cut evenly."""
@@ -147,13 +147,13 @@ def compute(
         model = model_of(path, place, tensor)
         stages = [model_of(path, RankCoordinates(stage, 2, place.rank, place.ranks), tensor) for stage in range(2)]
         logits, chained = [], []
-        for few in few_tokens:
-            tensor.few_tokens = few
+        for few in max_all_reduce_tokens:
+            tensor.max_all_reduce_tokens = few
             for one in stages:  # leaves the ranks in step
                 warm_up_gemms(one, PROMPT, place.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
-        tensor.few_tokens = few_tokens[0]
+        tensor.max_all_reduce_tokens = max_all_reduce_tokens[0]
         draws = draws_of(model) if model.config.vocab_size % place.ranks else []
         found.append((logits, chained, greedy(model, tokens_of(PROMPT), count), draws))
     return found
@@ -168,7 +168,7 @@ def held_by_ranks(peers: ProcessGroups, path: Path) -> tuple[list[str], NDArray[
     names = [name for name, _ in model.named_parameters() if name.endswith("qkv_proj.weight")]
     dtypes = [str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names]
     found = []
-    for tensor.few_tokens in (0, 1000):
+    for tensor.max_all_reduce_tokens in (0, 1000):
         logits = Sequences(model, 1, 64).feed([(0, tokens_of(40))])
         found.append(whole(model, logits).float().numpy())
     return dtypes, found[0], found[1]

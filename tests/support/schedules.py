@@ -159,7 +159,7 @@ def check(manager: Manager) -> None:
     assert len(own + tails) + paging.tree.pages + paging.allocator.free == paging.num_pages
     assert manager.scheduler.retained_prompts.tails == len(tails)
     for retained in retained_prompts:
-        assert retained.request.undrawn > 0
+        assert retained.request.unsampled > 0
         assert (
             paging.tree.node(retained.node).depth
             == len(retained.pages)
@@ -175,7 +175,7 @@ def check_accounts(manager: Manager) -> None:
     """Each caller's account counts the samples that hold a slot, or will fork from one that prefills."""
     table, held = manager.table, Counter[int]()
     for request in {id(one): one for one in table.requests if one is not None}.values():
-        forks = 0 if request.leader is None else len(manager.scheduler.followers.get(request.leader, ()))
+        forks = 0 if request.leader is None else len(manager.scheduler.pending_forks.get(request.leader, ()))
         assert request.running == len(request.slots) + forks
         held[request.account.id] += request.running
         accounts = manager.scheduler.fair_shares.accounts.of_class(request.params.priority)
@@ -193,5 +193,5 @@ def assert_all_given_back(manager: Manager) -> None:
     assert paging.allocator.free + paging.tree.pages == paging.num_pages
     assert paging.tree.evictable == paging.tree.pages
     assert not manager.scheduler.waiting
-    assert not manager.scheduler.followers
+    assert not manager.scheduler.pending_forks
     assert not kept(manager)

@@ -58,14 +58,14 @@ class SimulatedWorker:
         self.length = np.zeros(info.max_running, np.int64)
         self.last_token = np.zeros(info.max_running, np.int32)
         self.sample = np.zeros(info.max_running, np.int64)
-        self.ends_from = np.zeros(info.max_running, np.int64)
+        self.eos_from_position = np.zeros(info.max_running, np.int64)
         self.ended = np.zeros(info.max_running, np.bool_)
         self.renewed = np.zeros(info.max_running, np.int64)  # the step that gave each slot to its present owner
         self.drawn: deque[tuple[int, int, int]] = deque()  # step, slot and token of draws to be taken over
 
     def run(self, step: StepInput) -> StepOutput:
         """Carries out one step."""
-        self._take_over(step.draws_upto)
+        self._take_over(step.sampled_upto)
         self._apply(step)
         owed = {slot for number, slot, _ in self.drawn if self.renewed[slot] <= number}
         assert not owed.intersection(step.decode_slot.tolist()), "a row decodes before its last token is there"
@@ -88,32 +88,34 @@ class SimulatedWorker:
             prompts=None if step.prompts is None else self._prompts(step, step.prompts, contexts),
         )
 
-    def _prompts(self, step: StepInput, asks: RequestedPromptOutputs, contexts: list[np.ndarray]) -> PromptValues:
-        token, logprob, pooled = iter(asks.scored_token.tolist()), [], []
+    def _prompts(
+        self, step: StepInput, prompt_outputs: RequestedPromptOutputs, contexts: list[np.ndarray]
+    ) -> PromptValues:
+        token, logprob, pooled = iter(prompt_outputs.scored_token.tolist()), [], []
         contexts = contexts[len(step.decode_slot) :]
-        for chunk, count in zip(asks.scored, asks.scored_count, strict=True):
+        for chunk, count in zip(prompt_outputs.scored, prompt_outputs.scored_count, strict=True):
             first = int(step.prefill_start[chunk]) + 1
             logprob += [score(contexts[chunk][:end], next(token)) for end in range(first, first + count)]
         assert next(token, None) is None
-        for chunk, count in zip(asks.pooled, asks.pooled_count, strict=True):
+        for chunk, count in zip(prompt_outputs.pooled, prompt_outputs.pooled_count, strict=True):
             end = int(step.prefill_start[chunk] + step.prefill_count[chunk])
             pooled.append(sum(hidden(contexts[chunk][: at + 1]) for at in range(end - count, end)))
-        top = np.zeros((len(logprob), asks.top_logprobs), np.int32)
+        top = np.zeros((len(logprob), prompt_outputs.top_logprobs), np.int32)
         vectors = np.array(pooled, np.float32).reshape(-1, 2)
         return PromptValues(np.array(logprob, np.float32), top, top.astype(np.float32), vectors)
 
-    def _take_over(self, draws_upto: int) -> None:
-        while self.drawn and self.drawn[0][0] <= draws_upto:
+    def _take_over(self, sampled_upto: int) -> None:
+        while self.drawn and self.drawn[0][0] <= sampled_upto:
             number, slot, token = self.drawn.popleft()
             if self.renewed[slot] <= number and token != NOTHING:
                 self.last_token[slot] = token
-                ends = token in self.info.eos_token_ids and self.length[slot] >= self.ends_from[slot]
+                ends = token in self.info.eos_token_ids and self.length[slot] >= self.eos_from_position[slot]
                 self.ended[slot] |= ends
 
     def _apply(self, step: StepInput) -> None:
         if step.new is not None:
             self.renewed[step.new.slot] = step.step
-            for name in ("length", "last_token", "sample", "ends_from"):
+            for name in ("length", "last_token", "sample", "eos_from_position"):
                 getattr(self, name)[step.new.slot] = getattr(step.new, name)
             self.ended[step.new.slot] = False
         for one in step.shared:

@@ -11,7 +11,7 @@ SHORT = SamplingParams(n=64, max_tokens=64, temperature=0, stop_token_ids=(0,), 
 """64 samples of PROMPT that end with their first token although they may have as many."""
 
 
-def undrawn(answers: Iterable[Sequence[int]]) -> int:
+def unsampled(answers: Iterable[Sequence[int]]) -> int:
     """An id that none of the answers has: as a stop id it leaves open whether they run to their limit."""
     drawn = {token for answer in answers for token in answer}
     return next(token for token in range(len(drawn) + 1) if token not in drawn)

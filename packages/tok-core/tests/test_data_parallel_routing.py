@@ -80,10 +80,10 @@ def test_the_longest_beginning_decides() -> None:
 
 def test_prompts_with_different_salts_are_no_reason_to_prefer_a_replica() -> None:
     affinity, prompt = PrefixAffinity(PAGE), tokens(64)
-    affinity.add(affinity.beginnings(prompt, b"one"), 3)
-    assert next(affinity.find(affinity.beginnings(prompt, b"one"), range(4)), None) == (64, [3])
+    affinity.add(affinity.prefixes(prompt, b"one"), 3)
+    assert next(affinity.find(affinity.prefixes(prompt, b"one"), range(4)), None) == (64, [3])
     for salt in (b"", b"other"):
-        assert next(affinity.find(affinity.beginnings(prompt, salt), range(4)), None) is None
+        assert next(affinity.find(affinity.prefixes(prompt, salt), range(4)), None) is None
 
 
 def test_a_dead_replica_has_no_beginnings() -> None:
@@ -101,8 +101,8 @@ def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, m
     affinity = PrefixAffinity(page)
     one = np.concatenate([tokens(common), np.array([2000], np.int32), tokens(more, seed=1)])
     other = np.concatenate([tokens(common), np.array([2001], np.int32), tokens(more, seed=2)])
-    affinity.add(affinity.beginnings(one), 5)
-    found = next(affinity.find(affinity.beginnings(other), range(8)), (0, []))
+    affinity.add(affinity.prefixes(one), 5)
+    found = next(affinity.find(affinity.prefixes(other), range(8)), (0, []))
     assert found[0] <= common
     assert found[0] >= 2 * common / 3 - 2 * page
     assert found[1] == ([5] if found[0] else [])
@@ -110,13 +110,13 @@ def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, m
 
 def test_beginnings_used_last_are_remembered() -> None:
     affinity = PrefixAffinity(PAGE, most=100)
-    kept = affinity.beginnings(tokens(64))
+    kept = affinity.prefixes(tokens(64))
     for seed in range(200):
         affinity.add(kept, 1)
-        affinity.add(affinity.beginnings(tokens(64, seed)), 0)
+        affinity.add(affinity.prefixes(tokens(64, seed)), 0)
     assert len(affinity) == 100
     assert next(affinity.find(kept, [0, 1])) == (64, [0, 1])  # seed 0 is the same prompt
-    assert list(affinity.find(affinity.beginnings(tokens(64, 1)), [0, 1])) == []
+    assert list(affinity.find(affinity.prefixes(tokens(64, 1)), [0, 1])) == []
 
 
 def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT, undrawn
+from support.teaching import PROMPT, SHORT, unsampled
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import RequestOutput, SamplingParams
 
@@ -76,7 +76,7 @@ def greedy(n: int = 1, stops: tuple[int, ...] = ()) -> SamplingParams:
 
 def open_ended(wanted: list[Case], n: int = 1) -> SamplingParams:
     """The same of samples that are not known to run to their limit."""
-    return greedy(n, (undrawn(case.tokens for case in wanted),))
+    return greedy(n, (unsampled(case.tokens for case in wanted),))
 
 
 def assert_equal(outputs: list[RequestOutput], wanted: list[Case], n: int = 1) -> None:

@@ -119,13 +119,13 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
     try:
         replica = engine._core._replica_set.records[0].replica
         assert isinstance(replica, ThreadReplica)
-        hear, failing, go_on = replica._report, asyncio.Event(), threading.Event()
+        hear, failing, resume_held = replica._report, asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
         def hear_late(message: ToEngine) -> None:
             if isinstance(message, Failed):
                 loop.call_soon_threadsafe(failing.set)
-                assert go_on.wait(PATIENCE)
+                assert resume_held.wait(PATIENCE)
             hear(message)
 
         monkeypatch.setattr(replica, "_report", hear_late)
@@ -143,7 +143,7 @@ async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
                 aborted.abort()
                 late = engine.generate([1, 2, 5], LONG)
             finally:
-                go_on.set()
+                resume_held.set()
             assert [one.finish_reason for one in (await aborted.output()).outputs] == ["abort"]
             for stream in (kept, late):
                 with pytest.raises(EngineDead, match="the device is gone"):

@@ -19,7 +19,7 @@ from tok_core import AsyncEngine, EngineConfig, InvalidField, SamplingParams
 from tok_core.engine.core import EngineCore
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.errors import EngineClosed, EngineDead, EngineError
-from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer
+from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer
 from tok_core.messages import array
 from tok_core.sampling_params import Grammar
 
@@ -182,7 +182,7 @@ class Undecided(Checker):
     """Says what it is told to say."""
 
     def __init__(self) -> None:
-        super().__init__(LocalExaminer(GrammarTask("", 1, (0,))))
+        super().__init__(LocalExaminer(GrammarLimits("", 1, (0,))))
         self.answer: Future[str] = Future()
 
     def begin(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:

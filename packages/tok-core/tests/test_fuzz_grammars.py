@@ -18,7 +18,7 @@ from support.fuzzing import TEXTS, VALUES, changed, fuzzed, tokens, torn
 from support.schemas import random_schema, random_text
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import InvalidField
-from tok_core.grammar.checker import Checker, GrammarTask
+from tok_core.grammar.checker import Checker, GrammarLimits
 from tok_core.grammar.compiler import Compiler
 from tok_core.grammar.worker_processes.examiner import ProcessExaminer
 from tok_core.sampling_params import Grammar, Kind
@@ -152,7 +152,7 @@ class Tiny:
         self.pieces = Tokenizer.load(directory).pieces
         self.compiler = Compiler.load(str(directory), VOCABULARY, self.ends)
         self.checker = Checker(
-            ProcessExaminer(GrammarTask(str(directory), VOCABULARY, self.ends, cpu_seconds=CPU_SECONDS))
+            ProcessExaminer(GrammarLimits(str(directory), VOCABULARY, self.ends, cpu_seconds=CPU_SECONDS))
         )
 
 

@@ -18,7 +18,7 @@ import pytest
 from support.patience import wait_until
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
-from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
+from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer, refuse
 from tok_core.grammar.worker_processes.examiner import ProcessExaminer, process_checker
 from tok_core.sampling_params import Grammar
 
@@ -30,14 +30,14 @@ WAIT = 240
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> GrammarTask:
+def task(tmp_path_factory: pytest.TempPathFactory) -> GrammarLimits:
     directory = tmp_path_factory.mktemp("checked")
     first = write_tokenizer(directory, 512)
-    return GrammarTask(str(directory), 512, (first + 1, first + 2), cpu_seconds=1, memory=64 << 20)
+    return GrammarLimits(str(directory), 512, (first + 1, first + 2), cpu_seconds=1, memory=64 << 20)
 
 
 @pytest.fixture(scope="module")
-def examiner(task: GrammarTask) -> ProcessExaminer:
+def examiner(task: GrammarLimits) -> ProcessExaminer:
     return ProcessExaminer(task)
 
 
@@ -63,14 +63,14 @@ def test_a_verdict_says_what_is_allowed_and_is_known_from_then_on(checker: Check
         refuse(BAD, verdict(checker, BAD))
 
 
-def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker: Checker, task: GrammarTask) -> None:
+def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker: Checker, task: GrammarLimits) -> None:
     assert task.too_much == "grammars that take at most 1 s of a CPU and 64 MiB to compile"
     assert verdict(checker, HARD) == task.too_much
     assert verdict(checker, Grammar(kind="regex", value="again")) == ""
     assert checker.begin(HARD).done()  # nobody is asked a second time
 
 
-def test_a_process_that_is_killed_is_replaced(task: GrammarTask) -> None:
+def test_a_process_that_is_killed_is_replaced(task: GrammarLimits) -> None:
     # Whoever is lost was compiling: with these limits the grammar would take minutes.
     examiner = ProcessExaminer(msgspec.structs.replace(task, cpu_seconds=WAIT, memory=16 << 30))
     checker = Checker(examiner)
@@ -114,7 +114,7 @@ os.write(die, b".")
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: GrammarTask) -> None:
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: GrammarLimits) -> None:
     """One caller leaves six grammars that take seconds: a small one of another caller is known at once."""
     checker = process_checker(msgspec.structs.replace(task, cpu_seconds=5))
     left = [checker.begin(msgspec.structs.replace(SLOW, suffix="x" * n), tenant="a") for n in range(6)]
@@ -132,14 +132,14 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: Gramm
     checker.close()
 
 
-def test_what_takes_too_much_memory_is_refused(checker: Checker, task: GrammarTask) -> None:
+def test_what_takes_too_much_memory_is_refused(checker: Checker, task: GrammarLimits) -> None:
     widths = {f"p{n}": {"type": "string", "maxLength": n} for n in range(33, 400)}
     greedy = Grammar(kind="json_schema", value=json.dumps({"properties": widths}))
     assert verdict(checker, greedy) == task.too_much
 
 
 def test_without_a_tokenizer_there_is_no_verdict(tmp_path: Path) -> None:
-    checker = Checker(LocalExaminer(GrammarTask(str(tmp_path), 512, (0,))))
+    checker = Checker(LocalExaminer(GrammarLimits(str(tmp_path), 512, (0,))))
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         verdict(checker, GOOD)
     checker.close()
@@ -147,7 +147,7 @@ def test_without_a_tokenizer_there_is_no_verdict(tmp_path: Path) -> None:
         checker.begin(GOOD)
 
 
-def test_closing_ends_what_is_being_checked_and_the_process(task: GrammarTask) -> None:
+def test_closing_ends_what_is_being_checked_and_the_process(task: GrammarLimits) -> None:
     checker = Checker(ProcessExaminer(task))
     asked = checker.begin(GOOD)
     checker.close()
@@ -216,7 +216,7 @@ def test_two_examiners_are_asked_at_the_same_time_by_two_callers_and_none_by_one
     checker.close()
 
 
-def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: GrammarTask) -> None:
+def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: GrammarLimits) -> None:
     checker = Checker(LocalExaminer(task))
     assert verdict(checker, GOOD) == ""
     assert "not closed" in verdict(checker, BAD)
@@ -224,7 +224,7 @@ def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: GrammarTas
 
 
 def test_where_no_process_can_be_started_nobody_waits_for_ever(
-    task: GrammarTask, monkeypatch: pytest.MonkeyPatch
+    task: GrammarLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tok_core.grammar.worker_processes.processes.sys.executable", "/no/such/python")
     checker = Checker(ProcessExaminer(task))
@@ -236,7 +236,7 @@ def test_where_no_process_can_be_started_nobody_waits_for_ever(
 class Stubborn(LocalExaminer):
     """Compiles until it is let go."""
 
-    def __init__(self, task: GrammarTask) -> None:
+    def __init__(self, task: GrammarLimits) -> None:
         super().__init__(task)
         self.begun, self.go = threading.Event(), threading.Event()
 
@@ -246,7 +246,7 @@ class Stubborn(LocalExaminer):
         raise RuntimeError("broken")
 
 
-def test_what_cannot_be_stopped_is_not_waited_for_and_whatever_it_raises_is_told(task: GrammarTask) -> None:
+def test_what_cannot_be_stopped_is_not_waited_for_and_whatever_it_raises_is_told(task: GrammarLimits) -> None:
     stubborn = Stubborn(task)
     checker = Checker(stubborn)
     asked = checker.begin(GOOD)

@@ -126,7 +126,7 @@ def test_every_sample_is_what_its_grammar_and_context_say(
             assert end.reason == ("stop" if right[-1] == EOS else "length")
     assert manager.stats().output_tokens == sum(map(len, found.values()))
     assert_all_given_back(manager)
-    assert not manager.table.followers
+    assert not manager.table.matchers
 
 
 def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
@@ -138,11 +138,11 @@ def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
         blamed: list[int] = []
 
         def lose(manager: Manager = manager, workers: LateWorkers = workers, blamed: list[int] = blamed) -> bool:
-            (guide,) = manager.grammars._guides.values()
+            (guide,) = manager.grammars._grammar_states.values()
             if not blamed and len(guide.waiting) > 2:
-                worker, follower = workers.all[0], guide.followers[max(guide.waiting)]
-                worker.lost, worker.at = True, follower.number
-                blamed.append(int(manager.table.rid[follower.slot]))
+                worker, matcher = workers.all[0], guide.matchers[max(guide.waiting)]
+                worker.lost, worker.at = True, matcher.number
+                blamed.append(int(manager.table.rid[matcher.slot]))
             return False
 
         drive(manager, ports, {0: [submit(rid, [rid], params) for rid in range(3)]}, until=lose)
@@ -327,7 +327,7 @@ def test_a_cancelled_request_leaves_nothing_behind_wherever_it_was(state: int) -
     assert manager.requests
     drive(manager, ports, {0: [Cancel(1)]})
     assert_all_given_back(manager)
-    assert not manager.table.followers
+    assert not manager.table.matchers
 
 
 class Broken(Compiler):
@@ -379,18 +379,18 @@ def test_grammars_that_nobody_waits_for_any_more_are_given_up_and_others_are_kep
     asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
     for rid, params in enumerate(asked):
         manager._submit(submit(rid, [1], params))
-    assert len(manager.grammars._guides) == 3
+    assert len(manager.grammars._grammar_states) == 3
     drive(manager, ports, {0: [Cancel(rid) for rid in range(3)]})
-    assert not manager.grammars._guides
+    assert not manager.grammars._grammar_states
     assert_all_given_back(manager)
     slow.go.set()
     prepare(manager, GRAMMARS[:1])
     drive(manager, ports, {0: [submit(4, [1], asked[0])]})
     assert tokens_of(ports)[4, 0] == expected_guided([1], 0, asked[0])
-    (guide,) = manager.grammars._guides.values()
-    assert (guide.requests, guide.followers) == ({}, {})
+    (guide,) = manager.grammars._grammar_states.values()
+    assert (guide.requests, guide.matchers) == ({}, {})
     manager.close()
-    assert not manager.grammars._guides
+    assert not manager.grammars._grammar_states
 
 
 def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,10 +431,10 @@ def test_a_sequence_that_lost_its_slot_goes_on_without_following_its_tokens_once
     params = SamplingParams(max_tokens=40, seed=0, grammar=GRAMMARS[0])
     table = manager.table
     drive(manager, ports, {0: [submit(1, [1, 2], params)]}, until=lambda: bool((table.known > 4).any()))
-    (follower,) = table.followers.values()
+    (matcher,) = table.matchers.values()
     manager.scheduler.preempt(int(table.in_state(State.DECODE)[0]))
-    drive(manager, ports, {0: []}, until=lambda: bool(table.followers) and not manager.requests[1].resting)
-    assert list(table.followers.values()) == [follower]
+    drive(manager, ports, {0: []}, until=lambda: bool(table.matchers) and not manager.requests[1].parked_matchers)
+    assert list(table.matchers.values()) == [matcher]
     drive(manager, ports, {0: []})
     assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, params)
     assert_all_given_back(manager)

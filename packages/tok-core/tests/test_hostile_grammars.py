@@ -23,7 +23,7 @@ from support.patience import PATIENCE
 from support.schedules import assert_all_given_back, engine_info, make_manager, submit
 from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
-from tok_core.grammar.checker import GrammarTask
+from tok_core.grammar.checker import GrammarLimits
 from tok_core.grammar.worker_processes.processes import WorkerProcesses
 from tok_core.runtime.garbage_collection import settle
 from tok_core.sampling_params import Grammar
@@ -67,7 +67,7 @@ class Service:
         info = msgspec.structs.replace(sizes, eos_token_ids=(begin + 1,))
         self.manager, self.ports = make_manager(info)
         self.ports.worker = GuidedWorker(info)
-        task = GrammarTask(
+        task = GrammarLimits(
             str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0
         )
         self.workers = WorkerProcesses(task)

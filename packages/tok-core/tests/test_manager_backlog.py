@@ -69,7 +69,7 @@ def drawn(length: int, remaining: Int64) -> StaggeredAdmission:
     """The pace of samples of a prompt of so many tokens."""
     pace, same = StaggeredAdmission(), np.ones(len(remaining), np.int64)
     assert pace.outdated(0)
-    pace.draw(0, length * same, remaining, 0 * same, 16)
+    pace.compute_curve(0, length * same, remaining, 0 * same, 16)
     return pace
 
 
@@ -99,7 +99,7 @@ def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None
     pace = StaggeredAdmission()
     for used, waits, binds in ((0.5, True, False), (FULL_SHARE, True, True), (0.5, True, True), (1.0, False, False)):
         pace.observe(int(used * 1000), 1000, waits=waits)
-        assert pace.binds is binds
+        assert pace.active is binds
 
 
 def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_computed() -> None:

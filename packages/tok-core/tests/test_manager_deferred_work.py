@@ -33,9 +33,9 @@ def test_no_more_than_a_few_steps_in_a_row_go_without_and_none_that_has_time(
     work: WorkKind, hurries: list[bool]
 ) -> None:
     deferred, row, count = DeferredWork(), 0, 0
-    for hurried in hurries:
-        off = deferred.puts_off(work, hurried=hurried, running=1000)
-        assert off == (hurried and row < BOUNDS[work].steps)
+    for queue_low in hurries:
+        off = deferred.defers(work, queue_low=queue_low, running=1000)
+        assert off == (queue_low and row < BOUNDS[work].steps)
         row = row + 1 if off else 0
         count += off
     assert deferred.counts == {**dict.fromkeys(WORK, 0), work: count}
@@ -44,13 +44,13 @@ def test_no_more_than_a_few_steps_in_a_row_go_without_and_none_that_has_time(
 @pytest.mark.parametrize("work", WORK)
 def test_what_concerns_many_is_not_put_off(work: WorkKind) -> None:
     deferred, running = DeferredWork(), 4 * BOUNDS[work].few
-    assert deferred.puts_off(work, hurried=True, running=running)
+    assert deferred.defers(work, queue_low=True, running=running)
     deferred.concern(3, work)
-    assert deferred.puts_off(work, hurried=True, running=running)
+    assert deferred.defers(work, queue_low=True, running=running)
     deferred.concern(1, work)
-    assert not deferred.puts_off(work, hurried=True, running=running)
-    assert deferred.puts_off(work, hurried=True, running=running)
-    assert not deferred.puts_off(work, hurried=True, running=0)
+    assert not deferred.defers(work, queue_low=True, running=running)
+    assert deferred.defers(work, queue_low=True, running=running)
+    assert not deferred.defers(work, queue_low=True, running=0)
 
 
 def full_engine(samples: int, run_ahead: int = 2) -> tuple[Manager, SimulatedPorts]:
@@ -68,7 +68,7 @@ def steps_after(manager: Manager, message: Submit | Cancel, count: int) -> list[
     manager._take(message)
     found = []
     for _ in range(count):
-        step = manager.scheduler.next_step(hurried=True)
+        step = manager.scheduler.next_step(queue_low=True)
         assert step is not None
         manager.output_processor.expect(step)
         check(manager)
@@ -83,7 +83,7 @@ def grouped(step: StepInput) -> int:
 def test_the_search_for_samples_to_start_waits_while_decoders_can_be_served() -> None:
     manager, _ = make_manager(engine_info(max_running=4))
     manager._take(submit(0, [1, 2], FOR_EVER))
-    first = manager.scheduler.next_step(hurried=True)
+    first = manager.scheduler.next_step(queue_low=True)
     assert first is not None  # nobody runs: it does not wait
     assert first.prefill_slot.tolist() == [0]
     manager.output_processor.expect(first)
@@ -98,10 +98,10 @@ def test_searches_take_the_forecast_as_it_was_until_it_is_due() -> None:
     followed, searches = manager.table.followed.copy(), 0
     manager._take(submit(99, PROMPT, FOR_EVER))
     while searches < BOUNDS["forecast"].steps:
-        searches += manager.scheduler._catch_up(0, hurried=True, running=40)
+        searches += manager.scheduler._catch_up(0, queue_low=True, running=40)
         assert (manager.table.followed == followed).all()
     assert manager.stats().deferred_forecast == searches
-    while not manager.scheduler._catch_up(0, hurried=True, running=40):
+    while not manager.scheduler._catch_up(0, queue_low=True, running=40):
         pass
     assert (manager.table.followed[:40] == manager.table.known[:40] - manager.table.prompt_len[:40]).all()
     assert (manager.table.followed != followed).any()
@@ -120,11 +120,11 @@ def test_rows_that_are_new_are_in_no_group_until_it_is_due_or_there_is_time() ->
     manager, _ = full_engine(40)
     grown = steps_after(manager, submit(99, [*PROMPT, 99], FOR_EVER), BOUNDS["admission"].steps + 1)
     assert len(grown[-1].prefill_slot) == 1
-    late = manager.scheduler.next_step(hurried=True)
+    late = manager.scheduler.next_step(queue_low=True)
     assert late is not None
     assert (len(late.decode_slot), grouped(late)) == (41, 40)
     assert late.decode_slot[-1] == grown[-1].prefill_slot[0]
-    soon = manager.scheduler.next_step(hurried=False)
+    soon = manager.scheduler.next_step(queue_low=False)
     assert soon is not None
     assert (len(soon.decode_slot), grouped(soon)) == (41, 41)
 
@@ -134,10 +134,10 @@ def test_what_ended_sequences_hold_is_given_up_when_it_is_due() -> None:
     free, most = manager.paging.available, BOUNDS["cache"].steps
     manager._take(Cancel(7))
     for _ in range(most):
-        assert manager.scheduler.next_step(hurried=True) is not None
+        assert manager.scheduler.next_step(queue_low=True) is not None
         assert (manager.table.ended, manager.paging.available) == (1, free)
         assert (manager.stats().sequences_running, manager.stats().requests_running) == (69, 69)
-    assert manager.scheduler.next_step(hurried=True) is not None
+    assert manager.scheduler.next_step(queue_low=True) is not None
     assert manager.table.ended == 0
     assert manager.paging.available > free
     assert manager.stats().deferred_cache == most
@@ -153,7 +153,7 @@ def test_what_ended_sequences_hold_is_given_up_when_the_queue_is_full_or_many_ha
     assert manager.table.ended == 0
     for rid in (10, 20):
         manager._take(Cancel(rid))
-    assert manager.scheduler.next_step(hurried=True) is not None
+    assert manager.scheduler.next_step(queue_low=True) is not None
     assert manager.table.ended == 0
 
 
@@ -165,13 +165,13 @@ def test_pages_that_ended_sequences_hold_are_taken_before_cached_ones_are_given_
     manager.table.length[:70] = manager.table.num_pages[:70] * 4  # all have filled their last page
     manager.table.known[:70] = manager.table.length[:70]
     manager.paging.allocator.release(everything[:69])
-    assert manager.scheduler.next_step(hurried=True) is not None
+    assert manager.scheduler.next_step(queue_low=True) is not None
     assert manager.table.ended == 1
     assert manager.paging.tree.pages == cached
     manager.table.length[:70] = manager.table.num_pages[:70] * 4
     manager.table.known[:70] = manager.table.length[:70]
     manager.paging.allocator.release(everything[69:137])
-    assert manager.scheduler.next_step(hurried=True) is not None
+    assert manager.scheduler.next_step(queue_low=True) is not None
     assert manager.table.ended == 0
 
 

@@ -15,7 +15,7 @@ from support.schedules import VOCAB, assert_all_given_back, drive, engine_info, 
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
 from tok_core.grammar.local import LocalWorker, LocalWorkers
-from tok_core.grammar.matchers import Followed, MatcherCall, MatcherReply, Verdict
+from tok_core.grammar.matchers import FollowResult, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.manager import scheduler
 from tok_core.manager.admission import admission
@@ -52,7 +52,13 @@ GUIDED = SamplingParams(n=2, max_tokens=12, seed=0, grammar=GRAMMAR)
 LONG = list(range(40))
 PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]]] = {
     "given a chunk": (BatchBuilder, "chunk", lambda self, slot, *_: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
-    "sampled first": (BatchBuilder, "draw", lambda self, slot, forks: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
+    "sampled first": (
+        BatchBuilder,
+        "add_sampling",
+        lambda self, slot, forks: slot_of_guilty(self.table, slot),
+        PLAIN,
+        [5, 6],
+    ),
     "started late": (BatchBuilder, "start", lambda self, slots: slot_of_guilty(self.table, slots[0]), LATE, [5, 6]),
     "read": (BatchBuilder, "_params", lambda self, slot: slot_of_guilty(self.table, slot), PLAIN, [5, 6]),
     "biased": (BatchBuilder, "_biases", lambda self, slot, params: slot_of_guilty(self.table, slot), BIASED, [5, 6]),
@@ -98,7 +104,7 @@ def assert_others_are_right(
         for sample in range(params.n):
             assert tokens[rid, sample] == right(prompt, sample, params), (rid, sample)
     assert not manager.requests
-    assert not manager.table.followers
+    assert not manager.table.matchers
     assert_all_given_back(manager)
 
 
@@ -164,7 +170,7 @@ def test_forks_of_a_request_that_is_cancelled_while_it_prefills_count_no_longer(
     manager, ports = make_manager(engine_info(max_step_tokens=8))
     asked = {3: (LONG, PLAIN)}
     messages: list[ToManager] = [submit(GUILTY, [*LONG, 1], PLAIN), submit(3, *asked[3])]
-    drive(manager, ports, {0: messages}, until=lambda: bool(manager.scheduler.followers))
+    drive(manager, ports, {0: messages}, until=lambda: bool(manager.scheduler.pending_forks))
     drive(manager, ports, {0: [Cancel(GUILTY)]})
     assert_others_are_right(manager, ports, asked)
 
@@ -286,8 +292,8 @@ def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns:
     def forge(one: Any) -> Any:
         if named or not isinstance(one, MatcherReply) or not one.followed:
             return one
-        (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
-        named.append(int(manager.table.rid[guide.followers[one.followed[0].sequence].slot]))
+        (guide,) = (guide for guide in manager.grammars._grammar_states.values() if guide.grammar == GUILTY_GRAMMAR)
+        named.append(int(manager.table.rid[guide.matchers[one.followed[0].sequence].slot]))
         return changed(**columns)(one)
 
     workers.forge = forge
@@ -370,8 +376,8 @@ def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
     workers.forge = forge
     messages: list[ToManager] = [submit(GUILTY, PROMPTS[GUILTY], FAULTY), submit(4, PROMPTS[4], GUIDED)]
     drive(manager, ports, {0: messages}, until=cancel)
-    (guide,) = (guide for guide in manager.grammars._guides.values() if guide.grammar == GUILTY_GRAMMAR)
-    unknown = MatcherReply([Followed(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
+    (guide,) = (guide for guide in manager.grammars._grammar_states.values() if guide.grammar == GUILTY_GRAMMAR)
+    unknown = MatcherReply([FollowResult(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
     manager.grammars._take(guide, unknown)
     assert manager.grammars.advance() is None
     workers.forge = lambda one: one

@@ -131,4 +131,4 @@ def test_new_slots_say_what_is_fed_first_and_from_where_on_an_end_id_ends() -> N
     drive(manager, ports, {0: [submit(0, [1, 2, 3], ends_late), submit(1, [5, 9], never_ends)]})
     new = [step.new for step in ports.steps if step.new is not None]
     assert [one.last_token.tolist() for one in new] == [[3, 3, 3, 9]]
-    assert [one.ends_from.tolist() for one in new] == [[8, 8, 8, 2**31 - 1]]
+    assert [one.eos_from_position.tolist() for one in new] == [[8, 8, 8, 2**31 - 1]]

@@ -23,25 +23,25 @@ def finish(
     *,
     cut: np.ndarray | None = None,
     limit: int = LIMIT,
-    family: int = SINGLE_SAMPLE,
+    length_stats_row: int = SINGLE_SAMPLE,
 ) -> None:
     """Samples that the model has heard nothing of before finish."""
     count = len(lengths)
     ended = np.ones(count, np.bool_) if cut is None else ~cut
-    model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, family))
+    model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, length_stats_row))
 
 
-def ask(model: LengthModel, generated: int, limit: int, share: float, family: int = SINGLE_SAMPLE) -> int:
+def ask(model: LengthModel, generated: int, limit: int, share: float, length_stats_row: int = SINGLE_SAMPLE) -> int:
     """The further length that `share` of such samples run less than."""
-    columns = np.array([generated]), np.array([limit]), np.array([family])
+    columns = np.array([generated]), np.array([limit]), np.array([length_stats_row])
     return int(model.remaining(*columns, np.array([share]))[0])
 
 
-def mean(model: LengthModel, generated: int, limit: int, family: int = SINGLE_SAMPLE) -> float:
+def mean(model: LengthModel, generated: int, limit: int, length_stats_row: int = SINGLE_SAMPLE) -> float:
     """The expected further length."""
     shares = (np.arange(1000) + 0.5) / 1000
     many = np.ones(1000, np.int64)
-    return float(model.remaining(many * generated, many * limit, many * family, shares).mean())
+    return float(model.remaining(many * generated, many * limit, many * length_stats_row, shares).mean())
 
 
 def quantile_by_hand(finished: list[tuple[int, bool]], generated: int, limit: int, share: float) -> int:
@@ -85,8 +85,8 @@ def test_a_prediction_is_at_least_one_token_and_at_most_what_the_limit_leaves(
     model = LengthModel()
     finish(model, np.array([n for n, _ in finished], np.int64), cut=np.array([c for _, c in finished], np.bool_))
     generated, limit = np.array([one[:2] for one in asked], np.int64).reshape(-1, 2).T
-    family = np.zeros(len(asked), np.int64)
-    predicted = model.remaining(generated, limit, family, np.array([one[2] for one in asked]))
+    length_stats_row = np.zeros(len(asked), np.int64)
+    predicted = model.remaining(generated, limit, length_stats_row, np.array([one[2] for one in asked]))
     assert predicted.dtype == np.int64
     left = np.maximum(limit - generated, 0)
     assert (predicted <= left).all()
@@ -174,8 +174,8 @@ def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() ->
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 100, 5000))
     long, short, unknown = (model.prompt_stats.acquire(1000) for _ in range(3))
-    finish(model, random.geometric(1 / 250, 100), family=long)
-    finish(model, random.geometric(1 / 20, 100), family=short)
+    finish(model, random.geometric(1 / 250, 100), length_stats_row=long)
+    finish(model, random.geometric(1 / 20, 100), length_stats_row=short)
     assert mean(model, 0, LIMIT, long) == pytest.approx(250, rel=0.3)
     assert mean(model, 0, LIMIT, short) == pytest.approx(20, rel=0.4)
     assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, SINGLE_SAMPLE)
@@ -184,9 +184,9 @@ def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() ->
 def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() -> None:
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 100, 5000))
-    family = np.full(50, model.prompt_stats.acquire(50))
-    model.prompt_stats.run(family, model.hazard(np.full(50, 200), np.full(50, LIMIT)))
-    assert mean(model, 200, LIMIT, int(family[0])) > 3 * mean(model, 200, LIMIT, SINGLE_SAMPLE)
+    length_stats_row = np.full(50, model.prompt_stats.acquire(50))
+    model.prompt_stats.run(length_stats_row, model.hazard(np.full(50, 200), np.full(50, LIMIT)))
+    assert mean(model, 200, LIMIT, int(length_stats_row[0])) > 3 * mean(model, 200, LIMIT, SINGLE_SAMPLE)
 
 
 def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
@@ -195,8 +195,8 @@ def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
     assert len({*first, SINGLE_SAMPLE}) == 6
     families.finish(np.array(first), np.full(5, 50.0), np.ones(5, np.bool_))
     assert (families.rate(np.array(first)) < 0.5).all()
-    for family in first:
-        families.release(family)
+    for length_stats_row in first:
+        families.release(length_stats_row)
     again = [families.acquire(2) for _ in range(5)]
     assert set(again) <= {*range(1, 8)}
     assert families.rate(np.array(again)).tolist() == [1.0] * 5

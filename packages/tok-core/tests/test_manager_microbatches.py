@@ -62,7 +62,7 @@ def test_a_lone_sequence_has_a_step_for_each_token_and_few_of_them_under_way(pp:
     manager.run_ahead = RunAhead(None, pp)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], FOR_EVER)]})
     assert len(ports.steps) == 200
-    assert all(step.draws_upto == step.step - 1 for step in ports.steps[1:])
+    assert all(step.sampled_upto == step.step - 1 for step in ports.steps[1:])
     assert ports.most_queued <= MIN_QUEUED_STEPS
 
 
@@ -74,7 +74,7 @@ def test_rows_decode_when_their_tokens_have_passed_all_stages(pp: int) -> None:
     requests = [submit(rid, [1 + rid % 7, rid // 7 % 11, rid % 5], FOR_EVER) for rid in range(rows)]
     drive(manager, ports, {0: requests}, lambda: manager.scheduler.steps == 20 * (pp + 1))
     steady = ports.steps[-10 * (pp + 1) :]
-    assert {step.step - step.draws_upto for step in steady} == {pp + 1}
+    assert {step.step - step.sampled_upto for step in steady} == {pp + 1}
     even = rows / (pp + 1)
     assert all(abs(len(step.decode_slot) - even) <= even * SLACK + 2 for step in steady)
 

@@ -284,8 +284,8 @@ class TreeMachine(RuleBasedStateMachine):
             pages, more = EMPTY, ()
         if holder.tokens:
             more = shaded(more, shade_of(holder.tokens))
-        alone = self.model.locked.count(holder.tokens) == 1 == holder.node.locks
-        leaf = alone and holder.tokens and not holder.node.children
+        single_lock = self.model.locked.count(holder.tokens) == 1 == holder.node.locks
+        leaf = single_lock and holder.tokens and not holder.node.children
         added = self.tree.extend(holder.node, array(more), pages, salt_of(more))
         assert not leaf or added.node is holder.node
         whole = holder.tokens + more

@@ -50,9 +50,9 @@ def all_flags(sets: StopSets, set_id: int, tokens: list[int]) -> list[int]:
 def can_complete(piece: bytes, stop: bytes) -> int:
     """MAYBE_STRING where some beginning of `piece` ends with `stop` or is a proper end of it, else 0; and WITHIN where
     one does that ends with it, or is one of more than seven bytes."""
-    beginnings = [piece[:end] for end in range(1, len(piece) + 1)]
-    whole = any(text.endswith(stop) for text in beginnings)
-    sizes = [len(text) for text in beginnings if len(text) < len(stop) and stop.endswith(text)]
+    prefixes = [piece[:end] for end in range(1, len(piece) + 1)]
+    whole = any(text.endswith(stop) for text in prefixes)
+    sizes = [len(text) for text in prefixes if len(text) < len(stop) and stop.endswith(text)]
     return MAYBE_STRING * (whole or bool(sizes)) | WITHIN * (whole or max(sizes, default=0) > 7)
 
 

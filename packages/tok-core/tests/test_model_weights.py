@@ -46,8 +46,8 @@ def assert_equal_parameters(a: CausalLM, b: CausalLM) -> None:
 
 def held(name: str, asked: torch.dtype) -> torch.dtype:
     """In which dtype a model of the dtype asked for holds a tensor: what makes queries, keys and values is finer."""
-    finer = asked is torch.bfloat16 and re.search(r"\.(q|k|v|qkv)_proj\.", name)
-    return torch.float16 if finer else asked
+    fp16 = asked is torch.bfloat16 and re.search(r"\.(q|k|v|qkv)_proj\.", name)
+    return torch.float16 if fp16 else asked
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

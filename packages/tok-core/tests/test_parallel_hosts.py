@@ -37,5 +37,7 @@ def test_the_memory_of_a_host_is_cut_among_its_own_workers_only(monkeypatch: pyt
     free = psutil.virtual_memory()._replace(available=1 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     config = EngineConfig(model="m", tp=4, dp=2)
-    rooms = [cache_tokens(config, PER_TOKEN, 0, torch.device("cpu"), None, on_host) for on_host in (1, 2, 8)]
+    rooms = [
+        cache_tokens(config, PER_TOKEN, 0, torch.device("cpu"), None, workers_on_host) for workers_on_host in (1, 2, 8)
+    ]
     assert rooms == [4096, 2048, 512]

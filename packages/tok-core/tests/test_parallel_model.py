@@ -66,17 +66,17 @@ def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds", "few_tokens"),
+    ("ranks", "kinds", "max_all_reduce_tokens"),
     [
         (2, ("llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
         (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
     ],
 )
 def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
-    ranks: int, kinds: tuple[str, ...], few_tokens: tuple[int, ...], directory: Path
+    ranks: int, kinds: tuple[str, ...], max_all_reduce_tokens: tuple[int, ...], directory: Path
 ) -> None:
     paths = [model_path(directory, kind) for kind in kinds]
-    results = run_ranks(all_coordinates(1, ranks), compute, paths, few_tokens, STEPS)
+    results = run_ranks(all_coordinates(1, ranks), compute, paths, max_all_reduce_tokens, STEPS)
     for path, *of_ranks in zip(paths, *results, strict=True):
         alone = model_of(path)
         expected, tokens = logits_of(alone), greedy(alone, tokens_of(PROMPT), STEPS)

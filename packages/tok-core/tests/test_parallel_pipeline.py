@@ -23,7 +23,7 @@ def given_away_early(steps: Sequence[StepInput]) -> int:
     count = 0
     for number, step in enumerate(steps):
         if step.new is not None:
-            pending = [one.sample_slot for one in steps[:number] if one.step > step.draws_upto]
+            pending = [one.sample_slot for one in steps[:number] if one.step > step.sampled_upto]
             count += len(np.intersect1d(step.new.slot, np.concatenate(pending))) if pending else 0
     return count
 
@@ -45,7 +45,7 @@ def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
     ]
     recorded = record(path, prompts, params, pp=STAGES, run_ahead=6)
     steps = recorded.steps
-    late = [step for step in steps if len(step.decode_slot) and step.draws_upto < step.step - 2]
+    late = [step for step in steps if len(step.decode_slot) and step.sampled_upto < step.step - 2]
     assert len(late) > len(steps) / 4
     assert given_away_early(steps)
     outputs = run_ranks(all_coordinates(STAGES, 1), carry_out, path, steps, 6)

@@ -56,12 +56,12 @@ def tensor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorParallel]:
 
 
 def test_a_step_overlaps_from_its_threshold_on_whatever_else_it_might_do(tensor: TensorParallel) -> None:
-    tensor.few_tokens, tensor.async_tokens = 100, 40
+    tensor.max_all_reduce_tokens, tensor.min_overlap_tokens = 100, 40
     assert [type(choose_layout(tensor, tokens)) for tokens in (1, 39, 40, 41, 101)] == [AllReduceLayout] * 2 + [
         OverlappedLayout
     ] * 3
     assert [tensor.rows(tokens) for tokens in (1, 39, 40, 41, 101)] == [1, 39, 20, 21, 51]
-    tensor.async_tokens = None
+    tensor.min_overlap_tokens = None
     assert [type(choose_layout(tensor, tokens)) for tokens in (100, 101, 999)] == [
         AllReduceLayout,
         SequenceParallelLayout,

@@ -35,8 +35,8 @@ from tok_core import (
 from tok_core.errors import from_wire, to_wire
 from tok_core.messages import Failed, ToEngine
 from tok_core.replicas.ray_actors import RayActors
-from tok_core.replicas.ray_cluster import give_back_room, join_cluster
-from tok_core.replicas.ray_member import NICENESS, Whereabouts, take_usual_priority
+from tok_core.replicas.ray_cluster import join_cluster, remove_placement
+from tok_core.replicas.ray_member import NICENESS, ActorLocation, take_usual_priority
 from tok_core.replicas.ray_replica import RayReplica
 
 PROMPTS = random_prompts((3, 17, 40, 65))
@@ -99,14 +99,14 @@ async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
         assert [output.outputs[0].token_ids for output in outputs] == alone
         streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(16)]
         await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
-        os.kill(actors[0].whereabouts["worker"].pid, signal.SIGKILL)
+        os.kill(actors[0].location["worker"].pid, signal.SIGKILL)
         await until(lambda: engine.stats()["replicas_ready"] == 1)
         results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
         failed = [result for result in results if isinstance(result, EngineDead)]
         assert 0 < len(failed) < len(streams)
         assert re.search(r"the worker process \d+ on host \S+ died", str(failed[0]))
         await until(lambda: engine.stats()["replicas_ready"] == 2)
-        pids = [where.pid for one in actors_of(engine) for where in one.whereabouts.values()]
+        pids = [where.pid for one in actors_of(engine) for where in one.location.values()]
         assert len(pids) == 4
         outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY).output() for prompt in PROMPTS))
         assert [output.outputs[0].token_ids for output in outputs] == alone
@@ -122,8 +122,8 @@ async def test_a_process_that_hangs_on_a_node_is_killed_and_replaced(path: Path,
         for role in ("worker", "manager"):
             stream = engine.generate([1, 2, 3], LONG)
             await anext(aiter(stream))
-            pids = [where.pid for where in actors_of(engine)[0].whereabouts.values()]
-            os.kill(actors_of(engine)[0].whereabouts[role].pid, signal.SIGSTOP)
+            pids = [where.pid for where in actors_of(engine)[0].location.values()]
+            os.kill(actors_of(engine)[0].location[role].pid, signal.SIGSTOP)
             with pytest.raises(EngineDead, match=r"hung|stuck"):
                 await asyncio.wait_for(stream.output(), 200)
             await until(lambda: engine.health().ok, 200)
@@ -203,7 +203,7 @@ async def test_room_given_back_while_it_is_being_made_is_free_again(path: Path, 
         end = time.perf_counter() + (i % 5) * 5e-4
         while time.perf_counter() < end:
             pass
-        give_back_room(group)
+        remove_placement(group)
         await until(lambda: nothing_is_left([]))
 
 
@@ -218,7 +218,7 @@ def test_of_several_that_have_ended_at_once_the_others_cause_is_told(path: Path,
 
     def ended(**runs: object) -> tuple[str, Failed | None] | None:
         actors = RayActors(settings, lambda: False)
-        actors.whereabouts = {role: Whereabouts("10.0.0.1", 1, (), ()) for role in runs}
+        actors.location = {role: ActorLocation("10.0.0.1", 1, (), ()) for role in runs}
         actors._runs = {run: role for role, run in runs.items()}
         ray.wait(list(runs.values()), num_returns=len(runs))
         return actors.ended()
@@ -271,9 +271,9 @@ def test_a_worker_sees_the_gpus_of_its_replica_on_its_node_and_computes_on_its_o
     given = {"worker 0": ("a", "3"), "worker 1": ("a", "1"), "worker 2": ("b", "3"), "worker 3": ("b", "0")}
     for role, (node, gpu) in given.items():
         actors.nodes[role] = node
-        actors.whereabouts[role] = Whereabouts(f"10.0.0.{node}", 1, (gpu,), (f"tcp://{role}",))
-    actors.whereabouts["manager"] = Whereabouts("10.0.0.a", 1, (), ("tcp://requests", "tcp://outputs"))
-    launches = [actors.launch(role, None, 0, "tcp://reports") for role in actors.whereabouts]
+        actors.location[role] = ActorLocation(f"10.0.0.{node}", 1, (gpu,), (f"tcp://{role}",))
+    actors.location["manager"] = ActorLocation("10.0.0.a", 1, (), ("tcp://requests", "tcp://outputs"))
+    launches = [actors.launch(role, None, 0, "tcp://reports") for role in actors.location]
     assert [actors.visible(role) for role in given] == [["3", "1"], ["3", "1"], ["3", "0"], ["3", "0"]]
     assert [launch.device for launch in launches] == [0, 1, 0, 1, None]
     assert launches[0].steps == ["tcp://worker 0", "tcp://worker 1", "tcp://worker 2", "tcp://worker 3"]

@@ -39,7 +39,7 @@ from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
 
 GUILTY = [77, 77, 77]
-MARK = (5,)  # a stop token of guilty requests alone
+CURRENT_SEQUENCE = (5,)  # a stop token of guilty requests alone
 INNOCENT = [[1, 2, 3], [4, 5], list(range(40))]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
@@ -81,7 +81,7 @@ PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "weighed": (Admission, "_costs", lambda self, pending, samples: guilty_request(pending.request)),
     "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
-    "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == MARK),
+    "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == CURRENT_SEQUENCE),
     "looked at for its end": (OutputProcessor, "_endings", lambda self, slots, token: guilty_row(self.table, slots)),
     "told of its tokens": (StreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
     "told of its ends": (UnstreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
@@ -127,7 +127,7 @@ async def test_a_fault_fails_its_request_and_no_other(
     wanted = [(await engine.generate(prompt, PARAMS).output()).outputs[0].token_ids for prompt in INNOCENT]
     break_at(place, monkeypatch)
     streams = [engine.generate(prompt, PARAMS, stream=stream) for prompt in INNOCENT[:2]]
-    marked = msgspec.structs.replace(PARAMS, stop_token_ids=MARK, n=3)
+    marked = msgspec.structs.replace(PARAMS, stop_token_ids=CURRENT_SEQUENCE, n=3)
     guilty = engine.generate(GUILTY, marked, stream=stream)
     streams.append(engine.generate(INNOCENT[2], PARAMS, stream=stream))
     await assert_it_fails_alone(engine, guilty, streams, wanted, "Fault: it broke while it was " + place)
@@ -246,10 +246,12 @@ def test_the_error_of_an_open_request_tells_the_first_class_among_those_that_may
     requests = [core.submit([1, 2, 3], one, None, lambda _: None, stream=True) for one in params]
     core.abort(requests.pop(1).request_id)
     replica_of(core, 0).die("it met an error")
-    assert [(type(one.error), getattr(one.error, "first_class", None)) for one in requests] == [(EngineDead, 7)] * 2
+    assert [(type(one.error), getattr(one.error, "min_open_priority", None)) for one in requests] == [
+        (EngineDead, 7)
+    ] * 2
     with pytest.raises(EngineDead) as refused:
         core.submit([1], params[0], None, lambda _: None, stream=True)
-    assert refused.value.first_class is None
+    assert refused.value.min_open_priority is None
     core.close()
 
 

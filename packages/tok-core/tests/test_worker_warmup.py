@@ -21,7 +21,7 @@ from tok_core.models.decoder import DecoderLayer
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
 from tok_core.worker import sampling
-from tok_core.worker.cuda_graphs import kept_rows, sizes
+from tok_core.worker.cuda_graphs import sizes, total_graph_rows
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import numbers, warm_up_gemms
@@ -87,7 +87,7 @@ def test_memory_is_kept_for_page_tables_and_for_what_graphs_hold(directory: Path
     state = runner_of(directory, 3, 24, 16, 17).state
     assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
     # With prefix groups and without; up to 512 rows for short contexts and for long ones.
-    assert kept_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
+    assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
 
 
 def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(

@@ -244,10 +244,10 @@ def test_launches_are_searched_kept_and_used_from_then_on(tmp_path: Path) -> Non
             choice = calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=timer, steps=STEPS, launches=(search,))
             assert choice.launches == {KERNEL: LAUNCHES[1]}
             assert config.decode_launch(16, 2, torch.float32, torch.float32) == LAUNCHES[1]
-            config.forget(KERNEL)
+            config.remove_override(KERNEL)
             assert config.decode_launch(16, 2, torch.float32, torch.float32) == of_table
     finally:
-        config.forget(KERNEL)
+        config.remove_override(KERNEL)
 
 
 def test_a_search_in_which_nothing_works_is_an_error(tmp_path: Path) -> None:

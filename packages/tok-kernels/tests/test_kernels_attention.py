@@ -133,12 +133,12 @@ def test_a_window_bounds_the_keys_that_are_gathered() -> None:
     run = ((40, ((0, (9, 20)),)),)
     case = build(replace(LARGE, runs=run, prefill=((10, 700),)), torch.device("cpu"))
     sizes = (len(case.q), 4, 128)
-    own = list(pieces.own_pieces(case.batch, *sizes, window=50))
-    (level,) = pieces.level_pieces(case.batch.levels[0], case.batch, *sizes, window=50)
+    own = list(pieces.sequence_pieces(case.batch, *sizes, window=50))
+    (level,) = pieces.cascade_pieces(case.batch.levels[0], case.batch, *sizes, window=50)
     # The longer of two decode rows has its own 20 keys, ten queries have 50 and the nine after the first's.
     assert [piece.width for piece in own] == [20, 59]
     assert level.width == 41  # of 640: the shorter row's window begins at 649 − 50
-    (outside,) = pieces.level_pieces(case.batch.levels[0], case.batch, *sizes, window=5)
+    (outside,) = pieces.cascade_pieces(case.batch.levels[0], case.batch, *sizes, window=5)
     assert outside.width == 1
 
 

@@ -44,7 +44,7 @@ from tok_server.openai.generation.logprobs import TokenTexts
 from tok_server.openai.responses.endpoint import parse
 from tok_server.openai.responses.form import ResponseForm
 from tok_server.openai.responses.output import ResponseOutput
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text
 from tok_server.settings import Formats
 from tok_server.wire.errors import unavailable
 
@@ -461,7 +461,7 @@ TEXTS = st.sampled_from(["a", "bc", "é"])
 PIECES = st.lists(
     st.one_of(
         st.builds(Text, TEXTS),
-        st.builds(Thought, TEXTS),
+        st.builds(ReasoningPiece, TEXTS),
         st.builds(CallBegin, st.sampled_from(["f", "g"])),
         st.builds(Arguments, TEXTS),
     ),

@@ -11,7 +11,7 @@ from tok_client.types import ChatCompletionRequest, FunctionTool
 from tok_core.grammar.text import ebnf
 from tok_core.sampling_params import Grammar
 from tok_server.openai.chat.answer_grammar import answer_shape
-from tok_server.openai.chat.tool_offer import Offer, offer
+from tok_server.openai.chat.tool_offer import AllowedToolCalls, offer
 from tok_server.parsing.formats import CallFormat
 from tok_server.parsing.markup import NO_MARKUP, Markup
 from tok_server.parsing.message_reader import MessageReader, message
@@ -26,13 +26,13 @@ def function(name: str, **more: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def offered(**fields: object) -> Offer:
+def offered(**fields: object) -> AllowedToolCalls:
     tools = [function("weather", parameters=CITY), function("time")]
     body = encode({"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields})
     return offer(decode(body, ChatCompletionRequest))
 
 
-def matches(found: Offer, markup: Markup, text: str, asked: Grammar | None = None) -> bool:
+def matches(found: AllowedToolCalls, markup: Markup, text: str, asked: Grammar | None = None) -> bool:
     grammar = answer_shape(found, markup, asked).grammar
     assert grammar is not None
     pieces = [bytes([byte]) for byte in range(256)] + [b""]

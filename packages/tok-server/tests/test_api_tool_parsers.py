@@ -17,7 +17,7 @@ from tok_server.parsing.formats import CallFormat, call_parser
 from tok_server.parsing.json_scan import JsonScanner
 from tok_server.parsing.markup import Markup
 from tok_server.parsing.message_reader import MessageReader, message
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought, joined
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text, joined
 from tok_server.parsing.reasoning import ReasoningReader
 
 TOOLS = frozenset({"f", "get_weather"})
@@ -207,15 +207,15 @@ def test_calls_after_the_first_are_dropped_where_only_one_is_wanted() -> None:
 @pytest.mark.parametrize(
     ("text", "thinking", "pieces"),
     [
-        ("<think>\nhm\n</think>\n\nyes", False, [Thought("hm"), Text("yes")]),
-        ("hm\n</think>\n\nyes", True, [Thought("hm"), Text("yes")]),
-        ("<think>\nhm\n</think>yes", True, [Thought("hm"), Text("yes")]),
+        ("<think>\nhm\n</think>\n\nyes", False, [ReasoningPiece("hm"), Text("yes")]),
+        ("hm\n</think>\n\nyes", True, [ReasoningPiece("hm"), Text("yes")]),
+        ("<think>\nhm\n</think>yes", True, [ReasoningPiece("hm"), Text("yes")]),
         ("\n<think>\n\n</think>\n\nyes", False, [Text("yes")]),
         ("no <think>hm</think>", False, [Text("no <think>hm</think>")]),
-        ("<think>cut off </thi", False, [Thought("cut off </thi")]),
-        ("cut off", True, [Thought("cut off")]),
+        ("<think>cut off </thi", False, [ReasoningPiece("cut off </thi")]),
+        ("cut off", True, [ReasoningPiece("cut off")]),
         ("<thi", False, [Text("<thi")]),
-        ("<think>a</think>b</think>c", False, [Thought("a"), Text("b</think>c")]),
+        ("<think>a</think>b</think>c", False, [ReasoningPiece("a"), Text("b</think>c")]),
     ],
 )
 def test_reasoning_is_told_apart_from_the_answer(text: str, thinking: bool, pieces: list[Piece]) -> None:
@@ -225,7 +225,7 @@ def test_reasoning_is_told_apart_from_the_answer(text: str, thinking: bool, piec
 def test_a_call_may_follow_reasoning_and_none_is_read_within_it() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     markup = Markup(calls="hermes", tools=TOOLS, reasoning=True)
-    assert read([f"<think>{call}</think>{call}"], markup) == [Thought(call), CallBegin("f"), Arguments("{}")]
+    assert read([f"<think>{call}</think>{call}"], markup) == [ReasoningPiece(call), CallBegin("f"), Arguments("{}")]
 
 
 @given(st.lists(OBJECTS | st.lists(JSON, max_size=3), min_size=1, max_size=1), st.sampled_from([None, 1]))
@@ -270,6 +270,6 @@ def test_little_is_held_back_however_long_the_reasoning_is() -> None:
     reader = ReasoningReader(thinking=True)
     told = 0
     for _ in range(5_000):
-        told += sum(len(piece.text) for piece in reader.feed("hm </thin") if isinstance(piece, Thought))
+        told += sum(len(piece.text) for piece in reader.feed("hm </thin") if isinstance(piece, ReasoningPiece))
     assert told > 5_000 * len("hm </thin") - 16
     assert reader.feed("k>\n\nyes") == [Text("yes")]

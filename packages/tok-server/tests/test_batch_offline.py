@@ -18,7 +18,7 @@ from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch.execution.run import LineSource
 from tok_server.batch.offline.offline import BadInput, Offline
 from tok_server.batch.offline.progress import duration
-from tok_server.batch.offline.resume import kept_of
+from tok_server.batch.offline.resume import successful_answers
 from tok_server.batch.storage import validation
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.database import StoreError
@@ -136,7 +136,7 @@ async def test_an_output_that_was_written_before_the_process_died_is_kept_as_it_
         await work.answer(engine)
     before = (tmp_path / "out").read_bytes()
     with Answers(tmp_path / "out.partial", f"{digest} by {NAME}") as answers:
-        for group in kept_of(tmp_path / "out", LineSource(tmp_path / "in", len(MIXED))):
+        for group in successful_answers(tmp_path / "out", LineSource(tmp_path / "in", len(MIXED))):
             answers.add(group)
     await answer(engine, tmp_path / "in", tmp_path / "out")
     after = (tmp_path / "out").read_bytes()

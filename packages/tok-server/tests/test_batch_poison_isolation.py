@@ -20,7 +20,7 @@ from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_core.sampling_params import Grammar
 from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
 from tok_server.batch.execution.shielding import uninterrupted
-from tok_server.openai.endpoints import BEHIND, GRAMMARS, GenerationTask
+from tok_server.openai.endpoints import BACKGROUND_PRIORITY, MAX_BACKGROUND_GRAMMARS, GenerationTask
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +164,11 @@ async def test_a_line_waits_for_a_quiet_moment_to_be_computed_alone_and_is_not_g
     async def once() -> str:
         tries.append(looks)
         if len(tries) <= 2:
-            raise EngineDead("it was open", BEHIND)
+            raise EngineDead("it was open", BACKGROUND_PRIORITY)
         if len(tries) <= 6:
             raise EngineDead("the engine is restarting")
         if len(tries) == 7:
-            raise EngineDead("it was open", BEHIND)
+            raise EngineDead("it was open", BACKGROUND_PRIORITY)
         raise AssertionError("it was computed once more")
 
     with pytest.raises(PoisonRequest):
@@ -184,7 +184,7 @@ async def test_suspects_are_computed_few_at_a_time_and_then_alone_before_any_oth
         tries[line] += 1
         if tries[line] == 1:
             await first.wait()
-            raise EngineDead("all of them were open", BEHIND)
+            raise EngineDead("all of them were open", BACKGROUND_PRIORITY)
         running.add(line)
         most[tries[line]] = max(most[tries[line]], len(running))
         await asyncio.sleep(0)
@@ -192,7 +192,7 @@ async def test_suspects_are_computed_few_at_a_time_and_then_alone_before_any_oth
         await asyncio.sleep(0)
         running.discard(line)
         if beside:
-            raise EngineDead("those beside it were open", BEHIND)
+            raise EngineDead("those beside it were open", BACKGROUND_PRIORITY)
         return line
 
     async def other() -> int:
@@ -229,7 +229,7 @@ async def test_grammars_of_a_batch_are_compiled_few_at_a_time(
     async with opened(tmp_path, engine) as service:
         lines = [completion_line(number, guided_regex=f"[ab]{{{number + 1}}}", max_tokens=20) for number in range(12)]
         assert completed(await ended(service, (await begin(service, lines)).id)) == 12
-    assert most == GRAMMARS
+    assert most == MAX_BACKGROUND_GRAMMARS
 
 
 async def test_answers_are_written_down_on_another_thread_than_that_of_the_store(

@@ -38,7 +38,7 @@ from tok_server.batch.storage.answers import Answers
 from tok_server.batch.storage.blobs import durable
 from tok_server.batch.storage.clock import Clock, Reading
 from tok_server.batch.storage.database import DamagedError, StoreError, check_database
-from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.recovery import check_index, recover
 from tok_server.batch.storage.store import FROM_VERSION_1, Missing, Store, StoredJob
 from tok_server.wire.ids import new_id
@@ -56,7 +56,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
 
 def filled(directory: Path, files: int = 3) -> list[FileObject]:
     """A data directory with some files, whose index is in the log and not yet in the main file, as after kill -9."""
-    place = Place(directory)
+    place = DataDirectory(directory)
     store = Store(place.store)
     found = []
     for number in range(files):
@@ -104,7 +104,7 @@ def test_an_index_without_entries_beside_files_is_refused_and_nothing_changes(
     damage(tmp_path / "data" / name)
     before = content(tmp_path / "data")
     with pytest.raises(StoreError, match=r"Nothing has been changed\. Put back the index"):
-        check_index(Place(tmp_path / "data"))
+        check_index(DataDirectory(tmp_path / "data"))
     assert content(tmp_path / "data") == before
 
 
@@ -121,7 +121,7 @@ async def test_a_server_does_not_start_on_files_without_an_index(engine: AsyncEn
 
 async def test_answers_without_an_index_are_refused_too(engine: AsyncEngine, tmp_path: Path) -> None:
     id = "batch_" + 24 * "a"
-    Answers(Place(tmp_path).answers(id), id).close()
+    Answers(DataDirectory(tmp_path).answers(id), id).close()
     with pytest.raises(StoreError, match="Nothing has been changed"):
         async with opened(tmp_path, engine):
             pass
@@ -142,7 +142,7 @@ def test_whatever_bytes_of_the_index_are_damaged_no_content_is_lost(tmp_path: Pa
     data[at : at + hit] = chance.randbytes(hit)
     path.write_bytes(data[:at] if chance.random() < 0.2 else data)
     before = content(directory)
-    place, refusal = Place(directory), ""
+    place, refusal = DataDirectory(directory), ""
     try:
         check_index(place)
     except StoreError as error:
@@ -164,14 +164,14 @@ def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "data" / "batches.sqlite")) as connection, connection:
         connection.execute("UPDATE files SET record = x'00' WHERE number = 2")
     with pytest.raises(DamagedError, match=r"row 2 of files cannot be read.*--data-dir"):
-        check_index(Place(tmp_path / "data"))
+        check_index(DataDirectory(tmp_path / "data"))
 
 
 def test_only_unfinished_parts_are_deleted_and_strangers_are_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     known, half, *_ = filled(tmp_path / "data", files=4)
-    place = Place(tmp_path / "data")
+    place = DataDirectory(tmp_path / "data")
     blobs, store = place.blobs, Store(place.store)
     blobs.withdraw(half.id)  # deleted until here, or written until here: its row stands
     stranger, unfinished = new_id("file"), new_id("file")
@@ -197,7 +197,7 @@ def test_only_unfinished_parts_are_deleted_and_strangers_are_set_aside(
 
 def test_contents_that_are_gone_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gone, _ = filled(tmp_path / "data", files=2)
-    place = Place(tmp_path / "data")
+    place = DataDirectory(tmp_path / "data")
     place.blobs.path(gone.id).unlink()
     store = Store(place.store)
     recover(place, store)
@@ -376,7 +376,7 @@ def test_a_clock_without_names_of_boots_counts_each_process_alone() -> None:
 
 def test_an_index_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "data", files=1)
-    path = Place(tmp_path / "data").store
+    path = DataDirectory(tmp_path / "data").store
     timed = msgspec.structs.replace(file, id=new_id("file"), expires_at=file.created_at + 3600)
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in ("DROP INDEX files_by_deadline", "DROP TABLE clock", "PRAGMA user_version = 1"):
@@ -388,7 +388,7 @@ def test_an_index_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
         row = (timed.id, "batch", timed.expires_at, msgspec.json.encode(timed))
         connection.execute("INSERT INTO files (id, purpose, expires_at, record) VALUES (?, ?, ?, ?)", row)
     assert "deadline" in FROM_VERSION_1
-    check_index(Place(tmp_path / "data"))
+    check_index(DataDirectory(tmp_path / "data"))
     for _ in range(2):
         store = Store(path)
         store.start_deadlines(50_000.0)
@@ -454,7 +454,7 @@ async def test_nobody_else_on_the_machine_reads_the_data(engine: AsyncEngine, tm
 
 def test_contents_of_earlier_versions_become_private(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "data", files=1)
-    place = Place(tmp_path / "data")
+    place = DataDirectory(tmp_path / "data")
     stranger = place.blobs.path(new_id("file"))
     stranger.write_bytes(b"")
     for path in (place.blobs.path(file.id), stranger, place.store):
@@ -469,12 +469,12 @@ def test_a_directory_that_is_not_only_ours_keeps_its_mode(tmp_path: Path, caplog
     directory = tmp_path / "home"
     (directory / "somebody's").mkdir(parents=True)
     directory.chmod(0o755)
-    place = Place(directory)
+    place = DataDirectory(directory)
     assert mode(directory) == 0o755
     assert mode(directory / "files") == 0o700
     assert f"chmod 700 {directory}" in caplog.text
     place.store.touch()
-    Place(directory)
+    DataDirectory(directory)
     assert mode(directory) == 0o700
 
 

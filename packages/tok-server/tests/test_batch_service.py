@@ -38,13 +38,13 @@ from tok_server.batch.api.service import GRACE_SECONDS, BatchLimits, BatchServic
 from tok_server.batch.execution.batch_run import BatchRun
 from tok_server.batch.execution.budget import Budget
 from tok_server.batch.execution.gate import Gate
-from tok_server.batch.execution.run import AHEAD, LineSource, Means, Run, _Ready
+from tok_server.batch.execution.run import AHEAD, BatchResources, LineSource, Run, _Ready
 from tok_server.batch.storage import states
 from tok_server.batch.storage.answers import Answers, LineAnswer
 from tok_server.batch.storage.blobs import Blobs
 from tok_server.batch.storage.store import ENDED, Missing, Store, StoredJob
 from tok_server.batch.storage.validation import Validated
-from tok_server.openai.endpoints import BEHIND, ENDPOINTS, ServedModel, behind
+from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, ServedModel, behind
 from tok_server.settings import Formats
 from tok_server.wire.errors import ApiError
 from tok_server.wire.ids import new_id
@@ -151,7 +151,10 @@ async def test_whoever_waits_is_served_before_a_batch(engine: AsyncEngine, tmp_p
         assert (await ended(service, batch.id)).status == "cancelled"
 
 
-@pytest.mark.parametrize(("own", "wanted"), [(0, BEHIND), (5, BEHIND + 5), (-(1 << 40), BEHIND - (1 << 32))])
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [(0, BACKGROUND_PRIORITY), (5, BACKGROUND_PRIORITY + 5), (-(1 << 40), BACKGROUND_PRIORITY - (1 << 32))],
+)
 def test_a_line_of_any_priority_is_behind_whoever_waits(own: int, wanted: int) -> None:
     assert behind(SamplingParams(priority=own)).priority == wanted > 1 << 32
 
@@ -287,7 +290,7 @@ async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
     with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
         answers = store.submit(Full, tmp_path / "answers", "batch").result()
         answers.budget, answers.lines = budget, 700
-        means = Means(ServedModel(engine, NAME, Formats()), budget, gate, store, reader, reader)
+        means = BatchResources(ServedModel(engine, NAME, Formats()), budget, gate, store, reader, reader)
         with pytest.raises(sqlite3.DatabaseError):
             await Run(LineSource(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
@@ -309,7 +312,7 @@ async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: 
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
         gate = Gate(engine, until_closed=True)
-        means = Means(ServedModel(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
+        means = BatchResources(ServedModel(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
         run = Run(LineSource(tmp_path / "in", 1), answers, means)
         found = await run._compute(_Ready(0, "one", Cancelling()), Cancelling())
         pool.submit(answers.close).result()
@@ -382,9 +385,9 @@ async def test_what_nobody_waits_for_is_counted_in_prompts_as_the_engine_counts(
     lines = [completion_line(number, n=8, prompt=[[1], [2]], max_tokens=9, ignore_eos=True) for number in range(4)]
     batch = await begin(service, lines)
     while (await service.batch(batch.id)).status not in ENDED:
-        assert engine.open_requests <= served.unhurried.requests <= 4
-        most = max(most, served.unhurried.requests)
+        assert engine.open_requests <= served.background_requests.requests <= 4
+        most = max(most, served.background_requests.requests)
         await asyncio.sleep(0)
     assert most == 4  # two prompts of 8 samples each fill the budget of twice 16 samples with two lines
-    assert served.unhurried.requests == 0
+    assert served.background_requests.requests == 0
     await service.close()

@@ -18,7 +18,7 @@ from tok_server.batch.storage import states
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.blobs import Blobs, durable
 from tok_server.batch.storage.database import StoreError
-from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.lock import FileLock
 from tok_server.batch.storage.store import InUse, Missing, Store, StoredJob
 from tok_server.batch.storage.validation import Validated
@@ -279,10 +279,10 @@ def test_what_is_no_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
     with pytest.raises(ValueError, match="allowed"):
         Blobs(tmp_path).path(id)
     with pytest.raises(ValueError, match="allowed"):
-        Place(tmp_path).answers(id)
+        DataDirectory(tmp_path).answers(id)
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot be made"):
-        Place(tmp_path / "file" / "data")
+        DataDirectory(tmp_path / "file" / "data")

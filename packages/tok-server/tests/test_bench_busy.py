@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_core import TokError
-from tok_server.bench.busy import BusyWork, Gap, busy, busy_of_trace, describe
+from tok_server.bench.busy import Gap, KernelTotal, busy, busy_of_trace, describe
 
 
 def test_gaps_are_between_intervals_that_overlap_or_lie_within_each_other() -> None:
@@ -19,7 +19,7 @@ def test_gaps_are_between_intervals_that_overlap_or_lie_within_each_other() -> N
     found = busy([6.0, 1.0, 2.0, 9.0, 3.5], [7.0, 4.0, 3.0, 10.0, 5.0], ["c", "a", "b", "b", "a"])
     assert (found.seconds, found.idle, found.idle_share) == (9.0, 3.0, 3 / 9)
     assert found.gaps == [Gap(2.0, 6.0, "c", "b"), Gap(1.0, 4.0, "a", "c")]
-    assert found.works == [BusyWork("a", 4.5, 2), BusyWork("b", 2.0, 2), BusyWork("c", 1.0, 1)]
+    assert found.works == [KernelTotal("a", 4.5, 2), KernelTotal("b", 2.0, 2), KernelTotal("c", 1.0, 1)]
 
 
 def test_a_gap_follows_the_one_that_ended_last_not_the_one_that_began_last() -> None:

@@ -12,7 +12,7 @@ from tok_core import SamplingParams
 from tok_core.manager.profiler import PARTS, TIMED, ManagerProfiler
 from tok_core.manager.stops.stop_sets import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
-from tok_core.simulation.manager import Lives, Simulation
+from tok_core.simulation.manager import LengthSampler, Simulation
 from tok_server.bench.manager.drive import ManagerDriver
 from tok_server.bench.manager.load import END, LOADS, VOCABULARY, Load, live_prompts, vocabulary
 
@@ -39,7 +39,9 @@ def lives_from_30_to_38(u: np.ndarray) -> np.ndarray:
     return 29 + lives_from_1_to_9(u)
 
 
-def work_off(requests: list[Submit], info: EngineInfo = INFO, lives: Lives = lives_from_1_to_9) -> list[Progress]:
+def work_off(
+    requests: list[Submit], info: EngineInfo = INFO, lives: LengthSampler = lives_from_1_to_9
+) -> list[Progress]:
     """All that the manager reports until the requests are done."""
     simulation = Simulation(info, lives)
     report, reports = simulation.ports.report, list[Progress]()

@@ -26,7 +26,7 @@ from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import seldom
 from tok_server.bench.workloads import offline
 from tok_server.bench.workloads.bare import without_tokenizer
-from tok_server.bench.workloads.counted import COUNTED, with_counted
+from tok_server.bench.workloads.counted import COUNTED, with_counters
 from tok_server.bench.workloads.offline import measure, warm_up
 from tok_server.bench.workloads.plot import plot_results
 from tok_server.bench.workloads.result import Result, Timeline, percentile, table
@@ -132,7 +132,7 @@ def test_tokens_computed_are_those_of_prompts_not_found_and_of_outputs(engine: E
 def test_steps_behind_the_last_token_make_the_device_no_busier_than_all_the_time(result: Result) -> None:
     before = dict.fromkeys(COUNTED, 0.0)
     after = before | {"steps": 4.0, "device_seconds": 1.5 * result.seconds}
-    assert with_counted(result, before, after).gpu_busy_share == 1
+    assert with_counters(result, before, after).gpu_busy_share == 1
 
 
 def test_the_timeline_has_all_tokens(result: Result) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tok_core import InvalidField
 from tok_server.bench.workloads.random_ids import HIGH, LOW, random_ids
 from tok_server.bench.workloads.timeline import timeline, timeline_of_requests
-from tok_server.bench.workloads.workload import WorkloadError, WorkloadRequest, backwards, read_workload
+from tok_server.bench.workloads.workload import WorkloadError, WorkloadRequest, read_workload, warm_up_requests
 
 LINES = """{"meta": {"name": "mine", "temperature": 0.5, "top_p": 0.9}}
 {"i": 0, "ids": [1, 2, 3], "text": "abc", "n": 4, "max_tokens": 64}
@@ -115,7 +115,7 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
 
 def test_the_warm_up_begins_no_prompt_as_the_run_does() -> None:
     requests = [WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False), WorkloadRequest([4, 5], 4, 8, ignore_eos=True)] * 2
-    assert backwards(requests, sequences=6, max_tokens=16) == [
+    assert warm_up_requests(requests, sequences=6, max_tokens=16) == [
         WorkloadRequest([3, 2, 1], 4, 16, ignore_eos=False),
         WorkloadRequest([5, 4], 2, 8, ignore_eos=True),
     ]

@@ -20,7 +20,7 @@ from support.serving import Server, serving
 from tok_server.dashboard import page
 from tok_server.dashboard.history import COLUMNS, EACH, HOUR, LATENCY, SECONDS, History
 from tok_server.dashboard.page import FILES
-from tok_server.observability.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, Took
+from tok_server.observability.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, RequestDurations
 from tok_server.observability.metrics import EngineStats
 from tok_server.observability.ring import Ring
 
@@ -42,7 +42,7 @@ def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> N
 def test_a_percentile_is_off_by_no_more_than_its_bucket(seconds: list[float]) -> None:
     latencies = Latencies()
     for one in seconds:
-        latencies.observe(Took(one, None, one))
+        latencies.observe(RequestDurations(one, None, one))
     latencies.tick()
     found = latencies.recent()
     for number, share in enumerate(SHARES):
@@ -54,7 +54,7 @@ def test_a_percentile_is_off_by_no_more_than_its_bucket(seconds: list[float]) ->
 
 def test_latencies_are_forgotten_after_an_hour_and_no_earlier() -> None:
     latencies = Latencies()
-    latencies.observe(Took(0.1, 0.01, 1.0))
+    latencies.observe(RequestDurations(0.1, 0.01, 1.0))
     for ticks in range(1, RECENT * SLICES + 1):
         latencies.tick()
         assert latencies.ended() == 1

@@ -60,7 +60,7 @@ def test_an_answer_in_pieces_says_what_a_whole_one_says(
     whole = server.call("POST", f"/v1/{path}", asked)
     assert whole.status == 200, whole.body
     assert "content-length" in whole.headers
-    for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MANY_NUMBERS", 0), ("PIECE", 100), ("ENTRIES", 7)):
+    for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MIN_PIECEWISE_COMPONENTS", 0), ("PIECE", 100), ("ENTRIES", 7)):
         for module in (answer, json_pieces, embeddings):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)

@@ -12,7 +12,7 @@ import pytest
 
 from support.patience import PATIENCE
 from tok_server.http.event_loop import new_event_loop, run
-from tok_server.http.pauses import SWITCH, keep_short
+from tok_server.http.pauses import SWITCH, shorten_pauses
 from tok_server.limits.deadlines import Deadlines
 from tok_server.limits.loop_throttle import LoopThrottle
 from tok_server.wire.errors import ApiError
@@ -135,7 +135,7 @@ def interpreter() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interpreter")
 def test_what_was_loaded_is_left_alone_by_the_collector_and_threads_switch_soon() -> None:
-    keep_short()
+    shorten_pauses()
     assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold()[0] > 700
     assert sys.getswitchinterval() == pytest.approx(SWITCH)

@@ -139,7 +139,7 @@ def status_error(status: int, headers: Mapping[str, str], content: bytes) -> API
     """Return the exception for an answer with an error status, whatever the form of its body."""
     kind = InternalServerError if status >= 500 else _BY_STATUS.get(status, APIStatusError)
     body = _loads(content)
-    told = _tell(body)
+    told = _error_details(body)
     message = told.message or (body if isinstance(body, str) and body else "no message")
     if 300 <= status < 400:
         message = f"redirected to {headers.get('Location', 'nowhere')}; set base_url to where the API is"
@@ -160,7 +160,7 @@ def event_error(data: bytes) -> TokError:
 
     An error object gives StreamError, anything else APIResponseError.
     """
-    told = _tell(_loads(data))
+    told = _error_details(_loads(data))
     if told.message is None:
         return APIResponseError(f"the stream has an event that is no chunk: {data[:200]!r}", body=data)
     return StreamError(told.message, type=told.type, param=told.param, code=told.code)
@@ -171,7 +171,7 @@ NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _ErrorDetails:
     message: str | None = None
     type: str | None = None
     param: str | None = None
@@ -185,18 +185,18 @@ def _loads(content: bytes) -> object:
         return content.decode("utf-8", "replace")
 
 
-def _tell(body: object) -> _Told:
+def _error_details(body: object) -> _ErrorDetails:
     """Return the message and details of an error body.
 
     Servers differ: an object or a text under "error", or "message", "detail" at the top level.
     """
     error = body.get("error", body) if isinstance(body, dict) else None
     if isinstance(error, str):
-        return _Told(message=error)
+        return _ErrorDetails(message=error)
     if not isinstance(error, dict):
-        return _Told()
+        return _ErrorDetails()
     message = error.get("message", error.get("detail"))
-    return _Told(_text(message), _text(error.get("type")), _text(error.get("param")), _text(error.get("code")))
+    return _ErrorDetails(_text(message), _text(error.get("type")), _text(error.get("param")), _text(error.get("code")))
 
 
 def _text(value: object) -> str | None:

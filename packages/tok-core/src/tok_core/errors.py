@@ -49,13 +49,13 @@ class RequestFailed(EngineError):
 class EngineDead(EngineError):
     """A process of the engine died while the request was open, or no replica serves.
 
-    first_class  the smallest `priority` of all requests that were open at the replica when it died, including this
-                 one: any of them may have caused it; None: this request was not open then
+    min_open_priority  the smallest `priority` of all requests that were open at the replica when it died, this one
+                       included: any of them may have caused it; None: this request was not open then
     """
 
-    def __init__(self, message: str, first_class: int | None = None) -> None:
+    def __init__(self, message: str, min_open_priority: int | None = None) -> None:
         super().__init__(message)
-        self.first_class = first_class
+        self.min_open_priority = min_open_priority
 
 
 class EngineClosed(EngineError):

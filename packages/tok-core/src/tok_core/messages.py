@@ -55,19 +55,19 @@ class Cancel(msgspec.Struct, tag=True):
 class NewSlots(msgspec.Struct):
     """Slots assigned to new sequences: every array has one entry per slot, except `bias_*`.
 
-    length      positions already in the cache
-    last_token  input of the first decode row, before the slot has sampled a token: a sample that forks from a prompt
-                computed earlier feeds the prompt's last token
-    ends_from   the first sampled position at which a model's end id ends the sample
-    seed        int64; temperatures and all other float columns are float32
-    bias_*      ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of `bias_token[i]` at
-                sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
+    length             positions already in the cache
+    last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
+                       prompt computed earlier feeds the prompt's last token
+    eos_from_position  the first sampled position at which a model's end id ends the sample
+    seed               int64; temperatures and all other float columns are float32
+    bias_*             ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of
+                       `bias_token[i]` at sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
     """
 
     slot: np.ndarray
     length: np.ndarray
     last_token: np.ndarray
-    ends_from: np.ndarray
+    eos_from_position: np.ndarray
     prompt_len: np.ndarray
     seed: np.ndarray
     sample: np.ndarray
@@ -145,8 +145,8 @@ class PromptValues(msgspec.Struct):
 class StepInput(msgspec.Struct):
     """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
-    1. Make the tokens sampled by steps up to `draws_upto` the last tokens of their slots, unless they already are. Drop
-       tokens of slots that have since been given to another sequence.
+    1. Make the tokens sampled by steps up to `sampled_upto` the last tokens of their slots, unless they already are.
+       Drop tokens of slots that have since been given to another sequence.
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
        `(page_slot, page_index) = page_id`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
@@ -167,7 +167,7 @@ class StepInput(msgspec.Struct):
     """
 
     step: int
-    draws_upto: int
+    sampled_upto: int
     new: NewSlots | None
     page_slot: np.ndarray
     page_index: np.ndarray
@@ -221,13 +221,15 @@ class StepOutput(msgspec.Struct, tag=True):
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     """Properties that a worker determines at its start: sizes of model and cache, and the value of every `auto`.
 
-    sampling_defaults  fields of SamplingParams that the model's generation_config.json sets. The server applies them to
-                       requests that leave a field out; the engine takes complete SamplingParams and applies none
-    few_tokens, async_tokens   thresholds of `TensorParallel`; None without tensor parallelism, and `async_tokens` is
-                       None if no step overlaps GEMMs with collectives
-    short_prompt       longer prompts than this (tokens) have another rotary embedding than shorter ones, and share no
-                       cached pages with them; None: all prompts have the same
-    lengths_apart      long prompts of different lengths do not share pages, either
+    sampling_defaults                          fields of SamplingParams that the model's generation_config.json sets.
+                                               The server applies them to requests that leave a field out; the engine
+                                               takes complete SamplingParams and applies none
+    max_all_reduce_tokens, min_overlap_tokens  thresholds of `TensorParallel`; None without tensor parallelism, and
+                                               `min_overlap_tokens` is None if no step overlaps GEMMs with collectives
+    short_prompt                               longer prompts than this (tokens) have another rotary embedding than
+                                               shorter ones, and share no cached pages with them; None: all prompts have
+                                               the same
+    rope_depends_on_length                     long prompts of different lengths do not share pages, either
     """
 
     vocab_size: int
@@ -243,10 +245,10 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     model_id: str = ""
     hidden_size: int = 0
     sampling_defaults: dict[str, int | float] = {}
-    few_tokens: int | None = None
-    async_tokens: int | None = None
+    max_all_reduce_tokens: int | None = None
+    min_overlap_tokens: int | None = None
     short_prompt: int | None = None
-    lengths_apart: bool = False
+    rope_depends_on_length: bool = False
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -310,14 +312,14 @@ class Embedded(msgspec.Struct):
 class Stats(msgspec.Struct):
     """Counters since the start, and gauges, of one manager. An idle manager reports current values.
 
-    skipped_tokens    those of `output_tokens` that a grammar determined, so that no step sampled them
-    discarded_tokens  tokens computed for sequences that had ended
-    deferred_*        steps without a kind of optional work, deferred because the worker's queue ran low; see
-                      `tok_core.manager.batch.deferred_work.BOUNDS`. `deferred_statistics` counts reports that repeated
-                      the last Stats
-    schedule_seconds  time of the manager's CPU to build steps
-    output_seconds    time of the manager's CPU to process returned tokens
-    launch_seconds, device_seconds   as in StepOutput, summed
+    skipped_tokens                  those of `output_tokens` that a grammar determined, so that no step sampled them
+    discarded_tokens                tokens computed for sequences that had ended
+    deferred_*                      steps without a kind of optional work, deferred because the worker's queue ran low;
+                                    see `tok_core.manager.batch.deferred_work.BOUNDS`. `deferred_statistics` counts
+                                    reports that repeated the last Stats
+    schedule_seconds                time of the manager's CPU to build steps
+    output_seconds                  time of the manager's CPU to process returned tokens
+    launch_seconds, device_seconds  as in StepOutput, summed
     """
 
     requests_running: int = 0
@@ -391,13 +393,13 @@ class Progress(msgspec.Struct, tag=True):
 class ProcessLaunch(msgspec.Struct):
     """Launch parameters of a child process: its role, log settings, and the addresses of its sockets.
 
-    json_log    log as JSON objects rather than as text
-    replica     index of the process's replica
-    place       coordinates of a worker; None for the manager
-    steps       addresses at which the workers receive steps, in order of their numbers
-    on_host     maximum number of workers on the host of a worker, of all replicas and including itself
-    rendezvous  path of the file through which the workers meet, or their address if they are on several hosts
-    device      index of a worker's GPU among those it sees; None: derived from `replica` and `place`
+    json_log         log as JSON objects rather than as text
+    replica          index of the process's replica
+    place            coordinates of a worker; None for the manager
+    steps            addresses at which the workers receive steps, in order of their numbers
+    workers_on_host  maximum number of workers on the host of a worker, of all replicas and including itself
+    rendezvous       path of the file through which the workers meet, or their address if they are on several hosts
+    device           index of a worker's GPU among those it sees; None: derived from `replica` and `place`
     """
 
     role: str
@@ -410,7 +412,7 @@ class ProcessLaunch(msgspec.Struct):
     reports: str
     steps: list[str]
     outputs: str
-    on_host: int
+    workers_on_host: int
     rendezvous: str | Rendezvous
     device: int | None = None
 

@@ -162,10 +162,10 @@ class Backend(Protocol):
         """
         ...
 
-    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+    def record_sampled_tokens(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
         """Store each row's sampled token (int64) as the last token of its slot (int32), and mark slots that end.
 
-        A slot ends if its token is an end id and the token's position, the slot's length, is at least `ends_from`.
+        A slot ends if its token is an end id and its length, the token's position, is at least `eos_from_position`.
         Returns int32 `[2, R]` for the host: the tokens, and the bits of their float32 log-probabilities.
         """
         ...

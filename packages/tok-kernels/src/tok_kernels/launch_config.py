@@ -69,7 +69,7 @@ def use(launches: Mapping[Kernel, AttentionLaunch]) -> None:
     _found.update(launches)
 
 
-def forget(kernel: Kernel) -> None:
+def remove_override(kernel: Kernel) -> None:
     """Launch the kernel with the table's configuration again."""
     _found.pop(kernel, None)
 
@@ -130,12 +130,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
-def starts_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, from Hopper on)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def early(device: torch.device) -> dict[str, bool]:
+def pdl_options(device: torch.device) -> dict[str, bool]:
     """Return launch options for a kernel that may start before its predecessor ends, if the predecessor permits it.
 
     The kernel argument EARLY is True if it may. Every program of such a kernel waits for the predecessor's end
@@ -143,7 +143,7 @@ def early(device: torch.device) -> dict[str, bool]:
     all results before it complete once it has waited itself. `tok_kernels.attention.triton.decode.decode` explains its
     exception.
     """
-    return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
+    return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
 
 
 def _launch(kernel: Kernel) -> AttentionLaunch:

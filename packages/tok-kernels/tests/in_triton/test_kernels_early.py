@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, rope_table
 from tok_kernels.backends.triton import TritonBackend
-from tok_kernels.launch_config import early, starts_early
+from tok_kernels.launch_config import pdl_options, supports_pdl
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
 PAGE, PREFIX, CONTEXT = 16, 512, 700
@@ -109,5 +109,5 @@ def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: in
 
 def test_only_where_the_device_can_is_a_kernel_told_that_it_starts_early() -> None:
     cpu = torch.device("cpu")
-    assert not starts_early(cpu)
-    assert early(cpu) == {"EARLY": False}
+    assert not supports_pdl(cpu)
+    assert pdl_options(cpu) == {"PDL": False}

@@ -20,7 +20,7 @@ from torch import Tensor
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
 from tok_kernels import Exchange, SamplingBatch
 from tok_kernels.collectives import triton_exchange as exchange
-from tok_kernels.collectives.exchange import SETS, SUM_BYTES, Lane
+from tok_kernels.collectives.exchange import SETS, SUM_BYTES, ExchangeChannel
 from tok_kernels.sampling.triton import shard_exchange as sampling_exchange
 from tok_kernels.sampling.triton.sampling import sample
 
@@ -51,7 +51,7 @@ def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
     return [Exchange.over(buffers, rank, patience=10.0) for rank in range(ranks)]
 
 
-def lanes(one: Exchange) -> list[Lane]:
+def lanes(one: Exchange) -> list[ExchangeChannel]:
     return [one.sums, one.draws]
 
 
@@ -117,10 +117,10 @@ def _end_turn(turns, program, turn):
 
 
 # What each rank computes in one turn. So many things, the second number, depend on each other.
-Meet = Callable[[list[Lane], Callable[[int], Tensor], int], list[Tensor]]
+Meet = Callable[[list[ExchangeChannel], Callable[[int], Tensor], int], list[Tensor]]
 
 
-def one_by_one(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+def one_by_one(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
     """The same turn again and again, with the words that were sent the time before."""
     begun = [lane.turns.clone() for lane in lanes]
     arrived = [torch.zeros_like(lane.buffers[rank]) for rank, lane in enumerate(lanes)]
@@ -141,7 +141,7 @@ def one_by_one(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int)
     return found
 
 
-def at_once(lanes: list[Lane], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+def at_once(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
     begun = [lane.turns.clone() for lane in lanes]
     streams = [torch.cuda.Stream() for _ in lanes]  # type: ignore[no-untyped-call]
     found = list[Tensor]()

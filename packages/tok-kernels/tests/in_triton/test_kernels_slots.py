@@ -38,7 +38,7 @@ def columns(seed: int, device: torch.device) -> SlotColumns:
             last_token=whole(20, SLOTS + 1),
             length=whole(PAGES_EACH * PAGE, SLOTS + 1),
             ended=ended,
-            ends_from=whole(PAGES_EACH * PAGE, SLOTS + 1),
+            eos_from_position=whole(PAGES_EACH * PAGE, SLOTS + 1),
             page_table=pages.view(SLOTS + 1, PAGES_EACH),
             token_of=torch.full((len(pages) * PAGE + 1,), -1),
             end_ids=torch.tensor(ENDS),
@@ -49,7 +49,7 @@ def columns(seed: int, device: torch.device) -> SlotColumns:
 
 
 def on(device: torch.device, slots: SlotColumns) -> SlotColumns:
-    names = ("last_token", "length", "ended", "ends_from", "page_table", "token_of", "end_ids")
+    names = ("last_token", "length", "ended", "eos_from_position", "page_table", "token_of", "end_ids")
     return replace(slots, **{name: getattr(slots, name).clone().to(device) for name in names})
 
 
@@ -69,7 +69,7 @@ def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
         made = backend.decode_rows(slot, slots)
         token = (torch.arange(len(chosen), device=here) * 7 + seed) % 20
         logprob = -(torch.arange(len(chosen)) + 1.0).sqrt()  # of one device, for all
-        drawn = backend.record_draws(slot, token, logprob.to(here), slots)
+        drawn = backend.record_sampled_tokens(slot, token, logprob.to(here), slots)
         live = slots.scratch  # the scratch row may hold anything
         tensors = [made.token, made.position, made.kv_index, made.kv_len, drawn, slots.length]
         tensors += [slots.ended, slots.token_of[:live], slots.last_token[:SLOTS]]
@@ -84,7 +84,7 @@ def test_a_row_feeds_its_last_token_behind_what_is_cached_and_an_end_id_stops_it
         here = slots.length.device
         slots.ended[:2] = 0
         slots.length[:2] = torch.tensor([5, 3])
-        slots.ends_from[:2] = torch.tensor([6, 5])
+        slots.eos_from_position[:2] = torch.tensor([6, 5])
         slots.last_token[:2] = torch.tensor([17, 18])
         slot = torch.tensor([1, 0], dtype=torch.int32, device=here)
         made = backend.decode_rows(slot, slots)
@@ -95,7 +95,7 @@ def test_a_row_feeds_its_last_token_behind_what_is_cached_and_an_end_id_stops_it
         assert made.kv_index.tolist() == [pages[0] * PAGE + 3, pages[1] * PAGE + 1]
         assert slots.token_of[made.kv_index].tolist() == [18, 17]
         token = torch.tensor([ENDS[1], ENDS[0]], device=here)
-        drawn = backend.record_draws(slot, token, torch.tensor([-0.5, -2.0], device=here), slots)
+        drawn = backend.record_sampled_tokens(slot, token, torch.tensor([-0.5, -2.0], device=here), slots)
         assert drawn[0].tolist() == [ENDS[1], ENDS[0]]
         assert drawn[1].view(torch.float32).tolist() == [-0.5, -2.0]
         assert slots.ended[:2].tolist() == [1, 0]  # slot 1 may not end before position 5, and drew for 4

@@ -12,7 +12,7 @@ from aiohttp import web
 from tok_core import AsyncEngine
 from tok_server.batch import BATCH_OPERATIONS, add_batches
 from tok_server.dashboard import add_dashboard
-from tok_server.http import CONTEXT, Context, common, dress
+from tok_server.http import CONTEXT, Context, common, set_response_headers
 from tok_server.observability import EngineStats, Metrics
 from tok_server.openai import OPENAI_OPERATIONS
 from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
@@ -36,7 +36,7 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     app[CONTEXT] = context
     app[DOCUMENT] = OpenAPIDocument(OPERATIONS, authorised=bool(settings.api_keys))
     app.add_routes([one.route() for one in OPERATIONS])
-    app.on_response_prepare.append(dress)
+    app.on_response_prepare.append(set_response_headers)
     app.cleanup_ctx.append(_close_pool)
     add_batches(app, engine, settings)
     add_dashboard(app, context, lambda: _stats(context))

@@ -15,12 +15,14 @@ from aiohttp import web
 
 from tok_core import AsyncEngine, EngineConfig, TokError
 from tok_server.app import make_app
-from tok_server.http import CONTEXT, Context, allow_files, keep_short, listening, server_context
+from tok_server.http import CONTEXT, Context, allow_files, listening, server_context, shorten_pauses
 from tok_server.settings import Settings
 
 log = logging.getLogger("tok.server")
 
-ECHO = 0.5  # seconds in which a second signal is ignored: launchers forward signals that the server has got already
+REPEATED_SIGNAL_SECONDS = (
+    0.5  # seconds in which a second signal is ignored: launchers forward signals that the server has got already
+)
 POLL = 0.05  # seconds between checks of the open requests while draining
 
 
@@ -55,7 +57,7 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
 async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
     if not await _started(engine, stopping):
         return
-    keep_short()
+    shorten_pauses()
     context.ready = True
     announce()
     await stopping.wait()
@@ -95,7 +97,7 @@ def _busy(context: Context) -> bool:
     """
     if context.open_requests:
         return True
-    return context.unhurried() > 0 and context.engine.health().state != "failed"
+    return context.background_requests() > 0 and context.engine.health().state != "failed"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -131,7 +133,7 @@ def _stop_on_signals() -> asyncio.Event:
         if not stopping.is_set():
             first = loop.time()
             stopping.set()
-        elif loop.time() - first > ECHO:
+        elif loop.time() - first > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)  # the engine's processes end with their parent
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 
-class Done:
+class AnsweredPrompts:
     """The answered prompts of an output file, by index, or by key if the run has keys (which takes more memory).
 
     A digest of each request is kept, so that a run with other prompts or parameters is refused.

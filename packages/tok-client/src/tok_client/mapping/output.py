@@ -13,7 +13,7 @@ from typing import IO, Generic, TypeVar
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_client.mapping.done import Done
+from tok_client.mapping.done import AnsweredPrompts
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Output:
         self._name = os.fspath(path)
         self._lock = threading.Lock()
         self._file: FileIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 - it is closed by `close`
-        self.done = Done(self._name, keyed=keyed)
+        self.done = AnsweredPrompts(self._name, keyed=keyed)
         try:
             _own(self._file, self._name)
         except BaseException:

@@ -136,8 +136,8 @@ class ChatCompletions(Resource):
     ) -> Map[Conversation, ChatCompletion]:
         """Answer all of `conversations`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a later
-        run continues an output file. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(conversations, chats_of, key, params, extra_body, timeout)
 

@@ -71,8 +71,8 @@ class AsyncCompletions(AsyncResource):
     ) -> AsyncMap[Prompt, Completion]:
         """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
 
-        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a later
-        run continues an output file. The other parameters are those of `create`.
+        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(prompts, completions_of, key, params, extra_body, timeout)
 
@@ -136,7 +136,7 @@ class Completions(Resource):
     ) -> Map[Prompt, Completion]:
         """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a later run
-        continues an output file. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(prompts, completions_of, key, params, extra_body, timeout)

@@ -41,8 +41,8 @@ class AsyncEmbeddings(AsyncResource):
     ) -> AsyncMap[Prompt, EmbeddingList]:
         """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
 
-        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns an input's key, by which a later
-        run continues an output file. The other parameters are those of `create`.
+        See `AsyncMap` for the results and `MapOptions` for the options. `key` returns an input's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(inputs, embeddings_of, key, params, extra_body, timeout)
 
@@ -77,7 +77,7 @@ class Embeddings(Resource):
     ) -> Map[Prompt, EmbeddingList]:
         """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
 
-        See `Map` for the results and `MapOptions` for the options. `key` returns an input's key, by which a later run
-        continues an output file. The other parameters are those of `create`.
+        See `Map` for the results and `MapOptions` for the options. `key` returns an input's key, by which a
+        later run continues an output file. The other parameters are those of `create`.
         """
         return self._map(inputs, embeddings_of, key, params, extra_body, timeout)

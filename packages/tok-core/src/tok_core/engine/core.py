@@ -32,7 +32,7 @@ from tok_core.engine.requests import (
 )
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
-from tok_core.grammar import Checker, GrammarTask, LocalExaminer, process_checker, refuse
+from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
 from tok_core.messages import EngineInfo, Int32
 from tok_core.model_files import resolve
 from tok_core.outputs import Ending, Pooling
@@ -103,7 +103,7 @@ class EngineCore:
         self._output_router.tokenizer, self.chat_template = load_text(path)
         self._replica_set.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
         self._replica_set.await_start()
-        task = GrammarTask(str(path), self.info.vocab_size, self.info.eos_token_ids)
+        task = GrammarLimits(str(path), self.info.vocab_size, self.info.eos_token_ids)
         self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
 
     def close(self, drain: float = 0.0) -> None:

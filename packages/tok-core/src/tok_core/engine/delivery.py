@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.engine.finished_texts import transcribe
+from tok_core.engine.finished_texts import detokenise_finished
 from tok_core.engine.requests import StreamedTokens
 from tok_core.engine.token_store import TokenStore
 from tok_core.messages import Finished, Int64, Progress
@@ -34,7 +34,7 @@ class Delivery(NamedTuple):
         return [*self.streamed.bounds, *(rid for rid in self.ends if rid not in self.streamed.bounds)]
 
 
-def sort_out(
+def group_by_request(
     progress: Progress, token_store: TokenStore, each_token: Set[int], tokenizer: Tokenizer | None
 ) -> Delivery:
     """Sort a report by request, and store its tokens. `each_token`: requests that are notified of each token."""
@@ -49,7 +49,7 @@ def sort_out(
     counted = rids, np.bincount(which, minlength=len(rids))
     streamed = _streamed_tokens(progress, rids, which, each_token) if each_token else NOTHING
     if progress.finished:
-        streamed = streamed._replace(whole=transcribe(progress.finished, token_store, tokenizer))
+        streamed = streamed._replace(whole=detokenise_finished(progress.finished, token_store, tokenizer))
     return Delivery(counted, begun, streamed, ends)
 
 

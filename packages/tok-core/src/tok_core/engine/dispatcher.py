@@ -152,7 +152,9 @@ class Dispatcher:
             except Exception:
                 log.exception("request %s cannot be computed anew", request.request_id)
             self.withdraw(request)
-            request.fail(EngineDead(str(error), error.first_class))  # a copy each, since raising one sets its traceback
+            request.fail(
+                EngineDead(str(error), error.min_open_priority)
+            )  # a copy each, since raising one sets its traceback
             return False
 
     def _replay(self, request: OpenRequest, lost: int) -> bool:

@@ -23,7 +23,7 @@ class FinishedTexts(NamedTuple):
     texts: list[str | Exception]
 
 
-def transcribe(
+def detokenise_finished(
     ends: Sequence[Finished], token_store: TokenStore, tokenizer: Tokenizer | None
 ) -> dict[int, FinishedTexts]:
     """Detokenise the ended samples that are in the token store; return them by rid. Their tokens stay in the store."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from tok_core.engine.delivery import NO_ENDS, Delivery, sort_out
+from tok_core.engine.delivery import NO_ENDS, Delivery, group_by_request
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.requests import OpenRequest, notify, reported_error, request_parts
@@ -46,7 +46,7 @@ class OutputRouter:
             return
         if self._router.several:
             progress = request_parts.of_requests(progress)
-        brought = sort_out(progress, self._token_store, self._requests.each_token, self.tokenizer)
+        brought = group_by_request(progress, self._token_store, self._requests.each_token, self.tokenizer)
         open_ones = self._requests.by_rid
         with self._lock:
             self._note_progress(replica, progress, brought)

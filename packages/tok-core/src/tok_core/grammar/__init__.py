@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from tok_core.grammar.checker import Checker, GrammarTask, LocalExaminer, refuse
+from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer, refuse
 from tok_core.grammar.json_schema import Json, SchemaRules
 from tok_core.grammar.local import LocalWorkers, loader
 from tok_core.grammar.masks import Mask, MaskCache
-from tok_core.grammar.matchers import MAX_KNOWN_MASKS, REPLAY, Follow, Followed, MatcherCall, MatcherReply, Verdict
+from tok_core.grammar.matchers import (
+    MAX_KNOWN_MASKS,
+    REPLAY,
+    FollowRequest,
+    FollowResult,
+    MatcherCall,
+    MatcherReply,
+    Verdict,
+)
 from tok_core.grammar.regex import Unsupported, complement, one_of, regular
 from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
 from tok_core.grammar.text import expression
@@ -19,9 +27,9 @@ __all__ = [
     "NOTHING",
     "REPLAY",
     "Checker",
-    "Follow",
-    "Followed",
-    "GrammarTask",
+    "FollowRequest",
+    "FollowResult",
+    "GrammarLimits",
     "Json",
     "LocalExaminer",
     "LocalWorkers",

@@ -22,7 +22,7 @@ CPU_SECONDS: Final = 5
 MEMORY: Final = 192 << 20  # bytes
 
 
-class GrammarTask(msgspec.Struct, frozen=True):
+class GrammarLimits(msgspec.Struct, frozen=True):
     """Model for which grammars are checked and followed, and resources that one grammar may use.
 
     model, vocab_size, end_ids  a model's directory, the number of its ids, and the ids that end a text
@@ -82,7 +82,7 @@ class LocalExaminer:
 
     stoppable = False
 
-    def __init__(self, task: GrammarTask) -> None:
+    def __init__(self, task: GrammarLimits) -> None:
         self._task = task
         self._compiler: Compiler | None = None
 
@@ -262,7 +262,7 @@ def _closed() -> EngineError:
     return EngineError("grammars cannot be checked any more: the engine was closed")
 
 
-def verdict(compiler: Compiler, grammar: Grammar, task: GrammarTask) -> tuple[str, Compiled | None]:
+def verdict(compiler: Compiler, grammar: Grammar, task: GrammarLimits) -> tuple[str, Compiled | None]:
     """Return what is allowed instead of the grammar and None, or "" and the compiled grammar."""
     try:
         compiled = compiler.compile(grammar)

@@ -26,7 +26,7 @@ Masks = NDArray[np.int32]
 """Packed sets of tokens, [n, ⌈V/32⌉]: token t is in a set if bit t mod 32 of word t div 32 is set."""
 
 MAX_COMPILE_THREADS = 8
-MAX_LEAD_TOKENS = 16_384  # texts for which `Compiler.lead` is cached
+MAX_CACHED_PREFIXES = 16_384  # texts for which `Compiler.lead` is cached
 _BEFORE = re.compile(r"^\[[^\]]*\] [^ ]*:\d+: |Check failed: \([^)]*\) is false: ")
 
 
@@ -50,7 +50,7 @@ class Compiler:
         self.words = -(-vocab_size // 32)
         self._pieces = pieces
         self._encode = encode
-        self.lead = lru_cache(MAX_LEAD_TOKENS)(self._lead)
+        self.lead = lru_cache(MAX_CACHED_PREFIXES)(self._lead)
         known = [*pieces[:vocab_size], *[b""] * (vocab_size - len(pieces))]
         self._begin = np.array([piece[0] if piece else -1 for piece in known], np.int16)
         ends = [token for token in end_ids if token < vocab_size]

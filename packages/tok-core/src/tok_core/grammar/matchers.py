@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 MIN_RUN = 3  # forced tokens in a row that are computed at once; fewer are sampled one by one in decode rows
 MAX_RUN = 512  # tokens of a run after which no further forced tokens are looked up in one call
 MAX_KNOWN_MASKS = 256  # masks that a worker and its manager know by number: 5 MB for a vocabulary of 150 000
-REPLAY = -1  # as `Follow.room`: only advance the matcher, return neither run nor mask
+REPLAY = -1  # as `FollowRequest.room`: only advance the matcher, return neither run nor mask
 
 
-class Follow(msgspec.Struct, array_like=True):
+class FollowRequest(msgspec.Struct, array_like=True):
     """Request to advance one sequence by `tokens`. An unknown `sequence` starts a new matcher.
 
     room  how many more tokens the sequence may get, or REPLAY
@@ -35,8 +35,8 @@ class Follow(msgspec.Struct, array_like=True):
     room: int
 
 
-class Followed(msgspec.Struct, array_like=True):
-    """Result of one `Follow`: the continuation that the grammar allows.
+class FollowResult(msgspec.Struct, array_like=True):
+    """Result of one `FollowRequest`: the continuation that the grammar allows.
 
     run      forced tokens (the grammar allows no others), which need no sampling
     given    forced tokens that are too few to skip sampling: sampled one by one after `run`; in reverse order
@@ -58,14 +58,14 @@ class Followed(msgspec.Struct, array_like=True):
 class MatcherCall(msgspec.Struct, array_like=True):
     """Message to a worker: sequences to advance, and sequences that have ended."""
 
-    follow: list[Follow]
+    follow: list[FollowRequest]
     ended: list[int]
 
 
 class MatcherReply(msgspec.Struct, array_like=True):
     """Message from a worker: results of sequences, and new masks as packed words, numbered from `first` on."""
 
-    followed: list[Followed]
+    followed: list[FollowResult]
     first: int
     masks: list[bytes]
 
@@ -128,12 +128,12 @@ class Matchers:
             if self._meter is not None:
                 self._meter.forget(sequence)
 
-    def answer(self, followed: list[Followed]) -> MatcherReply:
+    def answer(self, followed: list[FollowResult]) -> MatcherReply:
         """Return the reply with these results and the masks numbered since the last call."""
         new, self._new = self._new, []
         return MatcherReply(followed, self._count - len(new), new)
 
-    def follow(self, one: Follow) -> Followed:
+    def follow(self, one: FollowRequest) -> FollowResult:
         """Advance one sequence. Raise MemoryError if xgrammar runs out of memory: the process must end then."""
         try:
             return self._metered(one)
@@ -142,9 +142,9 @@ class Matchers:
                 raise MemoryError from None
             self.end([one.sequence])
             reason = f"the grammar cannot be followed: {type(error).__name__}: {str(error)[:300]}"
-            return Followed(one.sequence, failed=reason)
+            return FollowResult(one.sequence, failed=reason)
 
-    def _metered(self, one: Follow) -> Followed:
+    def _metered(self, one: FollowRequest) -> FollowResult:
         if self._meter is None:
             return self._follow(one)
         self._meter.start(one.sequence)
@@ -152,17 +152,17 @@ class Matchers:
         refused = self._meter.stop(one.sequence, len(one.tokens) + len(found.run) + len(found.given))
         if refused:
             self.end([one.sequence])
-            return Followed(one.sequence, refused=refused)
+            return FollowResult(one.sequence, refused=refused)
         return found
 
-    def _follow(self, one: Follow) -> Followed:
+    def _follow(self, one: FollowRequest) -> FollowResult:
         matcher = self._matchers.get(one.sequence)
         if matcher is None:
             matcher = self._matchers[one.sequence] = self._compiled.matcher()
         if not all(map(matcher.accept_token, one.tokens)):
-            return Followed(one.sequence, stuck=True)
+            return FollowResult(one.sequence, stuck=True)
         if one.room == REPLAY:
-            return Followed(one.sequence)
+            return FollowResult(one.sequence)
         run: list[int] = []
         most = min(one.room, MAX_RUN)
         while True:
@@ -170,14 +170,14 @@ class Matchers:
             more = self._settled(matcher, mask) if len(run) < most else _Settled([], over=False)
             run += more.tokens
             if more.over:
-                return Followed(one.sequence, run, [], self._number(mask))
+                return FollowResult(one.sequence, run, [], self._number(mask))
             if not more.tokens:
                 break
         if mask.none:
-            return Followed(one.sequence, run, stuck=True)
+            return FollowResult(one.sequence, run, stuck=True)
         if len(run) < min(one.room, MIN_RUN):
-            return Followed(one.sequence, [], run[::-1], self._number(mask))
-        return Followed(one.sequence, run, [], self._number(mask))
+            return FollowResult(one.sequence, [], run[::-1], self._number(mask))
+        return FollowResult(one.sequence, run, [], self._number(mask))
 
     def _fill(self, sequence: int, matcher: xgrammar.GrammarMatcher) -> Mask:
         self._words.fill(0)

@@ -16,7 +16,7 @@ from tok_core.manager.admission import LengthModel
 from tok_core.manager.batch import RunAhead, runs_low
 from tok_core.manager.grammar import GrammarManager, GrammarWorkers
 from tok_core.manager.kv_cache import Paging
-from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, together
+from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, merge_reports
 from tok_core.manager.scheduler import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.manager.stops import StopSets
@@ -97,7 +97,7 @@ class Manager:
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._stats = Stats()  # as reported last
-        self._told = -math.inf  # time of the last report
+        self._reported_at = -math.inf  # time of the last report
 
     def run(self) -> None:
         """Run until the process ends or a port raises."""
@@ -160,7 +160,7 @@ class Manager:
             self.scheduler.settle()
             return None
         began = time.thread_time()
-        step = self.scheduler.next_step(hurried=self._hurried(), depth=self.run_ahead.depth)
+        step = self.scheduler.next_step(queue_low=self._hurried(), depth=self.run_ahead.depth)
         if step is not None:
             self.output_processor.expect(step)
             self.ports.send(step)
@@ -189,7 +189,7 @@ class Manager:
         short = self.info.short_prompt
         if short is None or prompt_len <= short:
             return b""
-        return (prompt_len if self.info.lengths_apart else 0).to_bytes(4)
+        return (prompt_len if self.info.rope_depends_on_length else 0).to_bytes(4)
 
     def _submit(self, message: Submit) -> None:
         self._arrivals += 1
@@ -219,7 +219,7 @@ class Manager:
         self._cancelled.add(rid)
         if request.left and request.stop_set is not None:  # otherwise its last sample has released it
             self.stops.release(request.stop_set)
-            self.lengths.prompt_stats.release(request.family)
+            self.lengths.prompt_stats.release(request.length_stats_row)
 
     def _drop_cancelled(self) -> None:
         if self._cancelled:
@@ -227,16 +227,16 @@ class Manager:
             self._cancelled = set()
 
     def _report(self, rounds: list[Reported]) -> None:
-        reported = together(rounds)
+        reported = merge_reports(rounds)
         for rid in {end.rid for end in reported.finished}:
             if rid in self.requests and self.requests[rid].left == 0:
                 self.grammars.leave(self.requests.pop(rid))
         running, deferred = self.table.sequences_running, self.scheduler.deferred
-        if not deferred.puts_off("statistics", hurried=self._hurried(), running=running):
+        if not deferred.defers("statistics", queue_low=self._hurried(), running=running):
             self._stats = self.stats()
-        self._tell(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
+        self._send_report(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
 
-    def _tell(self, reported: Reported, rounds: list[int]) -> None:
+    def _send_report(self, reported: Reported, rounds: list[int]) -> None:
         starts = self.scheduler.starter
         cached, starts.newly_cached = starts.newly_cached, []
         failed, self.grammars.failed = self.grammars.failed, []
@@ -244,7 +244,7 @@ class Manager:
         for rid, _ in (*failed, *refused):
             self._cancel(rid)
         self._drop_cancelled()
-        self._told = self._clock()
+        self._reported_at = self._clock()
         # Several samples of a request may have failed; the first reason counts.
         failed = list(dict(reversed(failed)).items())
         self.ports.report(Progress(*reported, cached, self._stats, failed, rounds, refused))
@@ -254,7 +254,7 @@ class Manager:
 
         True for `PATIENCE` seconds after the last report, while steps are in flight.
         """
-        return bool(self.output_processor.in_flight) and 0 <= self._clock() - self._told < PATIENCE
+        return bool(self.output_processor.in_flight) and 0 <= self._clock() - self._reported_at < PATIENCE
 
     def _fail_broken(self) -> None:
         """Fail the requests whose logits were not finite; log this the first time only."""
@@ -272,7 +272,7 @@ class Manager:
 
     def _report_failed(self) -> None:
         self._stats = self.stats()
-        self._tell(NOTHING, [])
+        self._send_report(NOTHING, [])
 
     def _cancel_faulty(self) -> None:
         """Cancel the requests collected in `scheduler.faults`; the next report fails these and no others."""
@@ -287,7 +287,7 @@ class Manager:
         if stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._stats = stats
             self.scheduler.deferred.done("statistics")
-            self._tell(NOTHING, [])
+            self._send_report(NOTHING, [])
 
     def stats(self) -> Stats:
         """Return the counters since the start, and the gauges."""

@@ -52,7 +52,7 @@ class Scheduler:
         self.starter = SequenceStarter(table, paging, stops, lengths.prompt_stats)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
-        self.followers = self.starter.followers
+        self.pending_forks = self.starter.pending_forks
         self.fair_shares = FairShares(table, paging, self.waiting, clock)
         self.admission = Admission(table, paging, lengths, self.retained_prompts)
         self.microbatches = Microbatches(table, stages)
@@ -76,19 +76,19 @@ class Scheduler:
         A request with a grammar is inserted by age, since it may have waited for the grammar to be compiled.
         """
         self.fair_shares.open(request)
-        join = self.waiting.append if request.guide is None else self.waiting.put_back
+        join = self.waiting.append if request.grammar_state is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
 
-    def next_step(self, *, hurried: bool = False, depth: int = 1) -> StepInput | None:
+    def next_step(self, *, queue_low: bool = False, depth: int = 1) -> StepInput | None:
         """Return the next step, or None if nothing can be computed now. Lengths and states advance at once.
 
-        hurried  the worker is about to run dry, so that optional work is deferred
-        depth    longest chain of steps in flight in which each step feeds tokens that the one before it samples
+        queue_low  the worker is about to run dry, so that optional work is deferred
+        depth      longest chain of steps in flight in which each step feeds tokens that the one before it samples
         """
         for turn in range(self.microbatches.count):
             if self.microbatches.waits(depth):
                 return None
-            step = self._next_turn(hurried=hurried, first=turn == 0)
+            step = self._next_turn(queue_low=queue_low, first=turn == 0)
             self.microbatches.next_turn()
             if step is not None:
                 return step
@@ -96,7 +96,7 @@ class Scheduler:
         idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
         return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
 
-    def _next_turn(self, *, hurried: bool, first: bool) -> StepInput | None:
+    def _next_turn(self, *, queue_low: bool, first: bool) -> StepInput | None:
         """Return the step of the microbatch whose turn it is, or None if nothing can be computed in it.
 
         `first`: this is the first turn that this call of `next_step` tries. Samples are admitted in it alone.
@@ -105,14 +105,14 @@ class Scheduler:
         builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults)
         shortages = self._shortages
         if first and self.waiting:
-            self.give_way(self.fair_shares.look(self.computed_tokens))
+            self.preempt_for_slots(self.fair_shares.look(self.computed_tokens))
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
         budget = max(0, self.token_budget.tokens - len(decode))
         prefilling = self._prefilling()
         owners = self.table.epoch[prefilling]
-        admitting = first and self._catch_up(len(prefilling), hurried=hurried, running=len(decode))
-        above = self.waiting.first_class if admitting else None
+        admitting = first and self._catch_up(len(prefilling), queue_low=queue_low, running=len(decode))
+        above = self.waiting.min_open_priority if admitting else None
         if (
             above is not None
             and self.fair_shares.due
@@ -141,14 +141,14 @@ class Scheduler:
         if not len(decode) and not builder.chunks:
             return None
         self.token_budget.observe(exhausted=budget <= 0)
-        groups = self._find_groups(decode, hurried=hurried)
+        groups = self._find_groups(decode, queue_low=queue_low)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
         step = builder.build(self.steps, self.microbatches.step(self.steps, decode), decode, groups, changes)
-        self.microbatches.drew(self.steps, step.sample_slot)
+        self.microbatches.record_sampled(self.steps, step.sample_slot)
         if len(step.mask_row):
             self.table.held[step.sample_slot[step.mask_row]] = True
         return step
@@ -161,7 +161,7 @@ class Scheduler:
         request.preempted.add(int(self.table.sample[slot]))
         self._vacate(slot)
 
-    def give_way(self, slots: Iterable[int]) -> None:
+    def preempt_for_slots(self, slots: Iterable[int]) -> None:
         """Preempt sequences whose slots other samples are to get."""
         for slot in slots:
             request = self.table.requests[slot]
@@ -174,7 +174,7 @@ class Scheduler:
         table = self.table
         known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may append tokens
         complete = table.state[slot] == State.PREFILL or known
-        self.paging.surrender(np.array([slot]))
+        self.paging.release_all_pages(np.array([slot]))
         self.table.state[slot] = State.PREEMPTED
         if complete:
             self.requeue(slot)
@@ -192,13 +192,13 @@ class Scheduler:
 
         Preempted sequences hold no pages; their slots are freed at once.
         """
-        for slot in slots.tolist() if self.followers else ():
-            request, followers = self.table.requests[slot], self.followers.pop(slot, None)
-            if followers is not None and request is not None:
-                request.hold(-len(followers))
-        for slot in slots.tolist() if self.table.followers else ():
-            if (follower := self.table.followers.pop(slot, None)) is not None:
-                self.grammars.end(follower)
+        for slot in slots.tolist() if self.pending_forks else ():
+            request, forks = self.table.requests[slot], self.pending_forks.pop(slot, None)
+            if forks is not None and request is not None:
+                request.hold(-len(forks))
+        for slot in slots.tolist() if self.table.matchers else ():
+            if (matcher := self.table.matchers.pop(slot, None)) is not None:
+                self.grammars.end(matcher)
         if not len(slots):
             return
         holding = self.table.state[slots] != State.PREEMPTED
@@ -212,10 +212,10 @@ class Scheduler:
         self.deferred.done("cache")
         if self._ended:
             slots, self._ended = np.concatenate(self._ended), []
-            self.paging.surrender(slots)
+            self.paging.release_all_pages(slots)
             self.table.free(slots)
 
-    def go_on(self, slots: Int64) -> None:
+    def resume_held(self, slots: Int64) -> None:
         """Let held sequences sample again; they prefill first if more than their last token is not in the cache."""
         table = self.table
         table.held[slots] = False
@@ -233,15 +233,15 @@ class Scheduler:
         self.release(np.array(list(request.slots.values()), np.int64))
         self.retained_prompts.drop(request.rid)
 
-    def _catch_up(self, prefilling: int, *, hurried: bool, running: int) -> bool:
+    def _catch_up(self, prefilling: int, *, queue_low: bool, running: int) -> bool:
         """Settle unless that can be deferred; return whether to start samples, in which case it has settled."""
-        if self.waiting and not (running and self.deferred.puts_off("admission", hurried=hurried, running=running)):
+        if self.waiting and not (running and self.deferred.defers("admission", queue_low=queue_low, running=running)):
             self.settle()
-            if self.table.free_slots and not self.deferred.puts_off("forecast", hurried=hurried, running=running):
+            if self.table.free_slots and not self.deferred.defers("forecast", queue_low=queue_low, running=running):
                 self.admission.refresh()
             return True
         # Prefills and forks allocate pages and look up cached ones, so they need the pages of ended sequences.
-        if self.table.ended and (prefilling or not self.deferred.puts_off("cache", hurried=hurried, running=running)):
+        if self.table.ended and (prefilling or not self.deferred.defers("cache", queue_low=queue_low, running=running)):
             self.settle()
         return False
 
@@ -322,7 +322,7 @@ class Scheduler:
         self.paging.publish(slot)
         if start + count == table.target[slot]:
             forks = self.starter.finish_prefill(slot, self.steps + 1)
-            builder.draw(slot, forks)
+            builder.add_sampling(slot, forks)
             # Forks have the same length and limit as their leader.
             state = State.DRAIN if table.length[slot] + 1 >= table.limit[slot] else State.DECODE
             table.state[slot] = state
@@ -348,7 +348,7 @@ class Scheduler:
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
-    def _find_groups(self, decode: Int64, *, hurried: bool) -> Groups:
+    def _find_groups(self, decode: Int64, *, queue_low: bool) -> Groups:
         """Return the groups that save the most page reads; fewer than two rows have none.
 
         If regrouping is deferred, the last groups are used, without rows that have left.
@@ -357,12 +357,12 @@ class Scheduler:
             return NO_GROUPS
         table, deferred = self.table, self.deferred
         # With several microbatches, the deferral might hit the same one each time.
-        hurried = hurried and self.microbatches.count == 1
-        puts_off = partial(deferred.puts_off, "regrouping", hurried=hurried, running=len(decode))
+        queue_low = queue_low and self.microbatches.count == 1
+        defers = partial(deferred.defers, "regrouping", queue_low=queue_low, running=len(decode))
         grouping = self.groupings[self.microbatches.turn]
-        resting = self.microbatches.resting(decode)
-        around = np.array((resting, table.node[resting], table.epoch[resting]), np.int64)
-        groups = grouping.find(decode, table.node[decode], table.epoch[decode], puts_off, around)
+        sitting_out = self.microbatches.sitting_out(decode)
+        around = np.array((sitting_out, table.node[sitting_out], table.epoch[sitting_out]), np.int64)
+        groups = grouping.find(decode, table.node[decode], table.epoch[decode], defers, around)
         self.group_rows += groups.rows
         return groups
 

@@ -59,23 +59,23 @@ class State:
 class Request:
     """One open request: its prompt, its parameters, and the slots of its running samples.
 
-    limit         tokens, prompt and output, at which its samples end by length
-    least         tokens, prompt and output, that each of its samples has at least when it ends
-    leader        slot that prefills the prompt now, for itself and the samples that fork from it
-    asks          whether the leader's chunks still have to return prompt outputs (`prompt_asks`)
-    guide         state of its grammar
-    resting       matcher states of samples that wait for a slot again, by sample
-    tenant, salt  as in `Submit`
-    account       its caller's account
-    arrived       when it joined the queue, in seconds
-    running       samples that hold a slot or will fork from the leader
-    displaced     samples that wait because others took their slots
+    limit                 tokens, prompt and output, at which its samples end by length
+    least                 tokens, prompt and output, that each of its samples has at least when it ends
+    leader                slot that prefills the prompt now, for itself and the samples that fork from it
+    wants_prompt_outputs  whether the leader's chunks still have to return prompt outputs (`requested_prompt_outputs`)
+    grammar_state         state of its grammar
+    parked_matchers       matcher states of samples that wait for a slot again, by sample
+    tenant, salt          as in `Submit`
+    account               its caller's account
+    arrived               when it joined the queue, in seconds
+    running               samples that hold a slot or will fork from the leader
+    displaced             samples that wait because others took their slots
     """
 
     __slots__ = (
-        *("account", "arrival", "arrived", "asks", "displaced", "family", "guide", "leader", "least", "left", "limit"),
-        *("params", "pooled", "pooling", "preempted", "prompt", "reported", "resting", "rid", "running", "salt"),
-        *("samples", "slots", "stop_set", "tenant", "undrawn"),
+        *("account", "arrival", "arrived", "displaced", "grammar_state", "leader", "least", "left", "length_stats_row"),
+        *("limit", "params", "parked_matchers", "pooled", "pooling", "preempted", "prompt", "reported", "rid"),
+        *("running", "salt", "samples", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
     )
 
     def __init__(
@@ -99,16 +99,16 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.family = SINGLE_SAMPLE  # row of `PromptLengthStats`; set when the first of its samples starts
+        self.length_stats_row = SINGLE_SAMPLE  # row of `PromptLengthStats`; set when the first of its samples starts
         self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
         self.least = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
-        self.undrawn = params.n  # samples whose first token is not scheduled
-        self.guide: GrammarState | None = None
-        self.resting: dict[int, MatcherState] = {}
+        self.unsampled = params.n  # samples whose first token is not scheduled
+        self.grammar_state: GrammarState | None = None
+        self.parked_matchers: dict[int, MatcherState] = {}
         self.leader: int | None = None
         self.preempted: set[int] = set()  # samples that have been preempted for lack of pages
         self.displaced: set[int] = set()
@@ -116,7 +116,7 @@ class Request:
         self.reported = False  # whether the engine knows how much of the prompt was cached
         self.pooling = pooling
         self.pooled: Float32 | None = None  # sum of the parts of its embedding that are back
-        self.asks = pooling is not None or params.prompt_logprobs is not None
+        self.wants_prompt_outputs = pooling is not None or params.prompt_logprobs is not None
 
     def hold(self, samples: int) -> None:
         """Add `samples`, which may be negative, to the number that hold a slot or will fork from the leader."""
@@ -129,7 +129,7 @@ class Request:
     @property
     def needs_all(self) -> bool:
         """Return whether the leader has to compute all of the prompt, cached or not."""
-        return self.asks and self.pooling != "last"
+        return self.wants_prompt_outputs and self.pooling != "last"
 
 
 class Pending:
@@ -158,31 +158,33 @@ class SequenceTable:
 
     Legend: S slots, P pages a slot may hold, M the longest sequence in tokens.
 
-    tokens      int32 [S, M], prompt and output tokens
-    length      positions in the cache, or scheduled to be; while decoding, `tokens[slot, length]` is the next to feed
-    target      tokens to prefill before the first token is sampled
-    known       tokens whose values the manager has (prompt and returned ones)
-    limit       tokens at which the sequence ends by length
-    least       tokens that it has at least when it ends, unless it is cancelled
-    min_total   number of tokens up to which only `limit` ends it
-    ends_from   first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
-    family      row of `PromptLengthStats`, the same for all samples of a prompt
-    followed    output tokens that the length model has counted
-    pages       int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the others to
-                the slot
-    announced   whether the worker knows the slot's present owner
-    epoch       incremented whenever the slot's owner has ended: late tokens of an earlier owner have a smaller one
-    microbatch  pipeline only: microbatch in which it decodes
-    drawn       pipeline only: last step in which its present owner sampled
-    guided      whether a grammar restricts its tokens
-    held        whether it waits for the value of its last token, or for the mask of its grammar after it
-    followers   matcher states by slot, of guided sequences that have sampled
-    order       age: smaller came first
-    account     number of its caller's account in its class
-    granted     whether it was started because it had waited too long
-    priority    class: the smallest is served first and preempted last
-    preempted   whether the sample was preempted for lack of pages before
-    salt        salt of its request, by slot; kept until the slot has another owner
+    tokens             int32 [S, M], prompt and output tokens
+    length             positions in the cache, or scheduled to be; while decoding, `tokens[slot, length]` is the next to
+                       feed
+    target             tokens to prefill before the first token is sampled
+    known              tokens whose values the manager has (prompt and returned ones)
+    limit              tokens at which the sequence ends by length
+    least              tokens that it has at least when it ends, unless it is cancelled
+    min_total          number of tokens up to which only `limit` ends it
+    eos_from_position  first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
+    length_stats_row   row of `PromptLengthStats`, the same for all samples of a prompt
+    followed           output tokens that the length model has counted
+    pages              int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the
+                       others to the slot
+    announced          whether the worker knows the slot's present owner
+    epoch              incremented whenever the slot's owner has ended: late tokens of an earlier owner have a smaller
+                       one
+    microbatch         pipeline only: microbatch in which it decodes
+    last_sampled_step  pipeline only: last step in which its present owner sampled
+    guided             whether a grammar restricts its tokens
+    held               whether it waits for the value of its last token, or for the mask of its grammar after it
+    matchers           matcher states by slot, of guided sequences that have sampled
+    order              age: smaller came first
+    account            number of its caller's account in its class
+    granted            whether it was started because it had waited too long
+    priority           class: the smallest is served first and preempted last
+    preempted          whether the sample was preempted for lack of pages before
+    salt               salt of its request, by slot; kept until the slot has another owner
     """
 
     def __init__(self, slots: int, max_len: int, page_size: int) -> None:
@@ -193,10 +195,10 @@ class SequenceTable:
         self.announced = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(slots, np.int64)
         self.microbatch = np.zeros(slots, np.int64)
-        self.drawn = np.zeros(slots, np.int64)
+        self.last_sampled_step = np.zeros(slots, np.int64)
         self.guided = np.zeros(slots, np.bool_)
         self.held = np.zeros(slots, np.bool_)
-        self.followers: dict[int, MatcherState] = {}
+        self.matchers: dict[int, MatcherState] = {}
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.account = np.zeros(slots, np.int64)
@@ -211,12 +213,12 @@ class SequenceTable:
         self.limit = np.zeros(slots, np.int32)
         self.least = np.zeros(slots, np.int32)
         self.min_total = np.zeros(slots, np.int32)
-        self.ends_from = np.zeros(slots, np.int32)
+        self.eos_from_position = np.zeros(slots, np.int32)
         self.num_pages = np.zeros(slots, np.int32)
         self.num_shared = np.zeros(slots, np.int32)
         self.node = np.zeros(slots, np.int32)
         self.stop_set = np.zeros(slots, np.int32)
-        self.family = np.zeros(slots, np.int64)
+        self.length_stats_row = np.zeros(slots, np.int64)
         self.followed = np.zeros(slots, np.int32)
         self.filters = np.zeros(slots, np.bool_)
         self.penalises = np.zeros(slots, np.bool_)
@@ -280,7 +282,7 @@ class SequenceTable:
         assert request.stop_set is not None
         self.state[slots] = State.PREFILL
         self.announced[slots] = False
-        self.drawn[slots] = 0
+        self.last_sampled_step[slots] = 0
         self.guided[slots] = params.grammar is not None
         self.held[slots] = False
         self.order[slots] = request.arrival * (1 << 20) + samples
@@ -295,10 +297,10 @@ class SequenceTable:
         self.least[slots] = request.least
         min_total = prompt_len + min(params.min_tokens, request.limit)
         self.min_total[slots] = min_total
-        self.ends_from[slots] = NEVER if params.ignore_eos else min_total
+        self.eos_from_position[slots] = NEVER if params.ignore_eos else min_total
         self.num_pages[slots] = self.num_shared[slots] = 0
         self.stop_set[slots] = request.stop_set
-        self.family[slots] = request.family
+        self.length_stats_row[slots] = request.length_stats_row
         self.followed[slots] = len(tokens) - prompt_len
         self.filters[slots] = params.filters and params.temperature > 0
         self.penalises[slots] = params.penalises

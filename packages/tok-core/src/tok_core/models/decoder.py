@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module, ABC):
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
 
-    def products(self, x: Tensor, shared: TPLayout | None) -> Tensor:
+    def run_gemms(self, x: Tensor, shared: TPLayout | None) -> Tensor:
         """Run the layer without its attention kernel, in layout `shared`, to time and warm up its GEMMs."""
         attention, norm = self.self_attn, self.input_layernorm
         if shared is None:

@@ -74,8 +74,8 @@ class Linear(nn.Module):
     parts   name of each matrix in a checkpoint, and the range of its rows that this rank holds
     inputs  range of columns that this rank holds
     gated   return `silu(gate) · up` of the two matrices' results
-    finer   use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results
-            that are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
+    fp16    use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results that
+            are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         gated: bool = False,
-        finer: bool = False,
+        fp16: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = place.backend
         rows = sum(part.count for part in parts.values())
-        dtype = torch.float16 if finer and place.dtype == torch.bfloat16 else place.dtype
+        dtype = torch.float16 if fp16 and place.dtype == torch.bfloat16 else place.dtype
         self.weight = place.parameter(rows, inputs.count, dtype=dtype)
         self.bias = place.parameter(rows, dtype=dtype) if bias else None
 
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         hidden = Slice.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         # Attention scores amplify the rounding errors of queries and keys.
-        self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, finer=True)
+        self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, fp16=True)
         self.o_proj = Linear(q, {"o_proj": hidden}, place, bias=o_bias)
         self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None

@@ -2,7 +2,7 @@
 
 A step is one microbatch. All workers launch all steps in the same order. For each step a worker
 
-1. records the sampled tokens of the steps up to its `draws_upto`,
+1. records the sampled tokens of the steps up to its `sampled_upto`,
 2. receives the residual stream from the stage before,
 3. sends the residual stream to the stage after,
 4. samples (last stage), or posts the receive of the sampled tokens (other stages).
@@ -100,14 +100,16 @@ class Pipeline:
     def __init__(self, peers: ProcessGroups, rows: int, size: int, dtype: torch.dtype, slots: int) -> None:
         self.peers = peers
         self.place = place = peers.place
-        self._inlet = None if peers.before is None else PipelineReceiver(peers.before, rows, size, dtype, peers.device)
-        self._outlet = None if peers.after is None else PipelineSender(peers.after, rows, size, dtype, peers.device)
+        self._receiver = (
+            None if peers.before is None else PipelineReceiver(peers.before, rows, size, dtype, peers.device)
+        )
+        self._sender = None if peers.after is None else PipelineSender(peers.after, rows, size, dtype, peers.device)
         self._draws_out: TokenSender | None = None
         self._draws_in: TokenReceiver | None = None
-        if peers.draws is not None and place.last:
-            self._draws_out = TokenSender(peers.draws, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
-        elif peers.draws is not None:
-            self._draws_in = TokenReceiver(peers.draws, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device)
+        if peers.token_group is not None and place.last:
+            self._draws_out = TokenSender(peers.token_group, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
+        elif peers.token_group is not None:
+            self._draws_in = TokenReceiver(peers.token_group, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device)
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
@@ -120,13 +122,13 @@ class Pipeline:
 
     def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
         """Return the residual stream of the stage before, as `PipelineReceiver` does; not at the first stage."""
-        assert self._inlet is not None
-        return self._inlet.receive(rows, into)
+        assert self._receiver is not None
+        return self._receiver.receive(rows, into)
 
     def send(self, stream: Tensor) -> None:
         """Send the residual stream to the stage after; not at the last stage."""
-        assert self._outlet is not None
-        self._outlet.send(stream)
+        assert self._sender is not None
+        self._sender.send(stream)
 
     def share(self, token_R: Tensor) -> None:
         """Broadcast a step's sampled tokens, int32 `[R]`, from the last stage to the others."""

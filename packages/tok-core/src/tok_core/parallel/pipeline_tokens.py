@@ -48,7 +48,7 @@ class TokenSender:
 
 
 class TokenReceiver:
-    """Receiver of each step's sampled tokens, until a later step records them (`StepInput.draws_upto`).
+    """Receiver of each step's sampled tokens, until a later step records them (`StepInput.sampled_upto`).
 
     A slot may get a new sequence before the tokens of its former one are recorded. Such tokens are redirected to slot
     `rows`, which never holds a sequence. Tokens of at most `buffers` steps may be pending.
@@ -64,9 +64,9 @@ class TokenReceiver:
         self._pending: deque[tuple[int, Int32, Tensor, dist.Work]] = deque()
 
     def late(self, step: StepInput) -> list[PendingTokens]:
-        """Return the tokens of the steps up to `step.draws_upto`, in order; they are valid until `expect` is called."""
+        """Return the tokens of the steps up to `step.sampled_upto`, in order; valid until `expect` is called."""
         found = []
-        while self._pending and self._pending[0][0] <= step.draws_upto:
+        while self._pending and self._pending[0][0] <= step.sampled_upto:
             number, slots, token, work = self._pending.popleft()
             found.append(PendingTokens(np.where(self._renewed[slots] > number, self._nobody, slots), token, work))
         return found

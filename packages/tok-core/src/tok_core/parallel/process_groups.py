@@ -22,10 +22,10 @@ _TIMEOUT = timedelta(minutes=30)  # the manager's watchdog ends a stuck replica 
 class ProcessGroups:
     """Process groups of torch.distributed; None for a group that would have only this worker.
 
-    tensor   tensor-parallel group: the ranks of this worker's stage, in order
-    before   the worker of the same rank in the stage before (rank 0) and this worker (rank 1)
-    after    this worker (rank 0) and the worker of the same rank in the stage after (rank 1)
-    draws    the workers of the same rank in all stages, in order, for sampled tokens
+    tensor       tensor-parallel group: the ranks of this worker's stage, in order
+    before       the worker of the same rank in the stage before (rank 0) and this worker (rank 1)
+    after        this worker (rank 0) and the worker of the same rank in the stage after (rank 1)
+    token_group  the workers of the same rank in all stages, in order, for sampled tokens
     """
 
     place: RankCoordinates
@@ -33,17 +33,17 @@ class ProcessGroups:
     tensor: dist.ProcessGroup | None = None
     before: dist.ProcessGroup | None = None
     after: dist.ProcessGroup | None = None
-    draws: dist.ProcessGroup | None = None
+    token_group: dist.ProcessGroup | None = None
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Return the minimum of all workers' values. All workers call this at the same point; it waits for them."""
         if self.place.workers == 1:
             return value
-        least = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        all_reduce_min = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(all_reduce_min, dist.ReduceOp.MIN)
+        return int(all_reduce_min)
 
-    def of_first(self, value: int) -> int:
+    def broadcast_from_first(self, value: int) -> int:
         """Return worker 0's value. All workers call this at the same point; it waits for the others."""
         if self.place.workers == 1:
             return value
@@ -80,12 +80,12 @@ def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: t
     stages, ranks = range(place.stages), range(place.ranks)
     number = [[stage * place.ranks + rank for rank in ranks] for stage in stages]
     tensor = _own([number[stage] for stage in stages])
-    draws = _own([[number[stage][rank] for stage in stages] for rank in ranks], _waiting(device, blocks=1))
+    token_group = _own([[number[stage][rank] for stage in stages] for rank in ranks], _waiting(device, blocks=1))
     pairs = [[[number[stage][rank], number[stage + 1][rank]] for rank in ranks] for stage in stages[:-1]]
     links = [_own(pair, _waiting(device, blocks=4)) for pair in pairs]
     before = links[place.stage - 1] if place.stage > 0 else None
     after = links[place.stage] if place.stage < place.stages - 1 else None
-    return ProcessGroups(place, device, tensor, before, after, draws)
+    return ProcessGroups(place, device, tensor, before, after, token_group)
 
 
 def _store(place: RankCoordinates, rendezvous: Path | Rendezvous) -> Store:

@@ -17,11 +17,12 @@ _EXCHANGED_BYTES = 512 << 10  # bytes; likewise
 class TensorParallel:
     """Tensor-parallel group of a stage: each rank holds a part of every weight matrix.
 
-    few_tokens    largest step, in tokens, that keeps the whole residual stream on every rank
-    async_tokens  smallest step, in tokens, that overlaps its GEMMs with their collectives, whatever few_tokens is;
-                  None: no step does. CUDA only
-    most_bytes    largest tensor, in bytes, whose all-reduce runs through `exchange` instead of torch.distributed
-    exchange      shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
+    max_all_reduce_tokens  largest step, in tokens, that keeps the whole residual stream on every rank
+    min_overlap_tokens     smallest step, in tokens, that overlaps its GEMMs with their collectives, whatever the former
+                           is; None: no step does. CUDA only
+    most_bytes             largest tensor, in bytes, whose all-reduce runs through `exchange` instead of
+                           torch.distributed
+    exchange               shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
 
     The first three decide which collectives a step consists of: they must be equal on all workers of a replica.
     """
@@ -34,8 +35,8 @@ class TensorParallel:
         self.group = group
         self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.few_tokens = DEFAULT_ALL_REDUCE_TOKENS
-        self.async_tokens: int | None = None
+        self.max_all_reduce_tokens = DEFAULT_ALL_REDUCE_TOKENS
+        self.min_overlap_tokens: int | None = None
         self.most_bytes = 0
         self.exchange: Exchange | None = None
         if device.type == "cuda" and _reach_each_other(group, device):
@@ -58,11 +59,11 @@ class TensorParallel:
 
     def overlaps(self, tokens: int) -> bool:
         """Return whether a step of `tokens` overlaps its GEMMs with their collectives."""
-        return self.async_tokens is not None and tokens >= self.async_tokens
+        return self.min_overlap_tokens is not None and tokens >= self.min_overlap_tokens
 
     def replicates(self, tokens: int) -> bool:
         """Return whether every rank holds the whole residual stream in a step of `tokens`."""
-        return tokens <= self.few_tokens and not self.overlaps(tokens)
+        return tokens <= self.max_all_reduce_tokens and not self.overlaps(tokens)
 
     def exchanges(self, x: Tensor) -> bool:
         """Return whether `sum` uses the exchange for tensors like `x`; depends on size and dtype alone."""

@@ -41,20 +41,22 @@ def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_fro
     tensor = model.tensor
     if tensor is None:
         return
-    symmetric = bool(peers.least(tensor.symmetric))  # over all stages; also waits until the last worker has its weights
+    symmetric = bool(
+        peers.all_reduce_min(tensor.symmetric)
+    )  # over all stages; also waits until the last worker has its weights
     if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
     if tensor.device.type != "cuda":
         return
     if async_from != 0 and symmetric:
         tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
-    tensor.most_bytes = peers.of_first(_exchanged_bytes(tensor))
+    tensor.most_bytes = peers.broadcast_from_first(_exchanged_bytes(tensor))
     measured = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
     if peers.place.number == 0:
         log.debug("%s", told(*measured))
     few, overlapped = choose(*measured)
-    few, overlapped = peers.of_first(few), async_from or peers.of_first(overlapped)
-    tensor.few_tokens, tensor.async_tokens = few, None if overlapped == NEVER else overlapped
+    few, overlapped = peers.broadcast_from_first(few), async_from or peers.broadcast_from_first(overlapped)
+    tensor.max_all_reduce_tokens, tensor.min_overlap_tokens = few, None if overlapped == NEVER else overlapped
 
 
 def _exchanged_bytes(tensor: TensorParallel) -> int:
@@ -114,9 +116,9 @@ def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
 def choose(
     sizes: Sequence[int], whole: Sequence[float], sharded: Sequence[float], overlapped: Sequence[float]
 ) -> tuple[int, int]:
-    """Return `few_tokens` and `async_tokens` (or NEVER) from the seconds of each layout at ascending sizes.
+    """Return `max_all_reduce_tokens` and `min_overlap_tokens` (or NEVER) from each layout's seconds at ascending sizes.
 
-    `few_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
+    `max_all_reduce_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
 
     >>> choose([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
     (32, 64)
@@ -160,7 +162,7 @@ def layer_seconds(model: CausalLM, kind: type[TPLayout], tokens: int) -> float:
     rows = tokens if kind is AllReduceLayout else -(-tokens // tensor.ranks)
     x = torch.randn((rows, model.config.hidden_size), dtype=model.dtype, device=tensor.device)
     layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
-    return _seconds(lambda: layer.products(x, form), tensor.device, captured=tokens <= CAPTURED)
+    return _seconds(lambda: layer.run_gemms(x, form), tensor.device, captured=tokens <= CAPTURED)
 
 
 @torch.inference_mode()

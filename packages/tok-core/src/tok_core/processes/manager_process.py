@@ -7,7 +7,7 @@ from itertools import chain
 import zmq
 
 from tok_core.errors import ModelError
-from tok_core.grammar import GrammarTask, WorkerProcesses
+from tok_core.grammar import GrammarLimits, WorkerProcesses
 from tok_core.manager import Manager
 from tok_core.messages import (
     EngineInfo,
@@ -94,7 +94,7 @@ def run_manager(
     tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
-    workers = WorkerProcesses(GrammarTask(launch.config.model, info.vocab_size, info.eos_token_ids))
+    workers = WorkerProcesses(GrammarLimits(launch.config.model, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
     settle()

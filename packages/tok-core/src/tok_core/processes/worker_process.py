@@ -23,9 +23,9 @@ def run_worker(
 ) -> None:
     """Run a worker; never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.on_host))
+        torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.workers_on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
-    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.on_host)
+    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.workers_on_host)
     settle()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if place.returns else None

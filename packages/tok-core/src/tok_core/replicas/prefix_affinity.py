@@ -24,7 +24,7 @@ class PromptPrefix(NamedTuple):
 
 
 class PrefixAffinity:
-    """Map from prefixes to the replicas they were sent to, as bits. Not thread-safe, except for `beginnings`."""
+    """Map from prefixes to the replicas they were sent to, as bits. Not thread-safe, except for `prefixes`."""
 
     def __init__(self, page_size: int, most: int = MAX_PREFIXES) -> None:
         self._lengths = list(_lengths(page_size))
@@ -34,7 +34,7 @@ class PrefixAffinity:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def beginnings(self, tokens: Int32, salt: bytes = b"") -> list[PromptPrefix]:
+    def prefixes(self, tokens: Int32, salt: bytes = b"") -> list[PromptPrefix]:
         """Return the prefixes of a prompt, shortest first. Prompts with different salts share none."""
         found, start, key = [], 0, hash(salt)
         for length in self._lengths:
@@ -45,17 +45,17 @@ class PrefixAffinity:
             start = length
         return found
 
-    def find(self, beginnings: Sequence[PromptPrefix], among: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    def find(self, prefixes: Sequence[PromptPrefix], among: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """Yield lengths of known prefixes, longest first, each with those of the replicas `among` that were sent it."""
-        for key, length in reversed(beginnings):
+        for key, length in reversed(prefixes):
             bits = self._replicas.get(key, 0)
             having = [replica for replica in among if bits >> replica & 1]
             if having:
                 yield length, having
 
-    def add(self, beginnings: Sequence[PromptPrefix], replica: int) -> None:
+    def add(self, prefixes: Sequence[PromptPrefix], replica: int) -> None:
         """Note that a prompt is sent to the replica."""
-        for key, _ in beginnings:
+        for key, _ in prefixes:
             self._replicas[key] = self._replicas.pop(key, 0) | 1 << replica
         while len(self._replicas) > self._most:
             self._replicas.popitem(last=False)

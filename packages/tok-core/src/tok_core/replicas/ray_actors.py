@@ -17,8 +17,8 @@ from tok_core.config import EngineConfig
 from tok_core.errors import EngineError
 from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.messages import Failed, ProcessLaunch, encode
-from tok_core.replicas.ray_cluster import await_room, give_back_room, kind_of_bundle, room_of, side_by_side
-from tok_core.replicas.ray_member import RayManager, RayWorker, Whereabouts
+from tok_core.replicas.ray_cluster import await_placement, kind_of_bundle, node_capacity, remove_placement, side_by_side
+from tok_core.replicas.ray_member import ActorLocation, RayManager, RayWorker
 from tok_core.runtime import is_json
 
 log = logging.getLogger("tok_core")
@@ -33,10 +33,10 @@ class RayActors:
 
     For one thread at a time.
 
-    closing      returns whether the replica is being closed; methods that wait return early then
-    members      actors by role, the manager last
-    whereabouts  host, GPUs and addresses of each actor, by role
-    nodes        id of each worker's node, by role
+    closing   returns whether the replica is being closed; methods that wait return early then
+    members   actors by role, the manager last
+    location  host, GPUs and addresses of each actor, by role
+    nodes     id of each worker's node, by role
     """
 
     def __init__(self, config: EngineConfig, closing: Callable[[], bool]) -> None:
@@ -45,7 +45,7 @@ class RayActors:
         self._group: PlacementGroup | None = None
         self._runs: dict[Any, str] = {}  # object reference of each actor's `run`, and the actor's role
         self.members: dict[str, Any] = {}
-        self.whereabouts: dict[str, Whereabouts] = {}
+        self.location: dict[str, ActorLocation] = {}
         self.nodes: dict[str, str] = {}
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class RayActors:
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
         each = list(all_coordinates(self._config.pp, self._config.tp))
         self._group = placement_group([{kind: 1.0} for _ in each], strategy="PACK")
-        await_room(self._group, self._closing)
+        await_placement(self._group, self._closing)
         if self._closing():
             return
         bundles = side_by_side(self._group)
@@ -76,7 +76,7 @@ class RayActors:
     @property
     def requests(self) -> str:
         """Return the address at which the manager receives requests."""
-        return self.whereabouts["manager"].inboxes[0]
+        return self.location["manager"].inboxes[0]
 
     def ended(self) -> tuple[str, Failed | None] | None:
         """Return an actor that has ended while serving: a reason in words, and its `Failed`, if it sent one.
@@ -88,7 +88,7 @@ class RayActors:
 
     def _end_of(self, run: Any) -> tuple[str, Failed | None]:
         role = self._runs[run]
-        where = self.whereabouts[role]
+        where = self.location[role]
         reason = f"the {role} process {where.pid} on host {where.host}"
         try:
             return f"{reason} ended", Failed(*ray.get(run))
@@ -107,7 +107,7 @@ class RayActors:
         except Exception:
             log.exception("a replica's actors cannot be ended")
         try:  # removing the group ends the remaining actors, too
-            give_back_room(self._group)
+            remove_placement(self._group)
         except Exception:
             log.exception("a replica's room cannot be given back")
 
@@ -117,21 +117,21 @@ class RayActors:
         return ray.remote(kind).options(**resources, max_restarts=0, scheduling_strategy=where)
 
     def _locate(self) -> None:
-        asked = {member.whereabouts.remote(): role for role, member in self.members.items()}
+        asked = {member.location.remote(): role for role, member in self.members.items()}
         waiting, deadline = list(asked), time.monotonic() + STARTING
         while waiting and not self._closing():
             done, waiting = ray.wait(waiting, timeout=GLANCE)
             for one in done:
                 try:
-                    self.whereabouts[asked[one]] = ray.get(one)
+                    self.location[asked[one]] = ray.get(one)
                 except RayError as error:
                     raise EngineError(f"the {asked[one]} process cannot be started: {error}") from None
             if waiting and time.monotonic() > deadline:
                 raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
 
     def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
-        """Return the launch parameters of one actor. Needs the `whereabouts` of all."""
-        workers, manager = [self.whereabouts[worker] for worker in self.nodes], self.whereabouts["manager"]
+        """Return the launch parameters of one actor. Needs the `location` of all."""
+        workers, manager = [self.location[worker] for worker in self.nodes], self.location["manager"]
         visible = self.visible(role)
         return ProcessLaunch(
             role=role,
@@ -144,23 +144,23 @@ class RayActors:
             reports=reports,
             steps=[worker.inboxes[0] for worker in workers],
             outputs=manager.inboxes[1],
-            on_host=1 if place is None else self._most_on(self.nodes[role]),
+            workers_on_host=1 if place is None else self._most_on(self.nodes[role]),
             rendezvous=workers[0].meeting or "",
-            device=visible.index(self.whereabouts[role].gpus[0]) if visible else None,
+            device=visible.index(self.location[role].gpus[0]) if visible else None,
         )
 
     def _most_on(self, node: str) -> int:
         """Return how many workers a node may have: those of this replica, and as many of others as fit."""
         own, every = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
-        others = min(every - len(self.nodes), room_of(node, kind_of_bundle(self._config)) - own)
+        others = min(every - len(self.nodes), node_capacity(node, kind_of_bundle(self._config)) - own)
         return own + max(0, others)
 
     def visible(self, role: str) -> list[str]:
         """Return the GPUs of all of the replica's workers on this one's node, which can read each other's memory."""
-        if not self.whereabouts[role].gpus:
+        if not self.location[role].gpus:
             return []
         same = (other for other, node in self.nodes.items() if node == self.nodes[role])
-        return [gpu for other in same for gpu in self.whereabouts[other].gpus]
+        return [gpu for other in same for gpu in self.location[other].gpus]
 
 
 def _is_effect(end: tuple[str, Failed | None]) -> int:

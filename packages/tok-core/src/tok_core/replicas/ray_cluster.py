@@ -57,7 +57,7 @@ def kind_of_bundle(config: EngineConfig) -> str:
     return "GPU" if found and config.device != "cpu" else "CPU"
 
 
-def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
+def await_placement(group: PlacementGroup, closing: Callable[[], bool]) -> None:
     """Wait until the group is placed, or `closing` returns True. Raise EngineError after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not group.wait(GLANCE) and not closing():
@@ -68,7 +68,7 @@ def await_room(group: PlacementGroup, closing: Callable[[], bool]) -> None:
             raise EngineError(f"the Ray cluster has had {room}")
 
 
-def give_back_room(group: PlacementGroup) -> None:
+def remove_placement(group: PlacementGroup) -> None:
     """Remove a group with everything that runs in it, after Ray has placed it or PLACING seconds have passed.
 
     If a group is removed while Ray is placing it, resources reserved so far stay reserved for the life of the node.
@@ -92,7 +92,7 @@ def side_by_side(group: PlacementGroup) -> list[tuple[int, str]]:
     return sorted(nodes.items(), key=lambda item: (-sizes[item[1]], item[1], item[0]))
 
 
-def room_of(node: str, kind: str) -> int:
+def node_capacity(node: str, kind: str) -> int:
     """Return how many workers a node can hold in all if each needs one resource of that kind."""
     return int(sum(one["Resources"].get(kind, 0) for one in ray.nodes() if one["NodeID"] == node))
 

@@ -27,7 +27,7 @@ log = logging.getLogger("tok_core")
 NICENESS = "RAY_worker_niceness"  # environment variable that Ray reads when a node starts, and passes to its processes
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class ActorLocation(msgspec.Struct, frozen=True):
     """Location of an actor: its host's address, its GPUs, the addresses of its inboxes, and where worker 0 listens."""
 
     host: str
@@ -93,11 +93,11 @@ class RayWorker(_Member):
         if place.number == 0 and place.workers > 1:
             self._listener = socket.create_server((self.host, 0))
 
-    def whereabouts(self) -> Whereabouts:
+    def location(self) -> ActorLocation:
         """Return the location of this worker, for the other actors."""
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
-        return Whereabouts(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
+        return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
 
     def serve(self, launch: ProcessLaunch) -> None:
         from tok_core.processes.worker_process import run_worker
@@ -120,9 +120,9 @@ class RayManager(_Member):
         self._requests: Receiver[list[ToManager]] = Receiver(self.context, self.inbox(), list[ToManager])
         self._outputs: Receiver[FromWorker] = Receiver(self.context, self.inbox(), FromWorker)
 
-    def whereabouts(self) -> Whereabouts:
+    def location(self) -> ActorLocation:
         """Return the location of this manager, for the other actors."""
-        return Whereabouts(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
+        return ActorLocation(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
     def serve(self, launch: ProcessLaunch) -> None:
         from tok_core.processes.manager_process import run_manager

@@ -202,7 +202,7 @@ class ProcessReplica:
             reports=self._address("reports"),
             steps=[self._address(f"steps-{one.number}") for one in self._places],
             outputs=self._address("outputs"),
-            on_host=self._config.dp * len(self._places),
+            workers_on_host=self._config.dp * len(self._places),
             rendezvous=f"{self._directory.name}/rendezvous",
         )
 

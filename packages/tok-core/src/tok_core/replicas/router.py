@@ -23,7 +23,7 @@ class RoutingRequest(NamedTuple):
     tokens: Int32
     params: SamplingParams
     room: int
-    beginnings: Sequence[PromptPrefix]
+    prefixes: Sequence[PromptPrefix]
 
 
 class Assignment(NamedTuple):
@@ -50,7 +50,7 @@ class Router:
 
     def ask(self, rid: int, tokens: Int32, params: SamplingParams, room: int, salt: bytes = b"") -> RoutingRequest:
         """Return the routing properties of a request."""
-        return RoutingRequest(rid, tokens, params, room, self.affinity.beginnings(tokens, salt) if self.several else ())
+        return RoutingRequest(rid, tokens, params, room, self.affinity.prefixes(tokens, salt) if self.several else ())
 
     def place(self, asked: RoutingRequest, samples: range, ready: Sequence[int], *, split: bool) -> list[Assignment]:
         """Assign samples to one of the replicas `ready`, or to several if `split` and the load justifies it."""
@@ -61,10 +61,10 @@ class Router:
         if split and _too_much(prompt + len(samples) * each, loads) and len(samples) >= 2 * MIN_SPLIT_SAMPLES:
             shares = spread(samples, each, prompt, loads)
         else:
-            shares = [Assignment(self._choose(asked.beginnings, loads), samples)]
+            shares = [Assignment(self._choose(asked.prefixes, loads), samples)]
         for replica, part in shares:
             self.loads[replica].add(asked.rid, prompt, len(part), each)
-            self.affinity.add(asked.beginnings, replica)
+            self.affinity.add(asked.prefixes, replica)
             self._last[replica] = next(self._placed)
         return shares
 
@@ -96,9 +96,9 @@ class Router:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         return max(1, limit) if params.ignore_eos else self.lengths.expected(limit)
 
-    def _choose(self, beginnings: Sequence[PromptPrefix], loads: Mapping[int, int]) -> int:
+    def _choose(self, prefixes: Sequence[PromptPrefix], loads: Mapping[int, int]) -> int:
         mean = sum(loads.values()) / len(loads)
-        for length, having in self.affinity.find(beginnings, list(loads)):
+        for length, having in self.affinity.find(prefixes, list(loads)):
             within = [replica for replica in having if loads[replica] <= BOUND * mean + SPARE * length]
             if within:
                 return self._least(within, loads)

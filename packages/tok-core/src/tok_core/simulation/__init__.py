@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tok_core.simulation.engine import SimulatedEngine
-from tok_core.simulation.manager import Lives, Simulation
+from tok_core.simulation.manager import LengthSampler, Simulation
 
 __all__ = [
-    "Lives",
+    "LengthSampler",
     "SimulatedEngine",
     "Simulation",
 ]

@@ -18,14 +18,14 @@ from tok_core.config import EngineConfig
 from tok_core.manager import MIN_QUEUED_STEPS, Manager
 from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
 
-Lives = Callable[[NDArray[np.float64]], Int64]
+LengthSampler = Callable[[NDArray[np.float64]], Int64]
 """Maps uniform random numbers [n] in [0, 1) to the tokens [n], at least 1, that samples generate before an end id."""
 
 
 class SimulatedWorker:
     """Worker that returns random tokens. The length of a sample depends on its seed and index alone."""
 
-    def __init__(self, info: EngineInfo, lives: Lives) -> None:
+    def __init__(self, info: EngineInfo, lives: LengthSampler) -> None:
         self._end, self._vocab = info.eos_token_ids[0], info.vocab_size
         self._lives = lives
         self._rng = np.random.default_rng(0)
@@ -37,7 +37,7 @@ class SimulatedWorker:
         if (new := step.new) is not None:
             self._length[new.slot] = new.length
             life = self._lives(_uniform(new.seed, new.sample))
-            self._ends_at[new.slot] = np.maximum(new.prompt_len + life - 1, new.ends_from)
+            self._ends_at[new.slot] = np.maximum(new.prompt_len + life - 1, new.eos_from_position)
         self._length[step.decode_slot] += 1
         self._length[step.prefill_slot] = step.prefill_start + step.prefill_count
         slots, count = step.sample_slot, len(step.sample_slot)
@@ -120,7 +120,7 @@ class Simulation:
     """Manager over a simulated worker, in this process and thread."""
 
     def __init__(
-        self, info: EngineInfo, lives: Lives, pieces: Sequence[bytes] | None = None, step_seconds: float = 0.0
+        self, info: EngineInfo, lives: LengthSampler, pieces: Sequence[bytes] | None = None, step_seconds: float = 0.0
     ) -> None:
         self.ports = SimulatedPorts(SimulatedWorker(info, lives), step_seconds)
         self.manager = Manager(EngineConfig(model="simulated"), info, self.ports, pieces)

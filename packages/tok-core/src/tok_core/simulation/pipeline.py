@@ -15,7 +15,7 @@ import numpy as np
 from tok_core.config import EngineConfig
 from tok_core.manager import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
-from tok_core.simulation.manager import Lives, SimulatedWorker
+from tok_core.simulation.manager import LengthSampler, SimulatedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PipelineTimeline:
         """Send a step at time `now`; return when its tokens are back."""
         tokens = len(step.decode_slot) + len(step.prefill_token)
         seconds = self.shape.seconds(step, self.card, self.stages * self.ranks) + self._exchange(tokens)
-        ready = max(now, self._back.get(step.draws_upto, 0.0))
+        ready = max(now, self._back.get(step.sampled_upto, 0.0))
         for stage in range(self.stages):
             begins = max(ready, self._free[stage])
             self._free[stage] = ends = begins + seconds
@@ -185,7 +185,9 @@ class PipelineSimulation:
     turn_seconds  simulated seconds per turn of the manager
     """
 
-    def __init__(self, info: EngineInfo, lives: Lives, timeline: PipelineTimeline, turn_seconds: float = 1e-3) -> None:
+    def __init__(
+        self, info: EngineInfo, lives: LengthSampler, timeline: PipelineTimeline, turn_seconds: float = 1e-3
+    ) -> None:
         self.timeline = timeline
         self.ports = TimedPorts(SimulatedWorker(info, lives), timeline)
         config = EngineConfig(model="simulated", pp=timeline.stages)

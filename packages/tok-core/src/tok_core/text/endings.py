@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from tok_core.text.piece_bytes import WORD, Ints, PieceBytes
 
-SHORT: Final = WORD - 1  # bytes
-NOBODY: Final[Ints] = np.zeros(0, np.int64)  # no ids
+MAX_BORDER_BYTES: Final = WORD - 1  # bytes
+NO_IDS: Final[Ints] = np.zeros(0, np.int64)  # no ids
 
 
 class Endings(NamedTuple):
@@ -48,17 +48,17 @@ class EndingIndex:
 
     def completing(self, stop: bytes) -> Endings:
         """Return the tokens that can complete `stop`, which has at least one byte. Exact."""
-        within, border = [self._holding(stop)], [NOBODY]
+        within, border = [self._holding(stop)], [NO_IDS]
         for count in range(1, min(len(stop) - 1, self._pieces.longest) + 1):
             ids = self._beginning_with(stop[len(stop) - count :])
-            (border if count <= SHORT else within).append(ids)
+            (border if count <= MAX_BORDER_BYTES else within).append(ids)
         return Endings(np.concatenate(within), np.concatenate(border))
 
     def _holding(self, stop: bytes) -> Ints:
         """Return the ids of the pieces that contain `stop`."""
         text, starts = self._pieces.text, self._pieces.starts
         if len(stop) > self._pieces.longest:
-            return NOBODY
+            return NO_IDS
         at = self._places[_range(self._place_of, stop)]
         for offset, byte in enumerate(stop[2:], 2):
             at = at[text[at + offset] == byte]

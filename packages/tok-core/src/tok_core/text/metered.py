@@ -26,10 +26,10 @@ Text = str | bytes
 MAX_NUMBER_BITS = 4096  # bits of a computed integer
 AMPLIFYING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "to_bytes"})
 """Methods whose results can be large however small their arguments are. No chat template needs them."""
-UNNEEDED = frozenset({"batch", "center", "slice", "sum", "wordcount", "wordwrap", "xmlattr", "urlize", "pprint"})
+REMOVED_FILTERS = frozenset({"batch", "center", "slice", "sum", "wordcount", "wordwrap", "xmlattr", "urlize", "pprint"})
 """Filters of the same kind, which are removed."""
 UNNEEDED_GLOBALS = ("lipsum", "cycler", "joiner")
-LIGHT = frozenset({
+UNCHARGED_FILTERS = frozenset({
     *("length", "count", "first", "last", "default", "d", "items", "map", "select", "reject", "selectattr"),
     *("rejectattr", "reverse", "attr", "random", "abs", "int", "float", "round", "min", "max"),
 })  # fmt: skip
@@ -46,7 +46,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=_written, **options)
         for name in UNNEEDED_GLOBALS:
             del self.globals[name]
-        self.filters = {name: made for name, made in self.filters.items() if name not in UNNEEDED}
+        self.filters = {name: made for name, made in self.filters.items() if name not in REMOVED_FILTERS}
         self.meter_filters(*self.filters)
 
     def meter_filters(self, *names: str) -> None:
@@ -137,7 +137,7 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = list(value)
             charge(size(value))
             args = (*args[: len(args) - len(own)], value, *more)
-        if name not in LIGHT:
+        if name not in UNCHARGED_FILTERS:
             _charge_filter(name, value, (*more, *kwargs.values()))
         result = function(*args, **kwargs)
         charge(size(result))

@@ -44,22 +44,22 @@ class GraphKey(NamedTuple):
 class DecodeGraph:
     """Captured decode step of `rows` rows in at most `groups` prefix groups.
 
-    padding  slot of padding rows
-    forward  computes `hidden` from slots, and from the `inflow` that the stage before sends
-    inflow   received residual stream; None at the first stage
-    hidden   hidden states `[rows, N]`, or the residual stream for the next stage
-    draw     at the last stage: samples from `hidden`
-    drawn    int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
+    padding         slot of padding rows
+    forward         computes `hidden` from slots, and from the `stage_input` that the stage before sends
+    stage_input     received residual stream; None at the first stage
+    hidden          hidden states `[rows, N]`, or the residual stream for the next stage
+    sample_graph    at the last stage: samples from `hidden`
+    sampled_tokens  int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
     """
 
     rows: int
     groups: int
     padding: int
     forward: torch.cuda.CUDAGraph
-    inflow: Tensor | None
+    stage_input: Tensor | None
     hidden: Tensor
-    draw: torch.cuda.CUDAGraph | None
-    drawn: Tensor
+    sample_graph: torch.cuda.CUDAGraph | None
+    sampled_tokens: Tensor
     inputs: tuple[Tensor, ...]  # kept alive, because the graphs read them
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
@@ -67,7 +67,7 @@ class DecodeGraph:
         return _arrays(step, self.rows, self.groups, self.padding)
 
     @staticmethod
-    def draws(step: StepInput) -> bool:
+    def can_sample(step: StepInput) -> bool:
         """Return whether plain sampling suffices: no row asks for filters, penalties, biases, masks or top tokens."""
         asking = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
         return not (step.top_logprobs or any(map(len, asking)))
@@ -119,24 +119,26 @@ class DecodeGraphs:
         padding, groups = self._state.slots, min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
-        inflow = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
-        hidden = self._forward(put, inflow, q_start, max_kv)  # compiles kernels and initialises libraries
-        drawn = self._draw(put, hidden) if self._place.last else NOTHING
+        stage_input = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
+        hidden = self._forward(put, stage_input, q_start, max_kv)  # compiles kernels and initialises libraries
+        sampled_tokens = self._sample(put, hidden) if self._place.last else NO_SAMPLED_TOKENS
         torch.cuda.synchronize(self._state.device)
         with recorder.recording() as forward:
-            hidden = self._forward(put, inflow, q_start, max_kv)
-        draw = None
+            hidden = self._forward(put, stage_input, q_start, max_kv)
+        sample_graph = None
         if self._place.last:
-            with recorder.recording() as draw:
-                drawn = self._draw(put, hidden)
-        return DecodeGraph(size, groups, padding, forward, inflow, hidden, draw, drawn, (q_start,))
+            with recorder.recording() as sample_graph:
+                sampled_tokens = self._sample(put, hidden)
+        return DecodeGraph(
+            size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
+        )
 
     def _make_inflow(self, sizes: Iterable[int]) -> Tensor:
         """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
         rows = max(self._model.stream_rows(size) for size in sizes)
         return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
 
-    def _forward(self, put: dict[str, Tensor], inflow: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
+    def _forward(self, put: dict[str, Tensor], stage_input: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
         state, size = self._state, len(put["slots"])
         made = self._backend.decode_rows(put["slots"], state.columns)
         batch = AttentionBatch(
@@ -150,11 +152,11 @@ class DecodeGraphs:
             max_kv=max_kv,
             levels=(step_tensors.cascade_level(put, 0, size, max_kv),) if "start_0" in put else (),
         )
-        x_T = made.token if inflow is None else inflow
+        x_T = made.token if stage_input is None else stage_input
         hidden: Tensor = self._model(x_T, made.position, made.kv_index, state.caches, batch, None)
         return hidden
 
-    def _draw(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    def _sample(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
         state, slot = self._state, put["slots"].long()
         batch = SamplingBatch(
             temperature=state.temperature[slot],
@@ -164,10 +166,10 @@ class DecodeGraphs:
             shards=self._model.shards,
         )
         sampled = self._backend.sample(self._model.logits(hidden), batch)
-        return self._backend.record_draws(put["slots"], sampled.token, sampled.logprob, state.columns)
+        return self._backend.record_sampled_tokens(put["slots"], sampled.token, sampled.logprob, state.columns)
 
 
-NOTHING = torch.empty((2, 0), dtype=torch.int32)
+NO_SAMPLED_TOKENS = torch.empty((2, 0), dtype=torch.int32)
 """Sampled tokens of a stage that is not the last: none."""
 
 
@@ -204,7 +206,7 @@ def sizes(most: int) -> list[int]:
     return [*found, most]
 
 
-def kept_rows(most: int) -> int:
+def total_graph_rows(most: int) -> int:
     """Return the total rows of all graphs up to `most`: each graph keeps its hidden states and sampled tokens."""
     return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in sizes(most))
 

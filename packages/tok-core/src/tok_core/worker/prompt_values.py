@@ -39,28 +39,32 @@ class _Part(NamedTuple):
 
 def arrays(step: StepInput) -> dict[str, np.ndarray]:
     """Return the host arrays that `find` needs, by name; empty if the step has no prompt outputs to compute."""
-    asks = step.prompts
-    if asks is None:
+    prompt_outputs = step.prompts
+    if prompt_outputs is None:
         return {}
     end = len(step.decode_slot) + np.cumsum(step.prefill_count)
-    scored_from = end[asks.scored] - step.prefill_count[asks.scored]
+    scored_from = end[prompt_outputs.scored] - step.prefill_count[prompt_outputs.scored]
     return {
-        "scored_row": _ranges(scored_from, asks.scored_count),
-        "scored_token": asks.scored_token,
-        "pooled_row": _ranges(end[asks.pooled] - asks.pooled_count, asks.pooled_count),
-        "pooled_part": np.concatenate([EMPTY, *(part.each for part in _parts(asks.pooled_count))]),
+        "scored_row": _ranges(scored_from, prompt_outputs.scored_count),
+        "scored_token": prompt_outputs.scored_token,
+        "pooled_row": _ranges(end[prompt_outputs.pooled] - prompt_outputs.pooled_count, prompt_outputs.pooled_count),
+        "pooled_part": np.concatenate([EMPTY, *(part.each for part in _parts(prompt_outputs.pooled_count))]),
     }
 
 
-def find(model: CausalLM, put: Mapping[str, Tensor], asks: RequestedPromptOutputs, x_TN: Tensor) -> PromptOutputs:
-    """Compute the outputs `asks` from the residual stream after the last layer; `put` is `arrays(step)` on the device.
+def find(
+    model: CausalLM, put: Mapping[str, Tensor], prompt_outputs: RequestedPromptOutputs, x_TN: Tensor
+) -> PromptOutputs:
+    """Compute `prompt_outputs` from the residual stream after the last layer; `put` is `arrays(step)` on the device.
 
     All ranks of a stage call this and get the same result.
     """
     row_Q, token_Q = put["scored_row"].long(), put["scored_token"].long()
-    parts = [_score(model, x_TN[row_Q[part]], token_Q[part], asks.top_logprobs) for part in _slices(len(row_Q))]
+    parts = [
+        _score(model, x_TN[row_Q[part]], token_Q[part], prompt_outputs.top_logprobs) for part in _slices(len(row_Q))
+    ]
     logprob, top_token, top_logprob = (torch.cat(each) for each in zip(*parts, strict=True))
-    return PromptOutputs(logprob, top_token, top_logprob, _pool(model, put, asks.pooled_count, x_TN))
+    return PromptOutputs(logprob, top_token, top_logprob, _pool(model, put, prompt_outputs.pooled_count, x_TN))
 
 
 def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from tok_core.models import CausalLM
 from tok_core.parallel import PendingTokens, Pipeline
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
-from tok_core.worker.cuda_graphs import NOTHING, DecodeGraph, DecodeGraphs
+from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGraphs
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
-from tok_core.worker.staging import Outbox, Staging
+from tok_core.worker.staging import OutputStaging, Staging
 from tok_core.worker.state import WorkerState, changes
 from tok_kernels import Backend
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
 
 
-class Mark:
+class TimingEvent:
     """Point in time: a CUDA event in the device's order of work, or the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Mark:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: TimingEvent) -> float:
         """Return the time between two marks that the device has passed."""
         if self.event is None or earlier.event is None:
             return self.time - earlier.time
@@ -55,9 +55,9 @@ class Launched:
 
     step: int
     launch_seconds: float
-    began: Mark
-    done: Mark
-    draws: Tensor
+    began: TimingEvent
+    done: TimingEvent
+    sampled_tokens: Tensor
     rows: int
     top_token: Tensor
     top_logprob: Tensor
@@ -66,7 +66,7 @@ class Launched:
     def output(self) -> StepOutput:
         """Return the step's tokens, which only the last stage has; block until the device has finished the step."""
         self.done.wait()
-        token, logprob = self.draws[:, : self.rows].clone()
+        token, logprob = self.sampled_tokens[:, : self.rows].clone()
         return StepOutput(
             step=self.step,
             token=token.numpy(),
@@ -100,8 +100,8 @@ class Runner:
         self.state = state
         self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
-        self.outbox = Outbox(state.device, MAX_STEPS_AHEAD, state.slots + 1)
-        self.mirror = step_tensors.Mirror(state.slots + 1) if backend.needs_host_lengths else None
+        self.outbox = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
+        self.mirror = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
@@ -125,25 +125,27 @@ class Runner:
         put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
         if late:
             self._take_over(late, put)
-        began = Mark(self.state.device)  # here, because an idle device would count the host's time before as its own
+        began = TimingEvent(
+            self.state.device
+        )  # here, because an idle device would count the host's time before as its own
         self.state.apply(step, put)
         stream = None
         if not place.first:
             stream = self._receive(step, graph)
-            began = Mark(self.state.device)  # excludes the wait for the stage before
+            began = TimingEvent(self.state.device)  # excludes the wait for the stage before
         hidden = self._compute(step, put, graph, stream)
         found = None
         if place.last:
             drawing = hidden if step.prompts is None else hidden[put["logit_row"].long()]
-            draws, top = self._draw(step, put, graph, drawing)
-            self.pipeline.share(draws[0, : len(step.sample_slot)])
+            sampled_tokens, top = self._draw(step, put, graph, drawing)
+            self.pipeline.share(sampled_tokens[0, : len(step.sample_slot)])
             if step.prompts is not None:
                 found = prompt_values.find(self.model, put, step.prompts, hidden)
         else:
-            draws, top = NOTHING, NO_TOP
+            sampled_tokens, top = NO_SAMPLED_TOKENS, NO_TOP
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        return self._send(step, time_began, began, draws, top, found)
+        return self._send(step, time_began, began, sampled_tokens, top, found)
 
     def forget(self) -> None:
         """Reset to the state before the first step: no slot has a sequence."""
@@ -154,16 +156,16 @@ class Runner:
 
     def _take_over(self, late: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Wait for the sampled tokens of earlier steps, and record them in their slots."""
-        for draws in late:
-            draws.work.wait()
-        token = late[0].token if len(late) == 1 else torch.cat([draws.token for draws in late])
+        for sampled_tokens in late:
+            sampled_tokens.work.wait()
+        token = late[0].token if len(late) == 1 else torch.cat([sampled_tokens.token for sampled_tokens in late])
         unasked = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
-        self.backend.record_draws(put["late_slot"], token.long(), unasked, self.state.columns)
+        self.backend.record_sampled_tokens(put["late_slot"], token.long(), unasked, self.state.columns)
 
     def _receive(self, step: StepInput, graph: DecodeGraph | None) -> Tensor:
         """Receive the residual stream of the stage before, in the graph's input if there is a graph."""
-        if graph is not None and graph.inflow is not None:
-            return self.pipeline.receive(len(graph.inflow), graph.inflow)
+        if graph is not None and graph.stage_input is not None:
+            return self.pipeline.receive(len(graph.stage_input), graph.stage_input)
         return self.pipeline.receive(self.model.stream_rows(len(step.decode_slot) + len(step.prefill_token)))
 
     def _compute(
@@ -189,38 +191,40 @@ class Runner:
         self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, hidden: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Sample: return tokens and their log-probabilities' bits, int32 `[2, ≥ R]`, and the top tokens."""
-        if graph is not None and graph.draw is not None and graph.draws(step):
-            graph.draw.replay()
-            return graph.drawn, NO_TOP
+        if graph is not None and graph.sample_graph is not None and graph.can_sample(step):
+            graph.sample_graph.replay()
+            return graph.sampled_tokens, NO_TOP
         hidden_RN = hidden if graph is None else hidden[: len(step.decode_slot)]
         sampled = sample_tokens(self.backend, self.state, step, put, self.model.logits(hidden_RN), self.model.shards)
-        draws = self.backend.record_draws(put["sample_slot"], sampled.token, sampled.logprob, self.state.columns)
-        return draws, (sampled.top_token.int(), sampled.top_logprob)
+        sampled_tokens = self.backend.record_sampled_tokens(
+            put["sample_slot"], sampled.token, sampled.logprob, self.state.columns
+        )
+        return sampled_tokens, (sampled.top_token.int(), sampled.top_logprob)
 
     def _send(
         self,
         step: StepInput,
         time_began: float,
-        began: Mark,
-        draws: Tensor,
+        began: TimingEvent,
+        sampled_tokens: Tensor,
         top: tuple[Tensor, Tensor],
         found: prompt_values.PromptOutputs | None,
     ) -> Launched:
-        drawn = len(step.sample_slot) if self.pipeline.place.last else 0
-        host = self.outbox.send(draws)
-        if drawn and step.top_logprobs:
+        sampled_count = len(step.sample_slot) if self.pipeline.place.last else 0
+        host = self.outbox.send(sampled_tokens)
+        if sampled_count and step.top_logprobs:
             top_token, top_logprob = (_page_locked(x) for x in top)
         else:
-            top_token, top_logprob = (x.new_empty((drawn, 0), device="cpu") for x in NO_TOP)
+            top_token, top_logprob = (x.new_empty((sampled_count, 0), device="cpu") for x in NO_TOP)
         prompts = None if found is None else prompt_values.PromptOutputs(*map(_page_locked, found))
-        done = Mark(self.state.device)
+        done = TimingEvent(self.state.device)
         return Launched(
             step=step.step,
             launch_seconds=time.perf_counter() - time_began,
             began=began,
             done=done,
-            draws=host,
-            rows=drawn,
+            sampled_tokens=host,
+            rows=sampled_count,
             top_token=top_token,
             top_logprob=top_logprob,
             prompts=prompts,
@@ -231,7 +235,7 @@ NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torc
 
 
 def _late_slots(late: list[PendingTokens]) -> dict[str, np.ndarray]:
-    return {"late_slot": np.concatenate([draws.slot for draws in late])} if late else {}
+    return {"late_slot": np.concatenate([sampled_tokens.slot for sampled_tokens in late])} if late else {}
 
 
 def _page_locked(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ _DTYPES = {
 }
 
 
-class Outbox:
+class OutputStaging:
     """Page-locked buffers, used in turn, for sampled tokens on their way to the host.
 
     A step's tokens must be read before `places` further steps are sent.

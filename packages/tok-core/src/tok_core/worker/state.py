@@ -57,7 +57,7 @@ class WorkerState:
             last_token=self._column(torch.int64),
             length=self._column(torch.int64),
             ended=self._column(torch.int32),
-            ends_from=self._column(torch.int64),
+            eos_from_position=self._column(torch.int64),
             page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
             token_of=torch.zeros((num_pages + 1) * page_size, dtype=torch.int64, device=device),
             end_ids=torch.tensor(model.eos_token_ids, dtype=torch.int64, device=device),
@@ -151,7 +151,7 @@ class WorkerState:
 _COLUMNS = (
     "length",
     "last_token",
-    "ends_from",
+    "eos_from_position",
     "prompt_len",
     "seed",
     "sample",

@@ -89,7 +89,7 @@ def _cascade(step: StepInput, put: Mapping[str, Tensor]) -> tuple[CascadeLevel, 
     )
 
 
-class Mirror:
+class HostLengthTracker:
     """Lengths of slots as the host can compute them, for backends that plan on the host.
 
     A slot that has ended on the device keeps growing here until it gets a new sequence.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels.attention.merge import merge_states
-from tok_kernels.attention.reference_pieces import Piece, level_pieces, own_pieces
+from tok_kernels.attention.reference_pieces import Piece, cascade_pieces, sequence_pieces
 from tok_kernels.batch import AttentionBatch, LayerCache
 from tok_kernels.norm_rope_kv.reference_kv import gather_heads
 
@@ -40,10 +40,10 @@ def attention_with_lse(
     out = q_THD.new_zeros((tokens + 1, heads, size), dtype=torch.float32)
     lse = q_THD.new_full((tokens + 1, heads), -torch.inf, dtype=torch.float32)
     if tokens:
-        for piece in own_pieces(batch, *sizes, window):
+        for piece in sequence_pieces(batch, *sizes, window):
             _store(out, lse, piece, _attend_piece(q_THD, cache, batch.page_table, piece, scale))
         for level in batch.levels:
-            for piece in level_pieces(level, batch, *sizes, window):
+            for piece in cascade_pieces(level, batch, *sizes, window):
                 part = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
                 before = out[piece.token_NQ], lse[piece.token_NQ]
                 _store(out, lse, piece, merge_states(*before, *part))

@@ -62,7 +62,7 @@ class _Items:
         )
 
 
-def own_pieces(
+def sequence_pieces(
     batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
 ) -> Iterator[Piece]:
     """Yield pieces in which every query attends to its own sequence's keys: first decode rows, then prefill chunks.
@@ -80,12 +80,12 @@ def own_pieces(
         yield from _cut(part, max_q, max_kv, tokens, heads, row_size, window)
 
 
-def level_pieces(
+def cascade_pieces(
     level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
 ) -> Iterator[Piece]:
     """Yield pieces in which each group's decode rows attend together to their shared keys.
 
-    Arguments as for `own_pieces`.
+    Arguments as for `sequence_pieces`.
     """
     items = _Items(
         first=level.row_start.long(),  # decode row b is query token b

@@ -51,12 +51,16 @@ class ComposedBackend(TritonBackend):
         return out
 
 
-def triton_rows(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
+def triton_decode_kernel(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
+) -> None:
     """Compute the phases "decode" and "cascade" with Triton."""
     attend_decode(_operands(q_THD, cache, batch, scale), batch, out_THD)
 
 
-def triton_chunks(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
+def triton_prefill_kernel(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
+) -> None:
     """Compute the phase "prefill" with Triton."""
     prefill(_operands(q_THD, cache, batch, scale), batch, out_THD)
 

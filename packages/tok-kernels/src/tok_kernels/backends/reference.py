@@ -17,7 +17,7 @@ from tok_kernels.sampling.reference.inversion import invert_cdf
 from tok_kernels.sampling.reference.philox import philox4x32, uniform
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
-from tok_kernels.slots.reference import decode_rows, record_draws
+from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
 
 __all__ = [
     "ReferenceBackend",
@@ -107,5 +107,5 @@ class ReferenceBackend:
     def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
         return decode_rows(slot_B, slots)
 
-    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-        return record_draws(slot_R, token_R, logprob_R, slots)
+    def record_sampled_tokens(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+        return record_sampled_tokens(slot_R, token_R, logprob_R, slots)

@@ -15,7 +15,7 @@ from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
 from tok_kernels.sampling.triton.sampling import sample
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
-from tok_kernels.slots.triton import decode_rows, record_draws
+from tok_kernels.slots.triton import decode_rows, record_sampled_tokens
 
 
 class TritonBackend:
@@ -83,5 +83,5 @@ class TritonBackend:
     def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
         return decode_rows(slot_B, slots)
 
-    def record_draws(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-        return record_draws(slot_R, token_R, logprob_R, slots)
+    def record_sampled_tokens(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+        return record_sampled_tokens(slot_R, token_R, logprob_R, slots)

@@ -10,7 +10,7 @@ import torch
 from tok_kernels.attention.flashinfer import Adapters, has_fa3, unusable
 from tok_kernels.attention.phases import Phase, PhaseKernel
 from tok_kernels.attention.shape import AttentionShape
-from tok_kernels.backends.composed import triton_chunks, triton_rows
+from tok_kernels.backends.composed import triton_decode_kernel, triton_prefill_kernel
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 
@@ -59,9 +59,9 @@ def candidates(
 
 def _of_triton() -> list[Candidate]:
     return [
-        Candidate("prefill", TRITON, False, lambda: triton_chunks),
-        Candidate("decode", TRITON, False, lambda: triton_rows),
-        Candidate("cascade", TRITON, False, lambda: triton_rows),
+        Candidate("prefill", TRITON, False, lambda: triton_prefill_kernel),
+        Candidate("decode", TRITON, False, lambda: triton_decode_kernel),
+        Candidate("cascade", TRITON, False, lambda: triton_decode_kernel),
     ]
 
 

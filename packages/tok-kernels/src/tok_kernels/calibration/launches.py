@@ -11,7 +11,7 @@ import torch
 from tok_kernels import launch_config as config
 from tok_kernels.attention.phases import PhaseKernel
 from tok_kernels.attention.shape import AttentionShape
-from tok_kernels.backends.composed import triton_chunks, triton_rows
+from tok_kernels.backends.composed import triton_decode_kernel, triton_prefill_kernel
 from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep
 from tok_kernels.measure.timing import TimedWork, Timer
@@ -43,13 +43,13 @@ class Search:
             except Exception:
                 continue
             finally:
-                config.forget(self.kernel)
+                config.remove_override(self.kernel)
         if not costs:
             raise ValueError(f"no launch of Triton's {self.kernel.name} kernel works on this device")
         return min(costs, key=lambda launch: costs[launch])
 
     def _ms(self, problem: AttentionProblem, timer: Timer) -> float:
-        kernel: PhaseKernel = triton_chunks if problem.step.phase == "prefill" else triton_rows
+        kernel: PhaseKernel = triton_prefill_kernel if problem.step.phase == "prefill" else triton_decode_kernel
 
         def run() -> None:
             kernel(problem.q, problem.cache, problem.batch, problem.scale, problem.out)

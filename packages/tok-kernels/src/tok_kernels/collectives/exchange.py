@@ -31,7 +31,7 @@ _ALIGNED = 4  # words, of 4 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ExchangeChannel:
     """Buffers and counters of one kernel: at most `programs` programs, and `words` words per rank, program and turn.
 
     buffers   int32 `[SETS, ranks, programs, words]` of every rank, in rank order; this rank's is local memory
@@ -69,8 +69,8 @@ SUM_BYTES = _SUMS[0] * _SUMS[1] * 4
 class Exchange:
     """One lane per kernel that exchanges: `sums` for all-reduce, `draws` for sampling."""
 
-    sums: Lane
-    draws: Lane
+    sums: ExchangeChannel
+    draws: ExchangeChannel
 
     @staticmethod
     def bytes(ranks: int) -> int:
@@ -84,12 +84,12 @@ class Exchange:
         Clears this rank's own buffer. No rank may exchange anything until this call has returned on all ranks and their
         devices have finished clearing.
         """
-        ranks, begin, lanes = len(buffers), 0, list[Lane]()
+        ranks, begin, lanes = len(buffers), 0, list[ExchangeChannel]()
         buffers[rank].fill_(0xFF)
         for programs, words in (_SUMS, _DRAWS):
             end = begin + 4 * SETS * ranks * programs * words
             views = (buffer[begin:end].view(torch.int32).view(SETS, ranks, programs, words) for buffer in buffers)
             turns = torch.zeros(programs, dtype=torch.int32, device=buffers[rank].device)
-            lanes.append(Lane(rank, tuple(views), turns, int(patience * _CLOCK)))
+            lanes.append(ExchangeChannel(rank, tuple(views), turns, int(patience * _CLOCK)))
             begin = end
         return cls(*lanes)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tok_kernels.collectives.exchange import SUM_BYTES, SUM_UNITS, Lane
+from tok_kernels.collectives.exchange import SUM_BYTES, SUM_UNITS, ExchangeChannel
 from tok_kernels.collectives.triton_signals import end_turn, get, place, put, sendable, take
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ def can_sum(size: int, dtype: torch.dtype) -> bool:
     return dtype in _DTYPES and 0 < size <= SUM_BYTES and size % _UNIT == 0
 
 
-def exchange_sum(x: Tensor, lane: Lane, residual: Tensor | None = None) -> Tensor:
+def exchange_sum(x: Tensor, lane: ExchangeChannel, residual: Tensor | None = None) -> Tensor:
     """Return the sum of all ranks' `x`, plus the `residual`, if any.
 
     `x` has the same size on all ranks, and the residual has the same values on all. The result overwrites the residual

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from tok_kernels.launch_config import early
+from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
 from tok_kernels.linear.triton_stream import stream
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
@@ -95,7 +95,7 @@ def launch_stream(
         BIAS=bias is not None,
         ADD=residual_TN is not None,
         num_warps=launch.warps,
-        **early(x_TK.device),
+        **pdl_options(x_TK.device),
     )
     return out_TN
 

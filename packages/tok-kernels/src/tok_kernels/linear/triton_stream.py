@@ -87,7 +87,7 @@ def stream(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of all T tokens.
 
@@ -95,7 +95,7 @@ def stream(
     gate. NORM: x is divided by its root mean square and multiplied by `norm`; the division, one factor a token, follows
     the matmul. ADD: the values at `out` are added to the result.
     """
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     lines: tl.constexpr = ROWS * 2 if GATED else ROWS
     part = tl.arange(0, lines)
@@ -110,7 +110,7 @@ def stream(
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
     # The first block of weights need not wait for the predecessor, which writes x but not the weights.
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
-    if EARLY:
+    if PDL:
         gdc_wait()
     sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, NORM)
     for start in tl.range(BLOCK, K, BLOCK, num_stages=1):

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import LayerCache, QKNorm
-from tok_kernels.launch_config import early
+from tok_kernels.launch_config import pdl_options
 from tok_kernels.norm_rope_kv.triton_kv import cache_rows, copy_heads, dense_heads, narrow
 
 
@@ -73,7 +73,7 @@ def rope_and_write_kv(
         *(q_weight, k_weight, norm.eps if norm else 0.0),
         **_launch(q_THD, k),
         NORM=norm is not None,
-        **early(q_THD.device),
+        **pdl_options(q_THD.device),
     )
     return turned
 
@@ -165,9 +165,9 @@ def _rope_and_write_kv(
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)

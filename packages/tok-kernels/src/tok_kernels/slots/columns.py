@@ -14,15 +14,15 @@ from torch import Tensor
 class SlotColumns:
     """Columns indexed by slot, changed in place.
 
-    last_token  int64 [S]     input token of the slot's next decode row
-    length      int64 [S]     positions in the cache
-    ended       int32 [S]     1 once an end id was sampled: the slot computes nothing more until it is reassigned
-    ends_from   int64 [S]     position from which a sampled end id ends the sample
-    page_table  int32 [S, P]
-    token_of    int64 [C]     the token whose key and value stand at each cache row
-    end_ids     int64 [E]     the model's end ids
-    page_size   tokens a page holds
-    scratch     a cache row that no sequence reads, where ended slots write
+    last_token         int64 [S]     input token of the slot's next decode row
+    length             int64 [S]     positions in the cache
+    ended              int32 [S]     1 once an end id was sampled: the slot computes nothing more until it is reassigned
+    eos_from_position  int64 [S]     position from which a sampled end id ends the sample
+    page_table         int32 [S, P]
+    token_of           int64 [C]     the token whose key and value stand at each cache row
+    end_ids            int64 [E]     the model's end ids
+    page_size          tokens a page holds
+    scratch            a cache row that no sequence reads, where ended slots write
 
     A slot whose `ended` is never reset serves as padding, for steps that compute more rows than they have sequences.
     """
@@ -30,7 +30,7 @@ class SlotColumns:
     last_token: Tensor
     length: Tensor
     ended: Tensor
-    ends_from: Tensor
+    eos_from_position: Tensor
     page_table: Tensor
     token_of: Tensor
     end_ids: Tensor

@@ -21,10 +21,10 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
     return DecodeRows(token, position, kv_index, torch.where(live, position + 1, 0).int())
 
 
-def record_draws(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-    """Compute `Backend.record_draws`."""
+def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+    """Compute `Backend.record_sampled_tokens`."""
     slot = slot_R.long()
     slots.last_token[slot] = token_R
-    ends = torch.isin(token_R, slots.end_ids) & (slots.length[slot] >= slots.ends_from[slot])
+    ends = torch.isin(token_R, slots.end_ids) & (slots.length[slot] >= slots.eos_from_position[slot])
     slots.ended[slot] |= ends
     return torch.stack((token_R.int(), logprob_R.view(torch.int32)))

@@ -30,14 +30,21 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
     return DecodeRows(token, position, kv_index, kv_len)
 
 
-def record_draws(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
-    """Compute `Backend.record_draws`."""
+def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
+    """Compute `Backend.record_sampled_tokens`."""
     rows = slot_R.shape[0]
     out = torch.empty((2, rows), dtype=torch.int32, device=slot_R.device)
     if rows:
         _record_draws[(triton.cdiv(rows, _LANES),)](
             *(slot_R, token_R, logprob_R, out, rows),
-            *(slots.last_token, slots.length, slots.ended, slots.ends_from, slots.end_ids, slots.end_ids.shape[0]),
+            *(
+                slots.last_token,
+                slots.length,
+                slots.ended,
+                slots.eos_from_position,
+                slots.end_ids,
+                slots.end_ids.shape[0],
+            ),
             LANES=_LANES,
             num_warps=_LANES // 32,
         )

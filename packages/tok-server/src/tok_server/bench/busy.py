@@ -17,7 +17,7 @@ PEER = "Memcpy PtoP"  # prefix of the names of copies between devices
 
 
 @dataclass(frozen=True, slots=True)
-class BusyWork:
+class KernelTotal:
     """All calls of one kernel or operator. `seconds` is the sum over all `calls`."""
 
     name: str
@@ -36,7 +36,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
+class DeviceTime:
     """Device time by kernel: `seconds` from first start to last end, of which `idle` seconds without any kernel.
 
     `works` and `gaps` are sorted, the largest first.
@@ -52,7 +52,7 @@ class Busy:
     seconds: float
     idle: float
     exchanging: float
-    works: list[BusyWork]
+    works: list[KernelTotal]
     gaps: list[Gap]
 
     @property
@@ -66,7 +66,7 @@ class Busy:
         return self.exchanging / self.seconds if self.seconds else 0.0
 
 
-def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
+def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> DeviceTime:
     """Summarise K intervals in seconds, given in any order; they may overlap. Errors: ValueError without intervals."""
     if not names:
         raise ValueError("names is empty; allowed: at least one interval")
@@ -84,7 +84,7 @@ def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> Busy:
     names = [names[i] for i in order]
     computes = np.array([not _exchanges(name) for name in names])
     exchanging = 0.0 if computes.all() else max(_covered(start, end) - _covered(start[computes], end[computes]), 0.0)
-    return Busy(float(reached[-1] - start[0]), float(wait.sum()), exchanging, _works(end - start, names), gaps)
+    return DeviceTime(float(reached[-1] - start[0]), float(wait.sum()), exchanging, _works(end - start, names), gaps)
 
 
 def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
@@ -108,10 +108,10 @@ def _last_to_end(end_K: np.ndarray) -> np.ndarray:
     return found
 
 
-def _works(seconds_K: np.ndarray, names: list[str]) -> list[BusyWork]:
+def _works(seconds_K: np.ndarray, names: list[str]) -> list[KernelTotal]:
     kinds, which, calls = np.unique(np.array(names), return_inverse=True, return_counts=True)
     total = np.bincount(which, weights=seconds_K)
-    works = [BusyWork(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
+    works = [KernelTotal(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
     return sorted(works, key=lambda work: -work.seconds)
 
 
@@ -127,7 +127,7 @@ class _Trace(msgspec.Struct):
     events: list[_Event] = msgspec.field(name="traceEvents")
 
 
-def busy_of_trace(file: Path) -> Busy:
+def busy_of_trace(file: Path) -> DeviceTime:
     """Summarise the GPU's work in a trace: kernels, memory sets and copies on or between devices.
 
     A trace without GPU work is summarised by its CPU operators instead, without those called by another operator.
@@ -163,7 +163,7 @@ def _outermost(events: list[_Event]) -> list[_Event]:
     return found
 
 
-def describe(found: Busy) -> str:
+def describe(found: DeviceTime) -> str:
     """Return a few lines of text: the idle share, the kernels that took longest, and the largest gaps."""
     idle = found.idle_share
     head = f"{found.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(found.gaps):,} gaps"
@@ -174,7 +174,7 @@ def describe(found: Busy) -> str:
     return "\n".join([head, titles, *works, *map(_gap_line, found.gaps[:TOP_GAPS])])
 
 
-def _line(work: BusyWork, seconds: float) -> str:
+def _line(work: KernelTotal, seconds: float) -> str:
     share = work.seconds / seconds if seconds else 0.0
     return f"  {_short(work.name, WIDTH):<{WIDTH}}{work.seconds * 1e3:>10,.2f}{share:>8.1%}{work.calls:>9,}"
 

@@ -19,7 +19,7 @@ PROMPT = "[bold cyan]you>[/] "
 GREETING = "/help lists the commands, /exit or Ctrl-D ends"
 
 
-class Talker(Protocol):
+class ChatBackend(Protocol):
     """Interface of a chat back end."""
 
     def reply(self, messages: list[Message]) -> Generator[str]:
@@ -83,7 +83,7 @@ def _check_remote(options: argparse.Namespace) -> None:
             raise InvalidField(name, value, "auto together with --url: the server has chosen its own")
 
 
-def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
+def converse(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal) -> None:
     """Read lines, answer them and run commands until the input ends."""
     terminal.note(GREETING)
     while True:
@@ -99,7 +99,7 @@ def converse(talker: Talker, dialogue: Dialogue, terminal: Terminal) -> None:
             terminal.note("\n/exit or Ctrl-D ends")
 
 
-def _answer(talker: Talker, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
+def _answer(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
     """Print the answer as it arrives; Ctrl-C ends it. A question that fails is removed from the dialogue."""
     dialogue.add("user", said)
     answer: list[str] = []

@@ -29,22 +29,22 @@ T = TypeVar("T")
 class Context:
     """State that all handlers of one server share.
 
-    pool           threads that parse requests (JSON, template, tokens) and encode whole responses. Work shorter than a
-                   thread hand-over stays on the event loop: short prompts of token ids, responses of few choices,
-                   events of a stream
-    ready          the engine has started, so that its sizes are known and it takes requests
-    draining       the server is stopping; new requests are refused
-    open_requests  requests being answered now
-    open_prompts   prompts submitted to the engine for waiting clients, by tenant
-    held_bytes     bytes of the open requests' bodies
+    pool                         threads that parse requests (JSON, template, tokens) and encode whole responses. Work
+                                 shorter than a thread hand-over stays on the event loop: short prompts of token ids,
+                                 responses of few choices, events of a stream
+    ready                        the engine has started, so that its sizes are known and it takes requests
+    draining                     the server is stopping; new requests are refused
+    open_requests                requests being answered now
+    open_prompts                 prompts submitted to the engine for waiting clients, by tenant
+    held_bytes                   bytes of the open requests' bodies
     keys, origins, hosts, rates  checks of API key, web origin, host name and rate limits
-    deadlines      time limits of open requests
-    turns          limit of requests that begin in one turn of the event loop
-    unhurried      returns how many of the engine's requests belong to batches, for which no client waits
-    telemetry      exporter of request spans
-    latencies      durations of recent requests
-    background     tasks that continue after the requesting client has disconnected
-    warned         unknown fields that the log has mentioned already
+    deadlines                    time limits of open requests
+    turns                        limit of requests that begin in one turn of the event loop
+    background_requests          returns how many of the engine's requests belong to batches, for which no client waits
+    telemetry                    exporter of request spans
+    latencies                    durations of recent requests
+    background                   tasks that continue after the requesting client has disconnected
+    warned                       unknown fields that the log has mentioned already
     """
 
     engine: AsyncEngine
@@ -64,7 +64,7 @@ class Context:
     rates: RateLimits = field(init=False)
     deadlines: Deadlines = field(init=False)
     turns: LoopThrottle = field(default_factory=LoopThrottle)
-    unhurried: Callable[[], int] = lambda: 0
+    background_requests: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
     latencies: Latencies = field(default_factory=Latencies)
     background: set[asyncio.Future[None]] = field(default_factory=set)
@@ -93,7 +93,7 @@ class Context:
         """
         if self.draining:
             raise unavailable("the server is stopping", "draining")
-        self.await_start()
+        self.require_started()
         most = self.settings.max_queued
         # `waiting` is evaluated only if it can matter: reading the engine's statistics takes time.
         if self.engine.open_requests >= most and self.waiting >= most:
@@ -119,9 +119,9 @@ class Context:
         Batch requests do not count. Each one that runs lowers the result by one, since it soon gives way to a client.
         """
         waiting = self.engine.open_requests - int(self.engine.stats()["requests_running"])
-        return max(0, waiting - self.unhurried())
+        return max(0, waiting - self.background_requests())
 
-    def await_start(self) -> None:
+    def require_started(self) -> None:
         """Raise ApiError (503) until the engine has started."""
         if not self.ready:
             raise unavailable("the engine is starting", "starting")

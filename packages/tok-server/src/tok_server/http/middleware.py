@@ -76,7 +76,7 @@ def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> No
             context.rates.admit(counts.key)
 
 
-async def dress(request: web.Request, response: web.StreamResponse) -> None:
+async def set_response_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Set the headers of every response, for `on_response_prepare`."""
     context = request.app[CONTEXT]
     headers = response.headers

@@ -9,7 +9,7 @@ from tok_core.runtime import settle
 SWITCH = 0.001  # seconds for which a thread may hold the GIL while others want it
 
 
-def keep_short() -> None:
+def shorten_pauses() -> None:
     """Collect garbage less often (`tok_core.runtime.garbage_collection`); let threads yield to the event loop sooner.
 
     Call this once everything is loaded.

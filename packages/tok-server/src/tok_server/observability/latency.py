@@ -29,7 +29,7 @@ SLICES = 360  # slices of RECENT seconds: one hour
 Counts = npt.NDArray[np.uint32]
 
 
-class Took(NamedTuple):
+class RequestDurations(NamedTuple):
     """Seconds that one request took: to its first token, per token after it (None without any), and in total."""
 
     ttft: float
@@ -46,7 +46,7 @@ class Latencies:
         self._slices: Ring[np.uint32] = Ring(SLICES, (len(KINDS), BUCKETS), np.uint32)
         self._ticks = 0
 
-    def observe(self, took: Took) -> None:
+    def observe(self, took: RequestDurations) -> None:
         """Count a request that has ended successfully."""
         for kind, seconds in enumerate(took):
             if seconds is not None:

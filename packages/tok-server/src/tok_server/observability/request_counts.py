@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from tok_core import RequestStream
-from tok_server.observability.latency import Took
+from tok_server.observability.latency import RequestDurations
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class RequestCounts:
     held_bytes: int = 0
     failed: int | None = None
 
-    def took(self, now: float) -> Took | None:
+    def took(self, now: float) -> RequestDurations | None:
         """Return the durations of a request that ends now; None if it produced no tokens.
 
         The time per token assumes that all samples have the mean length.
@@ -47,7 +47,7 @@ class RequestCounts:
             return None
         more = self.output_tokens / self.samples - 1 if self.samples else 0.0
         each = (now - self.first_token) / more if more > 0 else None
-        return Took(self.first_token - self.started, each, now - self.started)
+        return RequestDurations(self.first_token - self.started, each, now - self.started)
 
     @property
     def tokens(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tok_server.openai import embeddings, models, tokenise_endpoints
 from tok_server.openai.chat import endpoint as chat_endpoint
 from tok_server.openai.completions import endpoint as completions_endpoint
-from tok_server.openai.endpoints import APART, BEHIND, ENDPOINTS, EndpointTask, ServedModel
+from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, MAX_RELATIVE_PRIORITY, EndpointTask, ServedModel
 from tok_server.openai.generation import STREAM_HEADERS, given
 from tok_server.openai.responses import endpoint as responses_endpoint
 
 __all__ = [
-    "APART",
-    "BEHIND",
+    "BACKGROUND_PRIORITY",
     "ENDPOINTS",
+    "MAX_RELATIVE_PRIORITY",
     "OPENAI_OPERATIONS",
     "STREAM_HEADERS",
     "EndpointTask",

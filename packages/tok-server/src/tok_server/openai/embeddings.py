@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_INPUTS = 2048  # inputs of a request; OpenAI's limit
-NUMBERS_AT_ONCE = 4096  # vector components up to which the event loop encodes an answer; beyond, a thread does
-MANY_NUMBERS = 65_536  # vector components beyond which an answer is written in pieces
+MAX_LOOP_COMPONENTS = 4096  # vector components up to which the event loop encodes an answer; beyond, a thread does
+MIN_PIECEWISE_COMPONENTS = 65_536  # vector components beyond which an answer is written in pieces
 _TOKEN_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
 _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
 
@@ -95,9 +95,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     counts.cached_tokens += sum(one.cached_tokens for one in outputs)
     numbers = sum(len(one.embedding) for one in outputs)
     headers = ignored_header(context, job.ignored)
-    if numbers > MANY_NUMBERS:
+    if numbers > MIN_PIECEWISE_COMPONENTS:
         return await write_pieces(request, context, job.pieces(outputs), headers)
-    answer = job.whole(outputs) if numbers <= NUMBERS_AT_ONCE else await context.work(lambda: job.whole(outputs))
+    answer = job.whole(outputs) if numbers <= MAX_LOOP_COMPONENTS else await context.work(lambda: job.whole(outputs))
     return web.Response(body=answer, content_type="application/json", headers=headers)
 
 

@@ -24,10 +24,10 @@ from tok_server.openai.generation import (
     Form,
     Job,
     TokenTexts,
-    check_drawn,
     check_grammar,
     check_logprobs,
     check_priority,
+    check_sample_count,
     size_of,
     submitted,
 )
@@ -37,12 +37,14 @@ from tok_server.parsing import output_of
 from tok_server.settings import Formats, Limits
 from tok_server.wire import invalid
 
-BEHIND = 1 << 40
+BACKGROUND_PRIORITY = 1 << 40
 """Base priority of background requests: the engine serves every interactive request before them."""
-APART = 1 << 32  # background priorities range from BEHIND - APART to BEHIND + APART
+MAX_RELATIVE_PRIORITY = 1 << 32  # background priorities range from BEHIND - APART to BEHIND + APART
 
 
-GRAMMARS = 4  # grammars of background requests compiled at once; the limit keeps interactive ones from waiting
+MAX_BACKGROUND_GRAMMARS = (
+    4  # grammars of background requests compiled at once; the limit keeps interactive ones from waiting
+)
 
 
 class BackgroundPriority:
@@ -65,13 +67,13 @@ class BackgroundPriority:
 class ServedModel:
     """The served model, and how background requests to it are read and limited.
 
-    model           the name under which it is served
-    formats         how it writes tool calls and reasoning
-    max_n           largest number of samples per prompt
-    share_prefixes  whether tenants share cached prefixes
-    least           smallest priority that a body may ask for, relative to other background requests; None: any
-    unhurried       counts the background requests that are open in the engine
-    checks          held while a grammar is compiled
+    model                the name under which it is served
+    formats              how it writes tool calls and reasoning
+    max_n                largest number of samples per prompt
+    share_prefixes       whether tenants share cached prefixes
+    least                smallest priority that a body may ask for, relative to other background requests; None: any
+    background_requests  counts the background requests that are open in the engine
+    checks               held while a grammar is compiled
     """
 
     engine: AsyncEngine
@@ -80,8 +82,8 @@ class ServedModel:
     max_n: int = Limits().max_n
     share_prefixes: bool = False
     least: int | None = None
-    unhurried: BackgroundPriority = field(default_factory=BackgroundPriority)
-    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(GRAMMARS))
+    background_requests: BackgroundPriority = field(default_factory=BackgroundPriority)
+    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_BACKGROUND_GRAMMARS))
 
 
 class EndpointTask(Protocol):
@@ -104,7 +106,7 @@ class GenerationTask:
     def __init__(self, job: Job, form: Form, served: ServedModel) -> None:
         if job.stream:
             raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
-        check_drawn(job, served.max_n)
+        check_sample_count(job, served.max_n)
         if served.least is not None:
             check_priority(job, served.least)
         most = form.most_logprobs or MAX_KEPT_LOGPROBS
@@ -124,7 +126,7 @@ class GenerationTask:
         if job.params.grammar is not None:
             async with self._served.checks:
                 await check_grammar(engine, job, tenant=tenant)
-        with self._served.unhurried.having(len(job.prompts)):
+        with self._served.background_requests.having(len(job.prompts)):
             outputs = await self._outputs(tenant)
         if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
             raise EngineDead("the request was aborted: the engine is stopping")
@@ -142,7 +144,7 @@ class EmbeddingTask:
     """Embeddings for one body, at background priority."""
 
     def __init__(self, job: EmbeddingJob, served: ServedModel) -> None:
-        self._job = dataclasses.replace(job, priority=BEHIND)
+        self._job = dataclasses.replace(job, priority=BACKGROUND_PRIORITY)
         self._served = served
 
     @property
@@ -152,7 +154,7 @@ class EmbeddingTask:
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         """Compute all vectors; return a function that encodes the answer."""
-        with self._served.unhurried.having(len(self._job.prompts)):
+        with self._served.background_requests.having(len(self._job.prompts)):
             shared = self._served.share_prefixes
             outputs = await self._job.embed(self._served.engine, tenant, share_prefixes=shared)
         return lambda: self._job.whole(outputs)
@@ -160,8 +162,8 @@ class EmbeddingTask:
 
 def behind(params: SamplingParams) -> SamplingParams:
     """Move the priority behind all interactive requests, and keep the order among background requests."""
-    own = max(-APART, min(params.priority, APART))
-    return msgspec.structs.replace(params, priority=BEHIND + own)
+    own = max(-MAX_RELATIVE_PRIORITY, min(params.priority, MAX_RELATIVE_PRIORITY))
+    return msgspec.structs.replace(params, priority=BACKGROUND_PRIORITY + own)
 
 
 def _completion(body: bytes, served: ServedModel) -> EndpointTask:

@@ -16,7 +16,7 @@ from tok_server.wire import Operation, encode, json_of
 async def list_models(request: web.Request) -> web.Response:
     """The list of served models, which holds one model."""
     context = request.app[CONTEXT]
-    context.await_start()
+    context.require_started()
     body = encode(ModelList(data=[_model(context)]))
     return web.Response(body=body, content_type="application/json")
 
@@ -24,7 +24,7 @@ async def list_models(request: web.Request) -> web.Response:
 async def retrieve(request: web.Request) -> web.Response:
     """The served model, by its name."""
     context = request.app[CONTEXT]
-    context.await_start()
+    context.require_started()
     check_model(request.match_info["id"], context.settings.model_name)
     return web.Response(body=encode(_model(context)), content_type="application/json")
 

@@ -34,7 +34,7 @@ async def restart_replica(request: web.Request) -> web.Response:
     requests get 503. `drain=SECONDS` limits the wait for open requests; 0 restarts the replica at once.
     """
     context = request.app[CONTEXT]
-    context.await_start()
+    context.require_started()
     replicas = context.engine.health().replicas
     number = _replica(request, len(replicas))
     drain = read_query(request, RestartReplica).drain

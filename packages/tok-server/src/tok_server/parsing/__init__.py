@@ -6,7 +6,7 @@ from tok_server.parsing.answer_pattern import AnswerPattern
 from tok_server.parsing.formats import CallFormat, tool_call_format, writes_reasoning
 from tok_server.parsing.markup import NO_MARKUP, Markup
 from tok_server.parsing.message_reader import MessageReader, message, message_delta
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text
 from tok_server.parsing.reasoning import THINK_CLOSE, THINK_OPEN, ReasoningCounter
 from tok_server.parsing.stop_when_rule import StopWhenJudge, StopWhenRule, judged, output_of, result_of
 
@@ -22,10 +22,10 @@ __all__ = [
     "MessageReader",
     "Piece",
     "ReasoningCounter",
+    "ReasoningPiece",
     "StopWhenJudge",
     "StopWhenRule",
     "Text",
-    "Thought",
     "judged",
     "message",
     "message_delta",

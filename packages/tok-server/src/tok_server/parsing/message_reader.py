@@ -18,7 +18,7 @@ from tok_client.types import (
 from tok_client.types import Delta as MessageDelta
 from tok_server.parsing.formats import call_parser
 from tok_server.parsing.markup import Markup
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text
 from tok_server.parsing.reasoning import ReasoningReader
 
 _SOURCE = random.Random()
@@ -77,7 +77,7 @@ def message(pieces: Iterable[Piece]) -> ChatMessage:
         match piece:
             case Text(text):
                 content.append(text)
-            case Thought(text):
+            case ReasoningPiece(text):
                 thoughts.append(text)
             case CallBegin(name):
                 calls.append(_Call(name))
@@ -102,7 +102,7 @@ def message_delta(piece: Piece, calls: int) -> MessageDelta:
     match piece:
         case Text(text):
             return MessageDelta(content=text)
-        case Thought(text):
+        case ReasoningPiece(text):
             return MessageDelta(reasoning_content=text)
         case CallBegin(name):
             function = FunctionCallDelta(name=name, arguments="")

@@ -15,7 +15,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPiece:
     """A stretch of reasoning."""
 
     text: str
@@ -35,7 +35,7 @@ class Arguments:
     text: str
 
 
-Piece = Text | Thought | CallBegin | Arguments
+Piece = Text | ReasoningPiece | CallBegin | Arguments
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from tok_server.parsing.pieces import Piece, Text, Thought, joined
+from tok_server.parsing.pieces import Piece, ReasoningPiece, Text, joined
 
 if TYPE_CHECKING:
     from tok_core.text import Tokenizer
@@ -57,9 +57,9 @@ class ReasoningReader:
     def finish(self) -> list[Piece]:
         """Return the remaining pieces."""
         if self._place is _Place.BEFORE:
-            self._out.append(Thought(self._held.strip()) if self._opened else Text(self._held))
+            self._out.append(ReasoningPiece(self._held.strip()) if self._opened else Text(self._held))
         elif self._place is _Place.THINKING:
-            self._out.append(Thought(self._held.rstrip()))
+            self._out.append(ReasoningPiece(self._held.rstrip()))
         self._held = ""
         return self._taken()
 
@@ -109,7 +109,7 @@ class ReasoningReader:
 
     def _think(self, text: str) -> None:
         self._begun = self._begun or bool(text)
-        self._out.append(Thought(text))
+        self._out.append(ReasoningPiece(text))
 
     def _between(self, text: str) -> str:
         text = text.lstrip()

@@ -12,7 +12,7 @@ from tok_core.grammar.regex import Unsupported
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Schema = Mapping[str, Json]
 
-MAX_FOLDED_SCHEMAS = 64  # values of a list that `all_of` intersects with others
+MAX_INTERSECTED_VALUES = 64  # values of a list that `all_of` intersects with others
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 OF_TYPE: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(
@@ -321,7 +321,7 @@ def _only_values(schema: Json, path: str) -> list[Json] | None:
     if not isinstance(schema, dict) or schema.keys() - {"type", "enum", "const"} - NOTES:
         return None
     values = listed_values(schema, path)
-    if values is None or len(values) > MAX_FOLDED_SCHEMAS:
+    if values is None or len(values) > MAX_INTERSECTED_VALUES:
         return None
     return values if "type" not in schema else [one for one in values if is_of(one, kinds(schema, path))]
 

@@ -56,7 +56,7 @@ from tok_core.grammar.rules import NOTHING, Rules, literal
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_OPTIONS = 1000
-OF_A_PAIR = 20  # least number of steps to compare two schemas
+MIN_COMPARISON_STEPS = 20  # least number of steps to compare two schemas
 COMBINED = ("$ref", "allOf", "not", "anyOf", "oneOf")  # resolved in this order
 
 P = ParamSpec("P")
@@ -114,7 +114,7 @@ class SchemaRules:
 
     def _options(self, schema: dict[str, Json], path: str) -> list[dict[str, Json]]:
         """Return alternatives to the schema without references and combinations; at least one of them must be valid."""
-        self._rules.work(OF_A_PAIR)
+        self._rules.work(MIN_COMPARISON_STEPS)
         name = next((name for name in COMBINED if name in schema and not (name == "not" and _settled(schema))), None)
         if name is None:
             return [schema]
@@ -337,7 +337,7 @@ def _comparing(one: Schema, other: Schema) -> int:
     mine, theirs = one.get("properties"), other.get("properties")
     if isinstance(mine, dict) and isinstance(theirs, dict):
         pairs += sum(_breadth(mine[name]) * _size(theirs[name]) for name in mine.keys() & theirs.keys())
-    return OF_A_PAIR + each + pairs
+    return MIN_COMPARISON_STEPS + each + pairs
 
 
 def _breadth(schema: Json) -> int:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from tok_core.errors import EngineError
-from tok_core.grammar.checker import Checker, GrammarTask
+from tok_core.grammar.checker import Checker, GrammarLimits
 from tok_core.grammar.matchers import Verdict
 from tok_core.grammar.worker_processes.processes import WorkerLost, WorkerProcess, WorkerProcesses
 from tok_core.grammar.worker_processes.worker import NICENESS
@@ -25,7 +25,7 @@ class ProcessExaminer:
 
     stoppable = True
 
-    def __init__(self, task: GrammarTask, processes: WorkerProcesses | None = None) -> None:
+    def __init__(self, task: GrammarLimits, processes: WorkerProcesses | None = None) -> None:
         self._task = task
         self.processes = processes or WorkerProcesses(task)
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class ProcessExaminer:
                 return message.allowed
 
 
-def process_checker(task: GrammarTask) -> Checker:
+def process_checker(task: GrammarLimits) -> Checker:
     """Return a checker for untrusted grammars that checks several of them in parallel."""
     processes = WorkerProcesses(msgspec.structs.replace(task, niceness=NICENESS))
     return Checker(*(ProcessExaminer(task, processes) for _ in range(EXAMINERS)))

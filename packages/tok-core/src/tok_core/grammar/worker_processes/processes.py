@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 
 from tok_core.errors import EngineError
-from tok_core.grammar.checker import GrammarTask
+from tok_core.grammar.checker import GrammarLimits
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
-from tok_core.grammar.worker_processes.worker import COMPILING, LENGTH, MARK
+from tok_core.grammar.worker_processes.worker import COMPILING, CURRENT_SEQUENCE, LENGTH
 from tok_core.runtime import keep_lifeline
 from tok_core.sampling_params import Grammar
 
@@ -78,7 +78,7 @@ class WorkerProcess:
     @property
     def at(self) -> int:
         """Return the sequence that the worker is advancing, COMPILING, or IDLE."""
-        sequence: int = MARK.unpack_from(self._mark, 0)[0]
+        sequence: int = CURRENT_SEQUENCE.unpack_from(self._mark, 0)[0]
         return sequence
 
     def stop(self) -> None:
@@ -147,7 +147,7 @@ class WorkerProcesses:
 
     wakes = True
 
-    def __init__(self, task: GrammarTask) -> None:
+    def __init__(self, task: GrammarLimits) -> None:
         self._task = task
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -168,7 +168,7 @@ class WorkerProcesses:
         try:
             os.ftruncate(shared, mmap.PAGESIZE)
             mark = mmap.mmap(shared, mmap.PAGESIZE)
-            MARK.pack_into(mark, 0, COMPILING)
+            CURRENT_SEQUENCE.pack_into(mark, 0, COMPILING)
             number = self._fork(its.fileno(), shared)
         except BaseException:
             mine.close()

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final, Never
 
 import msgspec
 
-from tok_core.grammar.checker import GrammarTask, verdict
-from tok_core.grammar.matchers import Followed, MatcherCall, Matchers, Verdict
+from tok_core.grammar.checker import GrammarLimits, verdict
+from tok_core.grammar.matchers import FollowResult, MatcherCall, Matchers, Verdict
 from tok_core.grammar.xgrammar_imports import preload
 from tok_core.sampling_params import Grammar
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from tok_core.grammar.compiler import Compiler
 
 LENGTH: Final = struct.Struct("<I")  # size in bytes of the message that follows
-MARK: Final = struct.Struct("<q")  # sequence that a worker is advancing, in memory shared with the parent
+CURRENT_SEQUENCE: Final = struct.Struct("<q")  # sequence that a worker is advancing, in memory shared with the parent
 COMPILING, IDLE = -2, -1  # values of the mark that are no sequence
 NICENESS: Final = 10  # of processes that check grammars, and of workers after NICE_SECONDS
 NICE_SECONDS: Final = 2.0  # CPU seconds after which a worker lowers its priority
 FLUSH_SECONDS: Final = 2e-3  # seconds after which results are sent although more sequences are to be advanced
-WEIGHED_SECONDS: Final = 5e-4  # CPU seconds; memory is measured after each call that takes longer
-WEIGHED_CALLS: Final = 64  # memory is also measured after this many calls, however short
+MIN_MEASURED_CALL_SECONDS: Final = 5e-4  # CPU seconds; memory is measured after each call that takes longer
+CALLS_PER_MEMORY_CHECK: Final = 64  # memory is also measured after this many calls, however short
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -46,7 +46,7 @@ class _Meter:
     A call that exceeds `token_seconds` or the memory limit kills the process; `mark` names the sequence at fault.
     """
 
-    def __init__(self, task: GrammarTask, mark: mmap.mmap) -> None:
+    def __init__(self, task: GrammarLimits, mark: mmap.mmap) -> None:
         self._task = task
         self._mark = mark
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -60,7 +60,7 @@ class _Meter:
 
     def start(self, sequence: int) -> None:
         """See `MatcherMeter`."""
-        MARK.pack_into(self._mark, 0, sequence)
+        CURRENT_SEQUENCE.pack_into(self._mark, 0, sequence)
         # Only a signal that kills the process interrupts a call into xgrammar.
         signal.setitimer(signal.ITIMER_PROF, self._task.token_seconds)
         self._began = time.thread_time()
@@ -74,7 +74,7 @@ class _Meter:
         if not self._nice and self._began > NICE_SECONDS:
             self._nice = True
             os.nice(NICENESS)
-        if seconds > WEIGHED_SECONDS or self._calls % WEIGHED_CALLS == 0:
+        if seconds > MIN_MEASURED_CALL_SECONDS or self._calls % CALLS_PER_MEMORY_CHECK == 0:
             self._weigh(sequence)
         allowed = self._task.sequence_seconds + count * self._task.mean_seconds
         return self._task.too_slow if total > allowed else ""
@@ -87,7 +87,7 @@ class _Meter:
     def idle(self) -> None:
         """Stop the timer and mark the process as idle."""
         signal.setitimer(signal.ITIMER_PROF, 0)
-        MARK.pack_into(self._mark, 0, IDLE)
+        CURRENT_SEQUENCE.pack_into(self._mark, 0, IDLE)
 
     def _weigh(self, sequence: int) -> None:
         """Measure memory. If the process has grown too much, mark the sequence that added most and exit."""
@@ -96,7 +96,7 @@ class _Meter:
         self._weighed = resident
         if resident - self._start > self._task.memory // 2:
             largest = max(self._bytes, key=self._bytes.__getitem__)
-            MARK.pack_into(self._mark, 0, largest)
+            CURRENT_SEQUENCE.pack_into(self._mark, 0, largest)
             os._exit(1)
 
     def _resident(self) -> int:
@@ -110,7 +110,7 @@ def main(number: int) -> int:
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     orders = socket.socket(fileno=number)
-    task = msgspec.msgpack.decode(orders.recv(1 << 20), type=GrammarTask)
+    task = msgspec.msgpack.decode(orders.recv(1 << 20), type=GrammarLimits)
     os.nice(task.niceness)
     compiler, failed = None, ""
     try:
@@ -151,7 +151,7 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _work(compiler: Compiler | None, failed: str, task: GrammarTask, connection: int, shared: int) -> Never:
+def _work(compiler: Compiler | None, failed: str, task: GrammarLimits, connection: int, shared: int) -> Never:
     """Run the worker in the forked process, then exit."""
     try:
         mark = mmap.mmap(shared, mmap.PAGESIZE)
@@ -162,7 +162,7 @@ def _work(compiler: Compiler | None, failed: str, task: GrammarTask, connection:
         os._exit(1)
 
 
-def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed: str, task: GrammarTask) -> None:
+def _serve(channel: Channel, mark: mmap.mmap, compiler: Compiler | None, failed: str, task: GrammarLimits) -> None:
     data = channel.receive()
     if not data:
         return
@@ -189,7 +189,7 @@ def _follow(channel: Channel, matchers: Matchers, meter: _Meter) -> None:
     while data := channel.receive():
         work = msgspec.msgpack.decode(data, type=MatcherCall)
         matchers.end(work.ended)
-        followed: list[Followed] = []
+        followed: list[FollowResult] = []
         sent = time.monotonic()
         for one in work.follow:
             followed.append(matchers.follow(one))

@@ -21,13 +21,17 @@ from tok_core.messages import Int64
 
 LOOK_AHEAD = 4096  # turns of the queue that are considered per step
 GOLDEN = 0.6180339887498949  # golden ratio − 1
-TIMES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise
-MANY = 2048  # sequences, copies included, up to which copies are made: more would be too expensive
-LATER = 2048  # queue entries, the first ones, that represent later samples
-TYPICAL = 256  # of these, entries used at most, spread evenly; with fewer, the curve would vary where requests differ
-DRAWN = 2048  # samples that these entries are expanded to, each with a predicted length of its own
-KNOWN = 256  # samples, at most, that must finish beyond the number running before lengths are known and not guessed
-GUESSED = 0.7  # share of the pages in which samples start until then
+MAX_COPIES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise
+MAX_FORECAST_SEQUENCES = 2048  # sequences, copies included, up to which copies are made: more would be too expensive
+MAX_LATER_ENTRIES = 2048  # queue entries, the first ones, that represent later samples
+MAX_TYPICAL_ENTRIES = (
+    256  # of these, entries used at most, spread evenly; with fewer, the curve would vary where requests differ
+)
+TYPICAL_SAMPLES = 2048  # samples that these entries are expanded to, each with a predicted length of its own
+MAX_LEARNING_SAMPLES = (
+    256  # samples, at most, that must finish beyond the number running before lengths are known and not guessed
+)
+UNLEARNED_PAGE_SHARE = 0.7  # share of the pages in which samples start until then
 
 
 Turns = Callable[[int], Iterator[StartTurn]]
@@ -53,7 +57,7 @@ class Samples(NamedTuple):
     prompt: Int64
     limit: Int64
     least: Int64
-    family: Int64
+    length_stats_row: Int64
     shared: Int64
 
 
@@ -85,7 +89,7 @@ class Admission:
         self.watermark.observe(computed, twice, each, guessed=self._guesses(len(running)))
 
     def _guesses(self, running: int) -> bool:
-        return self.lengths.finished <= running + min(running, KNOWN)
+        return self.lengths.finished <= running + min(running, MAX_LEARNING_SAMPLES)
 
     def count(
         self,
@@ -135,11 +139,11 @@ class Admission:
     def _fitting(self, held: Samples, samples: Samples, capacity: int, *, guessed: bool, stream: bool) -> int:
         """Return how many of the samples fit into `capacity` pages beside those `held`, by predicted lengths."""
         count, size = len(held.length), self.paging.page_size
-        times = min(TIMES, max(1, MANY // (count + 1)))
+        times = min(MAX_COPIES, max(1, MAX_FORECAST_SEQUENCES // (count + 1)))
         demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
         used = int((-(-held.length // size) - held.shared).sum())
         reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
-        room = int((GUESSED if guessed else 1) * capacity) * times
+        room = int((UNLEARNED_PAGE_SHARE if guessed else 1) * capacity) * times
         fitting = admissible(*demand[:3], *candidates[:3], room, size, reserve, together=times)
         if guessed and fitting < len(candidates.length):
             unending = *demand.unending()[:3], *candidates.unending()[:3]
@@ -160,11 +164,11 @@ class Admission:
 
     def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
         """Return whether samples that start in `step` must leave pages for later ones like those `waiting`."""
-        if not self.stagger.binds:
+        if not self.stagger.active:
             return False
         if self.stagger.outdated(step):
-            self.stagger.draw(step, *self._typical(waiting), self.paging.page_size)
-        return self.stagger.bears(capacity)
+            self.stagger.compute_curve(step, *self._typical(waiting), self.paging.page_size)
+        return self.stagger.fits_stream(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
         """Return the pages that sequences may have of their own.
@@ -188,12 +192,12 @@ class Admission:
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
         columns = table.prompt_len, table.limit, table.least
         prompt, limit, least = (column[slots].astype(np.int64) for column in columns)
-        family = table.family[slots]
+        length_stats_row = table.length_stats_row[slots]
         if reserved:
             each, shared = self._with_forks(slots, reserved, length, shared)
             length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
-            least, family = np.repeat(least, each), np.repeat(family, each)
-        return Samples(length, prompt, limit, least, family, shared)
+            least, length_stats_row = np.repeat(least, each), np.repeat(length_stats_row, each)
+        return Samples(length, prompt, limit, least, length_stats_row, shared)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """Return the predicted demand of the samples, each counted `times` times.
@@ -206,19 +210,21 @@ class Admission:
         return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
-        length, prompt, limit, least, family, _ = samples
-        remaining = self.lengths.remaining(length - prompt, limit - prompt, family, shares)
+        length, prompt, limit, least, length_stats_row, _ = samples
+        remaining = self.lengths.remaining(length - prompt, limit - prompt, length_stats_row, shares)
         surely: Int64 = np.maximum(remaining, least - length)
         return surely
 
     def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
         """Return lengths, remaining tokens and shared pages of typical later samples, int64 [DRAWN] each."""
-        spread = list(islice(waiting, 0, LATER, -(-min(len(waiting), LATER) // TYPICAL)))
+        spread = list(
+            islice(waiting, 0, MAX_LATER_ENTRIES, -(-min(len(waiting), MAX_LATER_ENTRIES) // MAX_TYPICAL_ENTRIES))
+        )
         until = np.cumsum([len(pending.samples) for pending in spread])
-        drawn = np.searchsorted(until, (np.arange(DRAWN) + 0.5) / DRAWN * until[-1])
+        drawn = np.searchsorted(until, (np.arange(TYPICAL_SAMPLES) + 0.5) / TYPICAL_SAMPLES * until[-1])
         rows = np.array([self._row(pending) for pending in spread], np.int64)
         samples = Samples(*rows[drawn].T)
-        return samples.length, self._remaining(samples, _shares(0, DRAWN)), samples.shared
+        return samples.length, self._remaining(samples, _shares(0, TYPICAL_SAMPLES)), samples.shared
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
         """Return the values that `Samples` has of each of these samples: the known ones, then its shared pages."""
@@ -256,7 +262,7 @@ class Admission:
         seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
         self.lengths.follow(seen, generated, most)
         table.followed[slots] = generated
-        self.lengths.prompt_stats.run(table.family[slots], self.lengths.hazard(generated, most))
+        self.lengths.prompt_stats.run(table.length_stats_row[slots], self.lengths.hazard(generated, most))
 
     def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
         """Return the samples whose turn it is, and their turns.
@@ -304,7 +310,7 @@ class Admission:
 def _known(pending: Pending) -> tuple[int, int, int, int, int]:
     """Return what is known of its samples, in the order of the first columns of `Samples`."""
     request = pending.request
-    return len(pending.tokens), len(request.prompt), request.limit, request.least, request.family
+    return len(pending.tokens), len(request.prompt), request.limit, request.least, request.length_stats_row
 
 
 def _shares(first: int, count: int) -> Float64:

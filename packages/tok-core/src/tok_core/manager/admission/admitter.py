@@ -84,14 +84,14 @@ class Admitter:
             short = allowed - table.free_slots - int(np.count_nonzero(table.state == State.PREEMPTED))
             if short > 0:
                 victims, _ = rank_victims(self._paging, self._below(priority, builder))
-                self._scheduler.give_way(victims[:short].tolist())
+                self._scheduler.preempt_for_slots(victims[:short].tolist())
             budget = self._start(builder, chosen, min(allowed, table.free_slots), budget, behind, priority)
             if waiting.lines(priority):
                 break
         return budget
 
     def _reserved(self) -> dict[int, int]:
-        return {slot: len(forks) for slot, forks in self._starts.followers.items()}
+        return {slot: len(forks) for slot, forks in self._starts.pending_forks.items()}
 
     def _below(self, priority: int, builder: BatchBuilder) -> Int64:
         """Return running slots of lower classes, without those that already compute something in this step."""
@@ -107,7 +107,7 @@ class Admitter:
         else:
             return
         for slot in rank_victims(self._paging, self._below(priority, builder))[0].tolist():
-            self._scheduler.give_way([slot])
+            self._scheduler.preempt_for_slots([slot])
             if self._scheduler.room_for(count):
                 return
 

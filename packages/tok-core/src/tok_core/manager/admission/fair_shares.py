@@ -101,7 +101,7 @@ class FairShares:
         most = float(self._table.slots * self._table.page_size)
         self._allowance = min(self._allowance + MAX_LOST_SHARE * (computed - self._computed), most)
         self._looked, self._computed, self.due = now, computed, 0
-        first = self._waiting.first_class
+        first = self._waiting.min_open_priority
         return [] if first is None else self._take_back(first, now)
 
     def _take_back(self, priority: int, now: float) -> list[int]:

@@ -52,14 +52,14 @@ class LengthModel:
         lengths: Int64,
         limit: Int64,
         ended: NDArray[np.bool_],
-        family: Int64,
+        length_stats_row: Int64,
     ) -> None:
         """Learn from samples that have finished with `lengths` of at most `limit` tokens; all arrays are [n].
 
-        `seen`: tokens already counted by `follow`. `ended`: bool, not cut off by the limit. `family`: as in
+        `seen`: tokens already counted by `follow`. `ended`: bool, not cut off by the limit. `length_stats_row`: as in
         `prompt_stats`.
         """
-        self.prompt_stats.finish(family, self.hazard(lengths, limit), ended)
+        self.prompt_stats.finish(length_stats_row, self.hazard(lengths, limit), ended)
         self.finished += len(lengths)
         fade = 0.5 ** (len(lengths) / HALF_LIFE)
         self._ended *= fade
@@ -87,18 +87,18 @@ class LengthModel:
             found[rows] = -np.log(np.interp(generated[rows], self._knots, curve))
         return found
 
-    def remaining(self, generated: Int64, limit: Int64, family: Int64, share: Float64) -> Int64:
+    def remaining(self, generated: Int64, limit: Int64, length_stats_row: Int64, share: Float64) -> Int64:
         """Return the quantile `share` of each sample's remaining tokens, int64 [n].
 
-        generated, limit   tokens so far and at most, int64 [n]
-        family             as in `prompt_stats`: one factor per prompt on the rate at which its samples end
-        share              float64 [n], in [0, 1). Shares spread evenly over many samples give their mean use of memory
+        generated, limit  tokens so far and at most, int64 [n]
+        length_stats_row  as in `prompt_stats`: one factor per prompt on the rate at which its samples end
+        share             float64 [n], in [0, 1). Shares spread evenly over many samples give their mean use of memory
 
         The result is between 1 and limit − generated, or 0 if that is 0 or less.
         """
         left = np.maximum(limit - generated, 0)
         further = left.copy()
-        rarity = (1 - share) ** (1 / self.prompt_stats.rate(family))
+        rarity = (1 - share) ** (1 / self.prompt_stats.rate(length_stats_row))
         for rows, curve in self._by_curve(limit):
             alive = np.interp(generated[rows], self._knots, curve)
             until = np.interp(alive * rarity[rows], curve[::-1], self._knots[::-1])

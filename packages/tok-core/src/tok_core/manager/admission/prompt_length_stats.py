@@ -36,28 +36,28 @@ class PromptLengthStats:
             self._seen, self._expected, self._running = (
                 np.concatenate((column, np.zeros(size))) for column in (self._seen, self._expected, self._running)
             )
-        family = self._free.pop()
-        self._seen[family] = self._expected[family] = self._running[family] = 0.0
-        return family
+        length_stats_row = self._free.pop()
+        self._seen[length_stats_row] = self._expected[length_stats_row] = self._running[length_stats_row] = 0.0
+        return length_stats_row
 
-    def release(self, family: int) -> None:
+    def release(self, length_stats_row: int) -> None:
         """Release the row of a request whose samples have all ended or were cancelled."""
-        if family != SINGLE_SAMPLE:
-            self._free.append(family)
+        if length_stats_row != SINGLE_SAMPLE:
+            self._free.append(length_stats_row)
 
-    def finish(self, family: Int64, hazard: Float64, ended: NDArray[np.bool_]) -> None:
+    def finish(self, length_stats_row: Int64, hazard: Float64, ended: NDArray[np.bool_]) -> None:
         """Add samples that have finished; `hazard`, [n], is the number of ends expected of each."""
         size = len(self._seen)
-        self._seen += np.bincount(family, ended, minlength=size)
-        self._expected += np.bincount(family, hazard, minlength=size)
+        self._seen += np.bincount(length_stats_row, ended, minlength=size)
+        self._expected += np.bincount(length_stats_row, hazard, minlength=size)
 
-    def run(self, family: Int64, hazard: Float64) -> None:
+    def run(self, length_stats_row: Int64, hazard: Float64) -> None:
         """Replace the running samples by these; `hazard`, [n], is the number of ends expected of each."""
-        self._running = np.bincount(family, hazard, minlength=len(self._seen)).astype(np.float64, copy=False)
+        self._running = np.bincount(length_stats_row, hazard, minlength=len(self._seen)).astype(np.float64, copy=False)
 
-    def rate(self, family: Int64) -> Float64:
-        """Return the factors on the rates of ends, float64 of the shape of `family`."""
+    def rate(self, length_stats_row: Int64) -> Float64:
+        """Return the factors on the rates of ends, float64 of the shape of `length_stats_row`."""
         rate = (self._seen + WEIGHT) / (self._expected + self._running + WEIGHT)
         rate[SINGLE_SAMPLE] = 1.0
-        found: Float64 = rate[family]
+        found: Float64 = rate[length_stats_row]
         return found

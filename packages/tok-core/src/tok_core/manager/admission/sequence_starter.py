@@ -34,7 +34,7 @@ class SequenceStarter:
         self.prompt_stats = families
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
-        self.followers: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
+        self.pending_forks: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
         self.newly_cached: list[tuple[int, int]] = []  # to report: request, prompt tokens found in the cache
         self.cached_tokens = 0
         self.computed_twice = 0  # tokens of preempted samples that were no longer cached
@@ -44,7 +44,7 @@ class SequenceStarter:
         samples, request = pending.samples, pending.request
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
-            request.family = self.prompt_stats.acquire(request.params.n)
+            request.length_stats_row = self.prompt_stats.acquire(request.params.n)
         sample = samples.popleft()
         slot = self.table.claim_one(request, sample, pending.tokens)
         if pending.fresh:
@@ -71,27 +71,27 @@ class SequenceStarter:
         assert request.leader is not None
         taken = _take(pending.samples, allowed)
         if taken:
-            self.followers.setdefault(request.leader, deque()).extend(taken)
+            self.pending_forks.setdefault(request.leader, deque()).extend(taken)
             request.hold(len(taken))
         self._put_back(pending)
         return len(taken)
 
     def finish_prefill(self, slot: int, step: int) -> Int64:
-        """Fork the followers of a slot whose prefill ends in `step`; return the forks, which have the slot's length."""
+        """Fork the pending forks of a slot whose prefill ends in `step`; return them, at the slot's length."""
         table, request = self.table, self.table.requests[slot]
         assert request is not None
         if request.leader != slot:
             return NOBODY
-        request.leader, request.asks = None, False
-        followers = self.followers.pop(slot, deque())
-        request.hold(-len(followers))
+        request.leader, request.wants_prompt_outputs = None, False
+        forks_left = self.pending_forks.pop(slot, deque())
+        request.hold(-len(forks_left))
         if self.paging.fork_cost(slot) <= 1:
-            forks = self._fork(slot, request, followers)
+            forks = self._fork(slot, request, forks_left)
         else:
-            self._put_back(Pending(request, followers, request.prompt))
+            self._put_back(Pending(request, forks_left, request.prompt))
             forks = NOBODY
-        request.undrawn -= 1 + len(forks)
-        if request.undrawn:
+        request.unsampled -= 1 + len(forks)
+        if request.unsampled:
             self.retained_prompts.keep(request, slot, step)
         table.length[forks] = table.length[slot]
         return forks
@@ -106,8 +106,8 @@ class SequenceStarter:
             return NOBODY
         assert self.paging.room_for(len(samples))
         slots = self.retained_prompts.start(retained, samples, step)
-        request.undrawn -= len(samples)
-        if not request.undrawn:
+        request.unsampled -= len(samples)
+        if not request.unsampled:
             self.retained_prompts.drop(request.rid)
         return slots
 
@@ -118,11 +118,11 @@ class SequenceStarter:
         if request.leader == slot:
             request.leader = None
         sample = int(self.table.sample[slot])
-        if (follower := self.table.followers.pop(slot, None)) is not None:
-            request.resting[sample] = follower
-        followers = self.followers.pop(slot, deque())
-        request.hold(-len(followers))
-        samples = deque([sample, *followers])
+        if (matcher := self.table.matchers.pop(slot, None)) is not None:
+            request.parked_matchers[sample] = matcher
+        forks_left = self.pending_forks.pop(slot, deque())
+        request.hold(-len(forks_left))
+        samples = deque([sample, *forks_left])
         tokens = self.table.tokens[slot, : self.table.known[slot]].copy()
         self.table.free(np.array([slot]))
         self.waiting.put_back(Pending(request, samples, tokens))

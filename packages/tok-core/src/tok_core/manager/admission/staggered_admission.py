@@ -24,25 +24,25 @@ MIN_STREAM_SAMPLES = 32  # samples at their largest that memory must hold at onc
 class StaggeredAdmission:
     """Curve along which a stream of samples that starts now fills the memory.
 
-    binds  whether admission is staggered: from when memory is full until no sample waits for memory
+    active  whether admission is staggered: from when memory is full until no sample waits for memory
     """
 
     def __init__(self) -> None:
-        self.binds = False
+        self.active = False
         self._drawn: float | None = None  # step in which the curve was computed
         self._each = 0.0  # mean number of own pages of a sample at its end
         self._knots: NDArray[np.float64] = np.zeros(1)
         self._share: NDArray[np.float64] = np.zeros(1)
 
     def observe(self, used: int, capacity: int, *, waits: bool) -> None:
-        """Update `binds`: `used` of `capacity` pages are in use; `waits`: there are samples that wait for pages."""
-        self.binds = waits and (self.binds or used >= FULL_SHARE * capacity)
+        """Update `active`: `used` of `capacity` pages are in use; `waits`: there are samples that wait for pages."""
+        self.active = waits and (self.active or used >= FULL_SHARE * capacity)
 
     def outdated(self, step: float) -> bool:
         """Return whether `step`, which only grows, needs a new curve."""
         return self._drawn is None or step - self._drawn >= CURVE_STEPS
 
-    def draw(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
+    def compute_curve(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
         """Compute the curve of a stream of samples like these; int64 [n] each, as in `forecast`, at least one."""
         knots = np.linspace(0, max(1, int(remaining.max())), KNOTS).astype(np.int64)
         held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
@@ -50,7 +50,7 @@ class StaggeredAdmission:
         self._each = float((-(-(length + remaining) // page_size) - shared).mean())
         self._drawn, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
 
-    def bears(self, capacity: int) -> bool:
+    def fits_stream(self, capacity: int) -> bool:
         """Return whether the curve's samples are small enough, relative to `capacity`, to leave pages for others.
 
         A sample that needs more pages than a full stream leaves would wait until it can run alone.

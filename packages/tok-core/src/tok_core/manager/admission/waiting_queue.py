@@ -94,7 +94,7 @@ class WaitingQueue:
             yield from heapq.merge(*lines.values(), key=_order) if len(lines) > 1 else next(iter(lines.values()))
 
     @property
-    def first_class(self) -> int | None:
+    def min_open_priority(self) -> int | None:
         """Return the smallest priority number that waits."""
         return next(iter(self._classes), None)
 

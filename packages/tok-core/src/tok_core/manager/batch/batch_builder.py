@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.batch.prompt_outputs import prompt_asks
+from tok_core.manager.batch.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.prefix_groups import Groups
@@ -39,8 +39,8 @@ class BatchBuilder:
         self.fresh: list[int] = []  # slots whose present owner the worker does not know
         self.fresh_length: list[int] = []  # positions that each of these has in the cache before the step
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
-        self.draw_slot: list[int] = []  # slots that sample from a chunk's logits
-        self.draw_chunk: list[int] = []  # index of the chunk for each of these
+        self.sampling_slots: list[int] = []  # slots that sample from a chunk's logits
+        self.sampling_chunks: list[int] = []  # index of the chunk for each of these
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # indices of the chunks whose requests ask for prompt outputs
         self._faulty: set[int] = set()  # requests that cannot be written
@@ -61,16 +61,16 @@ class BatchBuilder:
             self._announce([slot], start)
         request = self.table.requests[slot]
         assert request is not None
-        if request.asks and request.leader == slot:
+        if request.wants_prompt_outputs and request.leader == slot:
             self.asking.append(len(self.chunks))
         self.chunks.append((slot, start, count))
 
-    def draw(self, slot: int, forks: Int64) -> None:
+    def add_sampling(self, slot: int, forks: Int64) -> None:
         """Let `slot` and its new `forks` sample their next tokens from the logits at the end of the last chunk."""
         if len(forks):
             self._announce(forks.tolist(), int(self.table.length[slot]))
-        self.draw_slot += [slot, *forks.tolist()]
-        self.draw_chunk += [len(self.chunks) - 1] * (1 + len(forks))
+        self.sampling_slots += [slot, *forks.tolist()]
+        self.sampling_chunks += [len(self.chunks) - 1] * (1 + len(forks))
 
     def start(self, slots: Int64) -> None:
         """Add new `slots` of one request, which begin with a decode row."""
@@ -82,23 +82,23 @@ class BatchBuilder:
         self.fresh += slots
         self.fresh_length += [length] * len(slots)
 
-    def build(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+    def build(self, step: int, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """Return the StepInput; the table's lengths must already be those after the step.
 
         A request that cannot be written is at fault. Its rows stay in the step, with parameters that cannot fail, since
         the request ends before their tokens are back. An exception that no single request raises is passed on.
         """
         try:
-            return self._written(step, draws_upto, decode, groups, changes)
+            return self._written(step, sampled_upto, decode, groups, changes)
         except Exception:
             if not self._set_faulty_aside(decode):
                 raise
-        return self._written(step, draws_upto, decode, groups, changes)
+        return self._written(step, sampled_upto, decode, groups, changes)
 
     def _set_faulty_aside(self, decode: Int64) -> bool:
         """Write each request alone to find those that raise, and reset their parameters; return whether any does."""
         table = self.table
-        sampling = np.concatenate((decode, np.array(self.draw_slot, np.int64)))
+        sampling = np.concatenate((decode, np.array(self.sampling_slots, np.int64)))
         slots = np.concatenate((sampling, self.busy, np.array(self.fresh, np.int64)))
         for rid in np.unique(table.rid[slots]).tolist():
             try:
@@ -122,23 +122,25 @@ class BatchBuilder:
         if fresh:
             slots, lengths = zip(*fresh, strict=True)
             self._new_slots(list(slots), list(lengths))
-        prompt_asks(table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid])
+        requested_prompt_outputs(
+            table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid]
+        )
 
-    def _written(self, step: int, draws_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+    def _written(self, step: int, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
         sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
         chunk_slot, start, count = array(self.chunks).reshape(-1, 3).T
         computed = decode
         if self.chunks:
-            sample_slot = np.concatenate((decode_slot, array(self.draw_slot)))
-            sample_row = np.concatenate((sample_row, array(self.draw_chunk) + np.int32(rows)))
+            sample_slot = np.concatenate((decode_slot, array(self.sampling_slots)))
+            sample_row = np.concatenate((sample_row, array(self.sampling_chunks) + np.int32(rows)))
             computed = np.concatenate((decode, chunk_slot))
         guided = _rows(table.guided[sample_slot])
         masks = self.grammars.masks(sample_slot[guided])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
             step=step,
-            draws_upto=draws_upto,
+            sampled_upto=sampled_upto,
             new=self._new_slots(self.fresh, self.fresh_length) if self.fresh else None,
             page_slot=changes.page_slot,
             page_index=changes.page_index,
@@ -159,7 +161,7 @@ class BatchBuilder:
             top_logprobs=int(table.top_logprobs[sample_slot].max(initial=0)),
             all_greedy=bool(table.greedy[sample_slot].all()),
             max_kv=int(table.length[computed].max(initial=0)),
-            prompts=prompt_asks(table, self.chunks, self.asking) if self.asking else None,
+            prompts=requested_prompt_outputs(table, self.chunks, self.asking) if self.asking else None,
             shared=changes.shared,
             mask_row=guided,
             mask_of=masks.which,
@@ -180,7 +182,7 @@ class BatchBuilder:
             slot=slots,
             length=array(length),
             last_token=table.tokens[slots, table.prompt_len[slots] - 1],
-            ends_from=table.ends_from[slots],
+            eos_from_position=table.eos_from_position[slots],
             prompt_len=table.prompt_len[slots],
             seed=column((one.seed for one in params), np.int64),
             sample=table.sample[slots],

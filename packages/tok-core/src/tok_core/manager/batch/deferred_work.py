@@ -60,10 +60,10 @@ class DeferredWork:
         self._row: dict[WorkKind, int] = dict.fromkeys(WORK, 0)
         self._concerned: dict[WorkKind, int] = dict.fromkeys(WORK, 0)  # sequences concerned since it was done
 
-    def puts_off(self, work: WorkKind, *, hurried: bool, running: int) -> bool:
-        """Return whether this step defers the work; if not, it is done now. `hurried`: the worker's queue runs low."""
+    def defers(self, work: WorkKind, *, queue_low: bool, running: int) -> bool:
+        """Return whether this step defers the work; if not, it is done now. `queue_low`: the worker runs dry soon."""
         bound = self._bounds[work]
-        if hurried and self._row[work] < bound.steps and self._concerned[work] * bound.few < running:
+        if queue_low and self._row[work] < bound.steps and self._concerned[work] * bound.few < running:
             self._row[work] += 1
             self.counts[work] += 1
             return True

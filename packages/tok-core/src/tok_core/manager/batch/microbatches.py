@@ -50,7 +50,7 @@ class Microbatches:
             slots = slots[~self._table.held[slots]]
         return slots if self.count == 1 else slots[self._table.microbatch[slots] == self.turn]
 
-    def resting(self, decode: Int64) -> Int64:
+    def sitting_out(self, decode: Int64) -> Int64:
         """Return the guided slots of this turn that are not in `decode`, but would be without a grammar.
 
         They wait for a token's value, or prefill several tokens at once.
@@ -103,7 +103,7 @@ class Microbatches:
             table.microbatch[slots[mine][over]] = (self.turn + 1) % self.count
 
     def step(self, number: int, decode: Int64) -> int:
-        """Register the step of this turn, of this number, in which `decode` slots decode; return its `draws_upto`."""
+        """Register the step of this turn, of this number, in which `decode` slots decode; return its `sampled_upto`."""
         if self.count == 1:
             self.cycles += 1
             return number - 1
@@ -116,15 +116,15 @@ class Microbatches:
         self.cycles += 1 / self.used
         return self._draws_upto
 
-    def drew(self, number: int, slots: Int64) -> None:
+    def record_sampled(self, number: int, slots: Int64) -> None:
         """Record that these slots sample in step `number`, of this turn."""
         if self.count > 1:
             self._table.microbatch[slots] = self.turn
-            self._table.drawn[slots] = number
+            self._table.last_sampled_step[slots] = number
 
     def _last(self, slots: Int64) -> int:
         """Return the last step in which any of the slots sampled."""
-        return int(self._table.drawn[slots].max(initial=0))
+        return int(self._table.last_sampled_step[slots].max(initial=0))
 
     def _wanted(self, rows: int) -> int:
         """Return how many microbatches pay off for so many rows."""

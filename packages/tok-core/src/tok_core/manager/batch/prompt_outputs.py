@@ -13,7 +13,9 @@ Chunk = tuple[int, int, int]
 """Slot, start and number of tokens of a prefill chunk."""
 
 
-def prompt_asks(table: SequenceTable, chunks: Sequence[Chunk], asking: Sequence[int]) -> RequestedPromptOutputs | None:
+def requested_prompt_outputs(
+    table: SequenceTable, chunks: Sequence[Chunk], asking: Sequence[int]
+) -> RequestedPromptOutputs | None:
     """Return the prompt outputs that the `asking` ones of the step's chunks have to yield; None if there are none."""
     scored, pooled = [], []
     for index in asking:

@@ -23,8 +23,8 @@ from tok_core.grammar import (
     IDLE,
     MAX_KNOWN_MASKS,
     REPLAY,
-    Follow,
-    Followed,
+    FollowRequest,
+    FollowResult,
     MaskCache,
     MatcherCall,
     MatcherReply,
@@ -87,7 +87,7 @@ class GrammarManager:
         self._workers = workers
         self._clock = clock
         self._masks: MaskCache | None = None  # set when the first grammar has been compiled
-        self._guides: dict[Grammar, GrammarState] = {}  # in order of last use
+        self._grammar_states: dict[Grammar, GrammarState] = {}  # in order of last use
         self._count = 0
         self._advanced: list[tuple[MatcherState, list[int], bool]] = []
         self._touched: dict[Grammar, GrammarState] = {}  # grammars with work to be sent
@@ -100,48 +100,52 @@ class GrammarManager:
         grammar = request.params.grammar
         if grammar is None:
             return True
-        guide = self._guides.pop(grammar, None) or GrammarState(grammar, request.tenant)
-        self._guides[grammar] = guide
-        guide.requests[request.rid] = request
-        request.guide = guide
-        if guide.first is None:
+        grammar_state = self._grammar_states.pop(grammar, None) or GrammarState(grammar, request.tenant)
+        self._grammar_states[grammar] = grammar_state
+        grammar_state.requests[request.rid] = request
+        request.grammar_state = grammar_state
+        if grammar_state.first is None:
             self.waiting[request.rid] = request
             self._begin_some()
-        return guide.first is not None
+        return grammar_state.first is not None
 
     def admitted(self) -> list[Request]:
         """Remove and return the requests that have waited here and may join the queue now, in order of arrival."""
         if not self.waiting:
             return []
-        found = [one for one in self.waiting.values() if one.guide is not None and one.guide.first is not None]
+        found = [
+            one
+            for one in self.waiting.values()
+            if one.grammar_state is not None and one.grammar_state.first is not None
+        ]
         for request in found:
             del self.waiting[request.rid]
         return found
 
     def leave(self, request: Request) -> None:
         """Release the grammar state that only this request, which has ended, needed."""
-        guide = request.guide
-        if guide is None:
+        grammar_state = request.grammar_state
+        if grammar_state is None:
             return
         self.waiting.pop(request.rid, None)
-        guide.requests.pop(request.rid, None)
-        for follower in request.resting.values():
-            self.end(follower)
-        if not guide.requests and guide.first is None:
-            self._drop(guide)
+        grammar_state.requests.pop(request.rid, None)
+        for matcher in request.parked_matchers.values():
+            self.end(matcher)
+        if not grammar_state.requests and grammar_state.first is None:
+            self._drop(grammar_state)
         self._begin_some()
 
-    def end(self, follower: MatcherState) -> None:
+    def end(self, matcher: MatcherState) -> None:
         """Drop the matcher state of a sequence that has ended, and queue the notice to its worker."""
-        guide = follower.guide
-        if guide.followers.pop(follower.number, None) is None:
+        grammar_state = matcher.grammar_state
+        if grammar_state.matchers.pop(matcher.number, None) is None:
             return
-        follower.slot = -1
-        guide.waiting.discard(follower.number)
-        if follower.tokens:
-            guide.work.ended.append(follower.number)
-            if len(guide.work.ended) >= 64:
-                self._touched[guide.grammar] = guide
+        matcher.slot = -1
+        grammar_state.waiting.discard(matcher.number)
+        if matcher.tokens:
+            grammar_state.work.ended.append(matcher.number)
+            if len(grammar_state.work.ended) >= 64:
+                self._touched[grammar_state.grammar] = grammar_state
 
     @property
     def patience(self) -> float:
@@ -150,8 +154,8 @@ class GrammarManager:
 
     def close(self) -> None:
         """Stop the workers."""
-        for guide in list(self._guides.values()):
-            self._drop(guide)
+        for grammar_state in list(self._grammar_states.values()):
+            self._drop(grammar_state)
         self._workers.close()
 
     def masks(self, slots: Int32) -> StepMasks:
@@ -178,95 +182,105 @@ class GrammarManager:
 
     def advance(self) -> Advance | None:
         """Return what comes next in the sequences followed since the last call; None if there are none."""
-        self._listen()
+        self._receive_all()
         if not self._advanced:
             return None
         advanced, self._advanced = [one for one in self._advanced if one[0].slot >= 0], []
-        slots = np.array([follower.slot for follower, _, _ in advanced], np.int64)
-        for follower, _, _ in advanced:
-            follower.slot = -1
+        slots = np.array([matcher.slot for matcher, _, _ in advanced], np.int64)
+        for matcher, _, _ in advanced:
+            matcher.slot = -1
         stuck = np.array([stuck for _, _, stuck in advanced], np.bool_)
         return Advance(slots, [run for _, run, _ in advanced], stuck)
 
     def _follow(self, slot: int, token: int, room: int) -> None:
-        follower = self._table.followers[slot]
-        follower.slot = slot
-        if follower.given:
-            stuck = follower.given.pop() != token
-            self._give(follower)
-            self._advanced.append((follower, [], stuck))
+        matcher = self._table.matchers[slot]
+        matcher.slot = slot
+        if matcher.given:
+            stuck = matcher.given.pop() != token
+            self._give(matcher)
+            self._advanced.append((matcher, [], stuck))
             return
-        guide = follower.guide
-        if not guide.waiting:
-            guide.since = self._clock()
-        follower.tokens.append(token)
-        follower.room = room
-        guide.work.follow.append(Follow(follower.number, [token], room))
-        guide.waiting.add(follower.number)
-        self._touched[guide.grammar] = guide
+        grammar_state = matcher.grammar_state
+        if not grammar_state.waiting:
+            grammar_state.since = self._clock()
+        matcher.tokens.append(token)
+        matcher.room = room
+        grammar_state.work.follow.append(FollowRequest(matcher.number, [token], room))
+        grammar_state.waiting.add(matcher.number)
+        self._touched[grammar_state.grammar] = grammar_state
 
     def _of(self, slot: int) -> MatcherState:
-        return self._table.followers.get(slot) or self._begin(slot)
+        return self._table.matchers.get(slot) or self._begin(slot)
 
     def _begin(self, slot: int) -> MatcherState:
         """Return the matcher state of a sequence that samples its first token, or that has a slot again."""
         table = self._table
         request = table.requests[slot]
         assert request is not None
-        guide = request.guide
-        assert guide is not None
-        assert guide.first is not None
-        follower = request.resting.pop(int(table.sample[slot]), None)
-        if follower is None:
+        grammar_state = request.grammar_state
+        assert grammar_state is not None
+        assert grammar_state.first is not None
+        matcher = request.parked_matchers.pop(int(table.sample[slot]), None)
+        if matcher is None:
             self._count += 1
-            follower = guide.followers[self._count] = MatcherState(guide, self._count, guide.first)
-        table.followers[slot] = follower
-        return follower
+            matcher = grammar_state.matchers[self._count] = MatcherState(
+                grammar_state, self._count, grammar_state.first
+            )
+        table.matchers[slot] = matcher
+        return matcher
 
-    def _give(self, follower: MatcherState) -> None:
+    def _give(self, matcher: MatcherState) -> None:
         """Set the mask: the next forced token alone, if one is left, else the mask after the forced tokens."""
         assert self._masks is not None
-        follower.mask = self._masks.single(follower.given[-1]) if follower.given else follower.free
+        matcher.mask = self._masks.single(matcher.given[-1]) if matcher.given else matcher.free
 
     def _begin_some(self) -> None:
         """Start compiling grammars that requests wait for, as many as may be compiled at once."""
         if not self.waiting:
             return
-        compiling = Counter(guide.tenant for guide in self._guides.values() if guide.worker and not guide.ready)
-        wanted = [guide for guide in self._guides.values() if guide.worker is None and guide.requests]
+        compiling = Counter(
+            grammar_state.tenant
+            for grammar_state in self._grammar_states.values()
+            if grammar_state.worker and not grammar_state.ready
+        )
+        wanted = [
+            grammar_state
+            for grammar_state in self._grammar_states.values()
+            if grammar_state.worker is None and grammar_state.requests
+        ]
         while wanted and compiling.total() < MAX_COMPILING and self._make_room():
-            guide = min(wanted, key=lambda one: compiling[one.tenant])
-            wanted.remove(guide)
-            compiling[guide.tenant] += 1
-            self._start(guide)
+            grammar_state = min(wanted, key=lambda one: compiling[one.tenant])
+            wanted.remove(grammar_state)
+            compiling[grammar_state.tenant] += 1
+            self._start(grammar_state)
 
     def _make_room(self) -> bool:
         """Return whether one more worker may start; stop workers without requests beyond the limits."""
-        workers = [guide for guide in self._guides.values() if guide.worker is not None]
-        idle = [guide for guide in workers if not guide.requests]
-        for guide in idle[: max(len(idle) - MAX_IDLE, len(workers) + 1 - MAX_WORKERS, 0)]:
-            self._drop(guide)
-            workers.remove(guide)
+        workers = [grammar_state for grammar_state in self._grammar_states.values() if grammar_state.worker is not None]
+        idle = [grammar_state for grammar_state in workers if not grammar_state.requests]
+        for grammar_state in idle[: max(len(idle) - MAX_IDLE, len(workers) + 1 - MAX_WORKERS, 0)]:
+            self._drop(grammar_state)
+            workers.remove(grammar_state)
         return len(workers) < MAX_WORKERS
 
-    def _start(self, guide: GrammarState) -> None:
-        guide.since = self._clock()
+    def _start(self, grammar_state: GrammarState) -> None:
+        grammar_state.since = self._clock()
         try:
-            guide.worker = self._workers.begin(guide.grammar)
+            grammar_state.worker = self._workers.begin(grammar_state.grammar)
         except Exception as error:
             named = str(error) if isinstance(error, EngineError | OSError) else f"{type(error).__name__}: {error}"
-            self._fail(guide, list(guide.requests), f"the grammar cannot be compiled: {named}")
+            self._fail(grammar_state, list(grammar_state.requests), f"the grammar cannot be compiled: {named}")
 
-    def _drop(self, guide: GrammarState) -> None:
-        if self._guides.get(guide.grammar) is guide:
-            del self._guides[guide.grammar]
-        guide.ready = False
-        self._close(guide)
+    def _drop(self, grammar_state: GrammarState) -> None:
+        if self._grammar_states.get(grammar_state.grammar) is grammar_state:
+            del self._grammar_states[grammar_state.grammar]
+        grammar_state.ready = False
+        self._close(grammar_state)
 
     @staticmethod
-    def _close(guide: GrammarState) -> None:
+    def _close(grammar_state: GrammarState) -> None:
         """Stop the grammar's worker, if it has one. If that fails, it is logged, but no request fails."""
-        worker, guide.worker = guide.worker, None
+        worker, grammar_state.worker = grammar_state.worker, None
         if worker is not None:
             try:
                 worker.close()
@@ -276,139 +290,141 @@ class GrammarManager:
     def _send(self) -> None:
         """Send all queued work, in one message to each worker."""
         touched, self._touched = self._touched, {}
-        for guide in touched.values():
-            if guide.worker is not None and guide.ready:
-                work, guide.work = guide.work, MatcherCall([], [])
+        for grammar_state in touched.values():
+            if grammar_state.worker is not None and grammar_state.ready:
+                work, grammar_state.work = grammar_state.work, MatcherCall([], [])
                 try:
-                    guide.worker.send(work)
+                    grammar_state.worker.send(work)
                 except Exception as error:
-                    self._fail(guide, list(guide.requests), _reason(error))
+                    self._fail(grammar_state, list(grammar_state.requests), _reason(error))
 
-    def _listen(self) -> None:
+    def _receive_all(self) -> None:
         """Process the messages of all workers."""
         now = self._clock()
-        for guide in list(self._guides.values()):
-            if guide.worker is None:
+        for grammar_state in list(self._grammar_states.values()):
+            if grammar_state.worker is None:
                 continue
             try:
-                self._hear(guide, guide.worker, now)
+                self._receive(grammar_state, grammar_state.worker, now)
             except Exception as error:  # it must not end other grammars' requests
-                self._fail(guide, list(guide.requests), _reason(error))
+                self._fail(grammar_state, list(grammar_state.requests), _reason(error))
         self._send()
 
-    def _hear(self, guide: GrammarState, worker: GrammarWorker, now: float) -> None:
+    def _receive(self, grammar_state: GrammarState, worker: GrammarWorker, now: float) -> None:
         try:
             messages = worker.receive()
         except WorkerLost as lost:
-            self._lose(guide, lost.sequence)
+            self._lose(grammar_state, lost.sequence)
             return
         for message in messages:
-            guide.since = now
+            grammar_state.since = now
             if isinstance(message, Verdict):
-                self._judge(guide, message)
+                self._handle_verdict(grammar_state, message)
             else:
-                self._take(guide, message)
-        late = now - guide.since > PATIENCE and (guide.waiting or not guide.ready)
-        if late and guide.worker is not None:
-            self._lose(guide, worker.at)
+                self._take(grammar_state, message)
+        late = now - grammar_state.since > PATIENCE and (grammar_state.waiting or not grammar_state.ready)
+        if late and grammar_state.worker is not None:
+            self._lose(grammar_state, worker.at)
 
-    def _judge(self, guide: GrammarState, verdict: Verdict) -> None:
+    def _handle_verdict(self, grammar_state: GrammarState, verdict: Verdict) -> None:
         """Process the verdict on a grammar: compiled, refused or failed."""
         if verdict.allowed or verdict.failed:
-            for rid in guide.requests:
+            for rid in grammar_state.requests:
                 one = self.refused if verdict.allowed else self.failed
                 one.append((rid, verdict.allowed or verdict.failed))
-            self._drop(guide)
+            self._drop(grammar_state)
             return
         begin = np.frombuffer(verdict.begin, np.int16)
         if len(begin) != self._vocab_size:
             raise ValueError(f"the worker tells of {len(begin)} tokens; the vocabulary has {self._vocab_size}")
         masks = self._masks or MaskCache(begin)
-        guide.first, guide.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
+        grammar_state.first, grammar_state.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
         self._masks = masks
-        if guide.followers:  # sequences of a worker that was lost: the new one replays them
-            guide.work = MatcherCall([self._replay(one) for one in guide.followers.values() if one.tokens], [])
-            self._touched[guide.grammar] = guide
+        if grammar_state.matchers:  # sequences of a worker that was lost: the new one replays them
+            grammar_state.work = MatcherCall(
+                [self._replay(one) for one in grammar_state.matchers.values() if one.tokens], []
+            )
+            self._touched[grammar_state.grammar] = grammar_state
         self._begin_some()
 
     @staticmethod
-    def _replay(follower: MatcherState) -> Follow:
-        waits = follower.number in follower.guide.waiting
-        return Follow(follower.number, follower.tokens, follower.room if waits else REPLAY)
+    def _replay(matcher: MatcherState) -> FollowRequest:
+        waits = matcher.number in matcher.grammar_state.waiting
+        return FollowRequest(matcher.number, matcher.tokens, matcher.room if waits else REPLAY)
 
-    def _take(self, guide: GrammarState, answer: MatcherReply) -> None:
+    def _take(self, grammar_state: GrammarState, answer: MatcherReply) -> None:
         """Process a worker's reply about the sequences it has followed."""
-        if self._masks is None or not guide.ready:
+        if self._masks is None or not grammar_state.ready:
             raise ValueError("the worker answers before it has said whether the grammar can be followed")
-        guide.losses = 0
+        grammar_state.losses = 0
         for number, words in enumerate(answer.masks, answer.first):
-            guide.known[number] = self._masks.of(np.frombuffer(words, np.int32))
-            guide.known.pop(number - MAX_KNOWN_MASKS, None)
+            grammar_state.known[number] = self._masks.of(np.frombuffer(words, np.int32))
+            grammar_state.known.pop(number - MAX_KNOWN_MASKS, None)
         for one in answer.followed:
-            follower = guide.followers.get(one.sequence)
-            if follower is None:
+            matcher = grammar_state.matchers.get(one.sequence)
+            if matcher is None:
                 continue
             if one.refused or one.failed:
-                self._refuse(guide, one)
+                self._refuse(grammar_state, one)
                 continue
-            if one.sequence not in guide.waiting:
+            if one.sequence not in grammar_state.waiting:
                 continue
             try:
-                self._go_on(guide, follower, one)
+                self._go_on(grammar_state, matcher, one)
             except Exception as error:
-                self._refuse(guide, Followed(one.sequence, failed=_reason(error)))
+                self._refuse(grammar_state, FollowResult(one.sequence, failed=_reason(error)))
 
-    def _go_on(self, guide: GrammarState, follower: MatcherState, one: Followed) -> None:
+    def _go_on(self, grammar_state: GrammarState, matcher: MatcherState, one: FollowResult) -> None:
         """Apply the reply about one sequence. If it is invalid, raises before anything has changed."""
         if one.run or one.given:
             tokens = one.run + one.given
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
                 raise ValueError(f"the worker tells of tokens that the vocabulary of {self._vocab_size} does not have")
-        free = guide.known[one.mask] if one.mask >= 0 else None
-        guide.waiting.discard(one.sequence)
-        follower.tokens += one.run
-        follower.tokens += one.given[::-1]
-        follower.given = one.given
+        free = grammar_state.known[one.mask] if one.mask >= 0 else None
+        grammar_state.waiting.discard(one.sequence)
+        matcher.tokens += one.run
+        matcher.tokens += one.given[::-1]
+        matcher.given = one.given
         if free is not None:
-            follower.free = free
-            self._give(follower)
-        self._advanced.append((follower, one.run, one.stuck))
+            matcher.free = free
+            self._give(matcher)
+        self._advanced.append((matcher, one.run, one.stuck))
 
-    def _refuse(self, guide: GrammarState, one: Followed) -> None:
+    def _refuse(self, grammar_state: GrammarState, one: FollowResult) -> None:
         """Refuse or fail the request of a sequence."""
-        rids = [rid for rid, request in guide.requests.items() if self._has(request, one.sequence)]
+        rids = [rid for rid, request in grammar_state.requests.items() if self._has(request, one.sequence)]
         self.refused += [(rid, one.refused) for rid in rids if one.refused]
         self.failed += [(rid, one.failed) for rid in rids if not one.refused]
 
     def _has(self, request: Request, number: int) -> bool:
-        followers = [self._table.followers.get(slot) for slot in request.slots.values()]
-        return any(one is not None and one.number == number for one in (*followers, *request.resting.values()))
+        matchers = [self._table.matchers.get(slot) for slot in request.slots.values()]
+        return any(one is not None and one.number == number for one in (*matchers, *request.parked_matchers.values()))
 
-    def _lose(self, guide: GrammarState, sequence: int) -> None:
+    def _lose(self, grammar_state: GrammarState, sequence: int) -> None:
         """Handle a worker that has ended while it was at `sequence`; start another for the remaining sequences."""
-        self._close(guide)
-        guide.ready = False
-        guide.known.clear()
-        guide.work = MatcherCall([], [])
-        guide.losses += 1
-        blameless = sequence in (COMPILING, IDLE) or sequence not in guide.followers
-        if not guide.requests:
-            self._drop(guide)
+        self._close(grammar_state)
+        grammar_state.ready = False
+        grammar_state.known.clear()
+        grammar_state.work = MatcherCall([], [])
+        grammar_state.losses += 1
+        blameless = sequence in (COMPILING, IDLE) or sequence not in grammar_state.matchers
+        if not grammar_state.requests:
+            self._drop(grammar_state)
             return
-        if self._workers.lost_all() and guide.losses < 3:
+        if self._workers.lost_all() and grammar_state.losses < 3:
             pass
-        elif (sequence == COMPILING and guide.first is None) or (blameless and guide.losses >= 3):
-            self.refused += [(rid, TOO_MUCH) for rid in guide.requests]
-            self._drop(guide)
+        elif (sequence == COMPILING and grammar_state.first is None) or (blameless and grammar_state.losses >= 3):
+            self.refused += [(rid, TOO_MUCH) for rid in grammar_state.requests]
+            self._drop(grammar_state)
             return
         elif not blameless:
-            self._refuse(guide, Followed(sequence, refused=TOO_MUCH))
-            self.end(guide.followers[sequence])
-        self._start(guide)
+            self._refuse(grammar_state, FollowResult(sequence, refused=TOO_MUCH))
+            self.end(grammar_state.matchers[sequence])
+        self._start(grammar_state)
 
-    def _fail(self, guide: GrammarState, rids: list[int], reason: str) -> None:
+    def _fail(self, grammar_state: GrammarState, rids: list[int], reason: str) -> None:
         self.failed += [(rid, reason) for rid in rids]
-        self._drop(guide)
+        self._drop(grammar_state)
 
 
 log = logging.getLogger("tok_core")

@@ -42,14 +42,14 @@ class GrammarWorkers(Protocol):
 class GrammarState:
     """A grammar, the worker that follows it, and the requests and sequences that it guides.
 
-    first      mask of the first token of a text, once the grammar has been compiled
-    ready      whether the worker has compiled it
-    known      masks by the number that the worker refers to them by
-    followers  matcher states of sequences that have begun, by number
-    waiting    numbers of the sequences that wait for the worker
-    work       work to be sent to the worker
-    since      time at which the worker last replied, or at which the present wait for it began
-    losses     workers lost in a row
+    first     mask of the first token of a text, once the grammar has been compiled
+    ready     whether the worker has compiled it
+    known     masks by the number that the worker refers to them by
+    matchers  matcher states of sequences that have begun, by number
+    waiting   numbers of the sequences that wait for the worker
+    work      work to be sent to the worker
+    since     time at which the worker last replied, or at which the present wait for it began
+    losses    workers lost in a row
     """
 
     def __init__(self, grammar: Grammar, tenant: str) -> None:
@@ -59,7 +59,7 @@ class GrammarState:
         self.first: Mask | None = None
         self.ready = False
         self.known: dict[int, Mask] = {}
-        self.followers: dict[int, MatcherState] = {}
+        self.matchers: dict[int, MatcherState] = {}
         self.requests: dict[int, Request] = {}
         self.work = MatcherCall([], [])
         self.waiting: set[int] = set()
@@ -77,10 +77,10 @@ class MatcherState:
     slot    slot in which the sequence waits for the worker; −1 while it does not
     """
 
-    __slots__ = ("free", "given", "guide", "mask", "number", "room", "slot", "tokens")
+    __slots__ = ("free", "given", "grammar_state", "mask", "number", "room", "slot", "tokens")
 
-    def __init__(self, guide: GrammarState, number: int, first: Mask) -> None:
-        self.guide = guide
+    def __init__(self, grammar_state: GrammarState, number: int, first: Mask) -> None:
+        self.grammar_state = grammar_state
         self.number = number
         self.mask = self.free = first
         self.given: list[int] = []

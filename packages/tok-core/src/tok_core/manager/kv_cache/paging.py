@@ -57,11 +57,11 @@ class Paging:
         """Return how many leading pages of each slot other slots or retained prompts hold, too; int64 [n]."""
         table, tree = self.table, self.tree
         node = table.node[slots]
-        rows = tree.alone[node].nonzero()[0]
+        rows = tree.single_lock[node].nonzero()[0]
         while len(rows):
             node[rows] = tree.parent[node[rows]]
-            rows = rows[tree.alone[node[rows]] & (node[rows] != tree.root.id)]
-        depth: Int64 = np.where(tree.alone[node], 0, tree.depth[node]).astype(np.int64)
+            rows = rows[tree.single_lock[node[rows]] & (node[rows] != tree.root.id)]
+        depth: Int64 = np.where(tree.single_lock[node], 0, tree.depth[node]).astype(np.int64)
         return np.minimum(depth, table.num_shared[slots], dtype=np.int64)
 
     def room_for(self, count: int) -> bool:
@@ -144,7 +144,7 @@ class Paging:
         self._hold(slot, added.node.id)
         table.num_shared[slot] = depth
 
-    def surrender(self, slots: Int64) -> None:
+    def release_all_pages(self, slots: Int64) -> None:
         """Release all pages of the slots; full pages of known tokens stay cached in the tree."""
         table, tree = self.table, self.tree
         shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]

@@ -21,11 +21,11 @@ from tok_core.messages import EMPTY, Int32, Int64
 class PrefixTree:
     """Radix tree with pages of `page_size` tokens. Matching and inserting lock nothing; both count as use.
 
-    pages      number of pages in the tree
-    evictable  number of pages of nodes without locks: all of them can be evicted
-    alone      bool by node id: exactly one lock is on the node or below it
-    parent     int64 by node id: the parent's id; the root's is its own
-    depth      int64 by node id: the node's depth
+    pages        number of pages in the tree
+    evictable    number of pages of nodes without locks: all of them can be evicted
+    single_lock  bool by node id: exactly one lock is on the node or below it
+    parent       int64 by node id: the parent's id; the root's is its own
+    depth        int64 by node id: the node's depth
     """
 
     def __init__(self, page_size: int) -> None:
@@ -34,7 +34,7 @@ class PrefixTree:
         self.root = Node(0, None, EMPTY, EMPTY, b"")
         self.pages = 0
         self.evictable = 0
-        self.alone = np.zeros(64, np.bool_)
+        self.single_lock = np.zeros(64, np.bool_)
         self.parent: Int64 = np.zeros(64, np.int64)
         self.depth: Int64 = np.zeros(64, np.int64)
         self._nodes: list[Node | None] = [self.root]
@@ -98,7 +98,7 @@ class PrefixTree:
             if not at.locks:
                 self.evictable -= len(at.pages)
             at.locks += count
-            self.alone[at.id] = at.locks == 1
+            self.single_lock[at.id] = at.locks == 1
             at = at.parent
 
     def unlock(self, node: Node, count: int = 1) -> None:
@@ -109,7 +109,7 @@ class PrefixTree:
             assert at.locks >= count, f"node {at.id} is unlocked more often than locked"
             at.locks -= count
             if at.locks < 2:
-                self.alone[at.id] = at.locks == 1
+                self.single_lock[at.id] = at.locks == 1
             if not at.locks:
                 self.evictable += len(at.pages)
             at = at.parent
@@ -242,10 +242,10 @@ class PrefixTree:
         node = Node(self._free_ids.pop(), parent, tokens, pages, key)
         self._nodes[node.id] = node
         if node.id == len(self.parent):
-            self.alone = np.concatenate((self.alone, self.alone))
+            self.single_lock = np.concatenate((self.single_lock, self.single_lock))
             self.parent = np.concatenate((self.parent, self.parent))
             self.depth = np.concatenate((self.depth, self.depth))
-        self.alone[node.id] = False
+        self.single_lock[node.id] = False
         self.parent[node.id] = parent.id
         self.depth[node.id] = node.depth
         parent.children[key] = node
@@ -302,7 +302,7 @@ class PrefixTree:
         cut = count * self.page_size
         upper = self._add(lower.parent, lower.tokens[:cut].copy(), lower.pages[:count].copy(), lower.key)
         upper.locks, upper.used = lower.locks, lower.used
-        self.alone[upper.id] = upper.locks == 1
+        self.single_lock[upper.id] = upper.locks == 1
         self.parent[lower.id] = upper.id
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
@@ -380,7 +380,7 @@ class PrefixTree:
         assert self._nodes[node.id] is node
         assert len(node.tokens) == len(node.pages) * self.page_size
         assert node.locks >= sum(child.locks for child in node.children.values() if isinstance(child, Node))
-        assert self.alone[node.id] == (node.locks == 1)
+        assert self.single_lock[node.id] == (node.locks == 1)
         assert self.parent[node.id] == (node.parent or node).id
         assert self.depth[node.id] == node.depth
         if node.parent is None:

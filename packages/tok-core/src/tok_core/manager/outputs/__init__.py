@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tok_core.manager.outputs.output_processor import NOTHING, OutputProcessor, Reported, together
+from tok_core.manager.outputs.output_processor import NOTHING, OutputProcessor, Reported, merge_reports
 
 __all__ = [
     "NOTHING",
     "OutputProcessor",
     "Reported",
-    "together",
+    "merge_reports",
 ]

@@ -80,7 +80,9 @@ class OutputProcessor:
         self.discarded_tokens += len(live) - len(slots) - len(done)
         guided = self.table.guided[slots]
         epoch = self.table.epoch[slots]
-        reported = self._gain(slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live])
+        reported = self._append_tokens(
+            slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live]
+        )
         self._requeue(slots[~guided])
         followed = guided & (self.table.epoch[slots] == epoch)
         if followed.any():
@@ -105,12 +107,12 @@ class OutputProcessor:
             here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
             if len(here):
                 token = np.array([runs[i][at] for i in here], np.int32)
-                reported.append(self._gain(slots[here], token, *_certain(token, top)))
+                reported.append(self._append_tokens(slots[here], token, *_certain(token, top)))
                 self.skipped_tokens += len(here)
         left = self.table.epoch[slots] == epoch
         if (stuck & left).any():
             reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
-        self.scheduler.go_on(slots[left & ~stuck])
+        self.scheduler.resume_held(slots[left & ~stuck])
         self._requeue(slots[left & ~stuck])
         return reported
 
@@ -126,7 +128,7 @@ class OutputProcessor:
         broken |= {one.rid for one in scores if not np.isfinite(one.logprob).all()}
         return broken | {one.rid for one in embedded if not np.isfinite(one.vector).all()}
 
-    def _gain(
+    def _append_tokens(
         self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
     ) -> Reported:
         """Append one token to each sequence, end the sequences that it ends, and return the report."""
@@ -225,7 +227,7 @@ class OutputProcessor:
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
         columns = (table.followed[slots], known - prompt, limit - prompt)
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
-        self.lengths.observe(seen, lengths, limits, ended, table.family[slots])
+        self.lengths.observe(seen, lengths, limits, ended, table.length_stats_row[slots])
 
     def _finished(
         self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
@@ -258,7 +260,7 @@ class OutputProcessor:
             if request.left == 0:
                 assert request.stop_set is not None
                 self.stops.release(request.stop_set)
-                self.lengths.prompt_stats.release(request.family)
+                self.lengths.prompt_stats.release(request.length_stats_row)
                 self.requests_finished += 1
                 self.scheduler.close(request)
         self.scheduler.release(slots)
@@ -274,7 +276,7 @@ class OutputProcessor:
 NOBODY: Int64 = np.empty(0, np.int64)
 
 
-def together(rounds: list[Reported]) -> Reported:
+def merge_reports(rounds: list[Reported]) -> Reported:
     """Concatenate the reports of one step; prompt outputs are those of the first."""
     if len(rounds) == 1:
         return rounds[0]

@@ -37,15 +37,15 @@ class PromptOutputProcessor:
         self._faults = faults
         self._expected: deque[tuple[list[_Scored], list[_Pooled]]] = deque()
 
-    def expect(self, step: StepInput, asks: RequestedPromptOutputs) -> None:
+    def expect(self, step: StepInput, prompt_outputs: RequestedPromptOutputs) -> None:
         """Record whose values a step that was sent will return."""
         table, slots, starts = self.table, step.prefill_slot, step.prefill_start
         scored = [
             _Scored(int(table.rid[slots[chunk]]), int(starts[chunk]) + 1, count)
-            for chunk, count in zip(asks.scored.tolist(), asks.scored_count.tolist(), strict=True)
+            for chunk, count in zip(prompt_outputs.scored.tolist(), prompt_outputs.scored_count.tolist(), strict=True)
         ]
         pooled = []
-        for chunk in asks.pooled.tolist():
+        for chunk in prompt_outputs.pooled.tolist():
             slot, end = int(slots[chunk]), int(starts[chunk] + step.prefill_count[chunk])
             request = table.requests[slot]
             assert request is not None

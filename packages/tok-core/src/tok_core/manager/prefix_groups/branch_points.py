@@ -67,7 +67,7 @@ def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
 def _shared(tree: PrefixTree, node_ids: Int64) -> Int64:
     """Return for each node the nearest one, at or above it, with more than one lock; no rows meet below."""
     place = node_ids
-    while not tree.alone[0] and (alone := tree.alone[place]).any():
+    while not tree.single_lock[0] and (alone := tree.single_lock[place]).any():
         place = np.where(alone, tree.parent[place], place)
     return place
 

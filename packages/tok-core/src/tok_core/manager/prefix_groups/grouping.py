@@ -52,44 +52,44 @@ class Grouping:
         slots: Int64,
         node_ids: Int32,
         epochs: Int64,
-        puts_off: Callable[[], bool] = lambda: False,
-        resting: Int64 = NOBODY,
+        defers: Callable[[], bool] = lambda: False,
+        sitting_out: Int64 = NOBODY,
     ) -> Groups:
         """Return the groups of decode rows; the very same object as before if nothing has changed.
 
-        slots     int64 [n], slots of the rows
-        node_ids  int32 [n], the deepest tree node of each row's pages, on which the row has a lock
-        epochs    int64 [n], the epoch of each slot, which identifies its owner
-        puts_off  called once if something has changed: whether new groups can wait
-        resting   int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found with
-                  them and then used without them, so nothing is found anew when they sit out or return
+        slots        int64 [n], slots of the rows
+        node_ids     int32 [n], the deepest tree node of each row's pages, on which the row has a lock
+        epochs       int64 [n], the epoch of each slot, which identifies its owner
+        defers       called once if something has changed: whether new groups can wait
+        sitting_out  int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found
+                     with them and then used without them, so nothing is found anew when they sit out or return
 
         Changes of the tree between two calls do not matter. A lock keeps the path above it. If a node on that path is
         split, no sequence holds its upper part before one of these rows does, and then the rows have changed.
         """
         now = np.array((slots, node_ids, epochs), np.int64)
-        if resting.size:
-            now = np.concatenate((now, resting), axis=1)
+        if sitting_out.size:
+            now = np.concatenate((now, sitting_out), axis=1)
             now = now[:, np.argsort(now[0])]
         if not np.array_equal(self._known, now):
-            if puts_off():
-                return self._what_is_left(slots, epochs)
+            if defers():
+                return self._without_departed(slots, epochs)
             self._groups = find_groups(self._tree, now[1], now[0], self._costs)
             self._known = now
-        return self._what_is_left(slots, epochs) if resting.size else self._groups
+        return self._without_departed(slots, epochs) if sitting_out.size else self._groups
 
-    def _what_is_left(self, slots: Int64, epochs: Int64) -> Groups:
+    def _without_departed(self, slots: Int64, epochs: Int64) -> Groups:
         """Return the groups found last, without rows that have left; rows without a group come last."""
         known, _, owner = self._known[:, self._groups.order]
         place = np.full(int(max(known.max(initial=0), slots.max(initial=0))) + 1, -1)
         place[slots] = np.arange(len(slots))
         row = place[known]
-        stays = _sociable((row >= 0) & (epochs[row] == owner), self._groups.levels[:1])
+        stays = _drop_singletons((row >= 0) & (epochs[row] == owner), self._groups.levels[:1])
         others = np.ones(len(slots), np.bool_)
         others[row[stays]] = False
         order = np.concatenate((row[stays], others.nonzero()[0]))
         until = np.append(0, np.cumsum(stays))  # number of staying rows before each row
-        levels = [_thinned(level, until, slots[order]) for level in self._groups.levels]
+        levels = [_shrink_level(level, until, slots[order]) for level in self._groups.levels]
         levels = [level for level in levels if len(level.start)]  # groups are nested: only the last levels get empty
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
@@ -125,7 +125,7 @@ def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int
     return Groups(rows, levels, int(levels[0].count.sum()))
 
 
-def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
+def _drop_singletons(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
     """Drop from `stays` the rows that are the only ones of their group to stay."""
     for level in outermost:
         until = np.append(0, np.cumsum(stays))
@@ -135,7 +135,7 @@ def _sociable(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDAr
     return stays
 
 
-def _thinned(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
+def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
     """Return a level's groups after rows have left; groups of one row are dropped.
 
     `until[i]`: number of rows left before row i. `slots`: slots of the rows left, in order; each group's pages are read

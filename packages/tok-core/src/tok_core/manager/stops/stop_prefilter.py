@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tok_core.messages import Int32, Int64
-from tok_core.text import SHORT, WORD, PieceBytes, Words
+from tok_core.text import MAX_BORDER_BYTES, WORD, PieceBytes, Words
 
 Bools = npt.NDArray[np.bool_]
 
@@ -69,7 +69,7 @@ class StopStringPrefilter:
         self._masks[: len(ends), set_id] = _words((1 << 8 * len(end)) - 1 for end in ends)
 
     def possible(self, set_ids: Int32, rows: TokenRows) -> Bools:
-        """Return bool [n]: whether a stop string may begin before the new token and end in its first SHORT bytes.
+        """Return bool [n]: whether a stop string may begin before the new token and end in its first bytes.
 
         False is certain. For strings of up to eight bytes True is certain, too, unless they hold zero bytes, or tokens
         without bytes or with hidden bytes precede the new one.
@@ -91,7 +91,7 @@ class StopStringPrefilter:
         token = rows.tokens[rows.slot, np.maximum(at, 0)]
         size = self._pieces.sizes.take(token)
         # Tokens further back only affect the highest of the eight bytes, which no comparison needs.
-        shift = 8 * np.minimum(size.cumsum(0) - size, SHORT).astype(np.uint64)
+        shift = 8 * np.minimum(size.cumsum(0) - size, MAX_BORDER_BYTES).astype(np.uint64)
         text: Words = np.bitwise_or.reduce(self._pieces.tails.take(token) * (at >= rows.first) << shift, axis=0)
         unknown: Bools = (size.sum(0) < reach) & (rows.last - longest > rows.first)
         if self._hidden is not None:  # the text without hidden bytes has to be searched, too

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LIMIT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
 
 
-def keep_coarse(model: CausalLM) -> dict[str, WeightTarget]:
+def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
     """Recast QKV projections that may overflow float16 to the model's dtype, and return their weight targets.
 
     The caller must fill these targets again. All ranks of a stage call this once weights are loaded, and decide

@@ -17,7 +17,7 @@ from torch import Tensor
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
-from tok_core.models.weights.float16 import keep_coarse
+from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import StoredTensor, WeightTarget, targets
 from tok_core.runtime import HEARTBEAT
 
@@ -34,7 +34,7 @@ def load(model: CausalLM, path: Path) -> None:
     """Copy the checkpoint in directory `path` into `model`, cast to its dtype; read only this worker's part.
 
     Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights that
-    do not fit into float16's range are read a second time (see `keep_coarse`).
+    do not fit into float16's range are read a second time (see `recast_overflowing_qkv`).
     Raises ModelError for missing, unexpected, misshapen, repeated or non-float tensors, for unreadable files, and for
     an LM head that differs from the embedding in a model built as tied: see `as_stored`.
     """
@@ -47,7 +47,7 @@ def load(model: CausalLM, path: Path) -> None:
         _load_file(file, names[file], wanted, model.dtype)
     if missing:
         raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
-    if again := keep_coarse(model):
+    if again := recast_overflowing_qkv(model):
         for file in files:
             _load_file(file, {name: own for name, own in names[file].items() if own in again}, again, model.dtype)
 
@@ -150,7 +150,7 @@ def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, Weight
             stored = tensors.get_slice(name)
             target = _checked(file, name, stored, wanted[own_name])
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
-            # A target of another dtype is a float16 projection: `keep_coarse` recasts it if it overflows.
+            # A target of another dtype is a float16 projection: `recast_overflowing_qkv` recasts it if it overflows.
             if not target.fill(own) and target.view.dtype == dtype:
                 raise _no_room(file, name, dtype)
 

@@ -36,21 +36,21 @@ def dummy_step(
     penalised: int = 0,
     top_logprobs: int = 0,
     greedy: bool = False,
-    asks: bool = False,
+    prompt_outputs: bool = False,
     masked: int = 0,
     words: int = 0,
 ) -> StepInput:
     """Build a step of `decode` rows and of `chunks` prefill chunks.
 
-    groups     prefix groups that divide the decode rows evenly
-    prefix     positions that the rows of a group share
-    levels     cascade levels of the prefix; in all but the last, one group has all rows
-    tokens     prefill tokens of all chunks together
-    cached     positions cached before each chunk
-    draws      rows that sample, spread over the sequences; None: one for each sequence
-    filtered, penalised   number of sampled rows, from the first on, with filters and with penalties
-    asks       request all prompt outputs for all chunks
-    masked     number of rows with a grammar mask of `words` words, which allows every token
+    groups               prefix groups that divide the decode rows evenly
+    prefix               positions that the rows of a group share
+    levels               cascade levels of the prefix; in all but the last, one group has all rows
+    tokens               prefill tokens of all chunks together
+    cached               positions cached before each chunk
+    draws                rows that sample, spread over the sequences; None: one for each sequence
+    filtered, penalised  number of sampled rows, from the first on, with filters and with penalties
+    prompt_outputs       request all prompt outputs for all chunks
+    masked               number of rows with a grammar mask of `words` words, which allows every token
     """
     slot = np.arange(decode + chunks, dtype=np.int32)
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
@@ -62,7 +62,7 @@ def dummy_step(
     rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,
-        draws_upto=0,
+        sampled_upto=0,
         new=None,
         page_slot=EMPTY,
         page_index=EMPTY,
@@ -83,7 +83,7 @@ def dummy_step(
         top_logprobs=top_logprobs,
         all_greedy=greedy,
         max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
-        prompts=_asks(count) if asks else None,
+        prompts=_asks(count) if prompt_outputs else None,
         mask_row=np.arange(masked, dtype=np.int32),
         mask_of=np.arange(masked, dtype=np.int32),
         mask=np.full((masked, words), -1, np.int32),

@@ -35,7 +35,7 @@ def warm_up_gemms(model: CausalLM, most_tokens: int, most_rows: int) -> None:
     for tokens in numbers(most_tokens, LAYER):
         shared = None if model.tensor is None else choose_layout(model.tensor, tokens)
         for layer in unlike.values():
-            layer.products(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
+            layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
     for rows in numbers(most_rows, HEAD) if model.share.place.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
 

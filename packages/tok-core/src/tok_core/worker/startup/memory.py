@@ -10,7 +10,7 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
-from tok_core.worker.cuda_graphs import kept_rows, sizes
+from tok_core.worker.cuda_graphs import sizes, total_graph_rows
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
@@ -46,7 +46,7 @@ def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 
     All workers of a replica do so together and agree on `graph_rows`: either all use graphs or none does.
     """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
-    rows = graph_rows(runner) if runner.pipeline.peers.least(graphs) else 0
+    rows = graph_rows(runner) if runner.pipeline.peers.all_reduce_min(graphs) else 0
     graph_bytes = _peak(runner, dummy_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
     return StepMemory(step_bytes, rows, graph_bytes)
 
@@ -59,7 +59,7 @@ def measured_len(max_positions: int, slots: int, tokens: int) -> int:
 def _kept_bytes(runner: Runner, rows: int) -> int:
     """Return the bytes of the graphs' outputs (hidden state, token, log-probability of each row) and of their input."""
     state = runner.model.config.hidden_size * runner.model.dtype.itemsize
-    return kept_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
+    return total_graph_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
 
 
 def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
@@ -77,7 +77,7 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
         draws=draws,
         filtered=draws,
         penalised=draws,
-        asks=True,
+        prompt_outputs=True,
         masked=draws if words else 0,
         words=words,
     )
@@ -106,7 +106,7 @@ def graph_rows(runner: Runner) -> int:
         middle = (low + high + 1) // 2
         step = dummy_step(decode=found[middle])
         seconds = min(run_dummy_step(runner, step).device_seconds for _ in range(3))
-        faster = runner.pipeline.peers.of_first(seconds < 2 * launch)
+        faster = runner.pipeline.peers.broadcast_from_first(seconds < 2 * launch)
         low, high = (middle, high) if faster else (low, middle - 1)
     return found[low]
 
@@ -117,18 +117,18 @@ def cache_tokens(
     tables: int,
     device: torch.device,
     measured: StepMemory | None,
-    on_host: int,
+    workers_on_host: int,
 ) -> int:
     """Return the positions of the KV cache: as configured, else as many as fit into memory.
 
-    per_token  bytes of a position
-    tables     bytes of the page tables
-    measured   required on a CUDA device
-    on_host    workers that share the host's memory, which they divide evenly on a CPU
+    per_token        bytes of a position
+    tables           bytes of the page tables
+    measured         required on a CUDA device
+    workers_on_host  workers that share the host's memory, which they divide evenly on a CPU
 
     Raises InvalidField, or EngineError if the memory is too small.
     """
-    per_cpu = psutil.virtual_memory().available // on_host
+    per_cpu = psutil.virtual_memory().available // workers_on_host
     if config.kv_cache_tokens is not None:
         # CPU memory is overcommitted: a process that allocates more than is free is killed later.
         free = per_cpu if device.type == "cpu" else None

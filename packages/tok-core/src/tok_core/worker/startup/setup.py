@@ -47,15 +47,15 @@ def set_up(
     place: RankCoordinates | None = None,
     rendezvous: Path | Rendezvous | None = None,
     gpu: int | None = None,
-    on_host: int | None = None,
+    workers_on_host: int | None = None,
 ) -> tuple[Runner, EngineInfo]:
     """Return a worker's runner, and the sizes and settings it resolved, once all workers of `replica` are ready.
 
-    config      `config.model` is a local directory
-    place       None: the replica has a single worker
-    rendezvous  where the workers of `replica` meet
-    gpu         see `choose_device`
-    on_host     workers that share this host's memory; None: all workers of all replicas
+    config           `config.model` is a local directory
+    place            None: the replica has a single worker
+    rendezvous       where the workers of `replica` meet
+    gpu              see `choose_device`
+    workers_on_host  workers that share this host's memory; None: all workers of all replicas
 
     Raises ModelError, InvalidField, or EngineError if the memory is too small.
     """
@@ -82,7 +82,7 @@ def set_up(
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     with HEARTBEAT.coarse():
         calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
-    few_tokens, async_tokens = _thresholds(model, place)
+    max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, place)
     clock.done("forms of sharing a layer")
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
     if cache_dtype != dtype and replica == 0:
@@ -91,13 +91,13 @@ def set_up(
     measured, words = None, 0
     if device.type == "cuda":
         # Without a tokenizer there is no guided decoding. All workers must measure the same steps.
-        guided = peers.least((path / "tokenizer.json").is_file())
+        guided = peers.all_reduce_min((path / "tokenizer.json").is_file())
         words = -(-model_config.vocab_size // 32) if guided else 0
         measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
         clock.done("the largest step, and how far graphs pay")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    per_token, on_host = kv_bytes_per_token(local, cache_dtype), on_host or config.dp * place.workers
-    tokens = peers.least(cache_tokens(config, per_token, tables, device, measured, on_host))
+    per_token, workers_on_host = kv_bytes_per_token(local, cache_dtype), workers_on_host or config.dp * place.workers
+    tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
@@ -106,7 +106,7 @@ def set_up(
     clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
-    peers.least(0)  # waits for the others
+    peers.all_reduce_min(0)  # waits for the others
     clock.done("graphs and warm-up")
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
@@ -121,10 +121,10 @@ def set_up(
         backend=backend.name,
         hidden_size=model_config.hidden_size,
         sampling_defaults=defaults,
-        few_tokens=few_tokens,
-        async_tokens=async_tokens,
+        max_all_reduce_tokens=max_all_reduce_tokens,
+        min_overlap_tokens=min_overlap_tokens,
         short_prompt=short_prompt(model_config.rope_scaling, max_model_len),
-        lengths_apart=isinstance(model_config.rope_scaling, DynamicScaling),
+        rope_depends_on_length=isinstance(model_config.rope_scaling, DynamicScaling),
     )
     return runner, info
 
@@ -168,17 +168,17 @@ def _load_model(
 
 
 def _thresholds(model: CausalLM, place: RankCoordinates) -> tuple[int | None, int | None]:
-    """Return `few_tokens` and `async_tokens` of the model's TensorParallel, None without one. Worker 0 logs them."""
+    """Return the token thresholds of the model's TensorParallel, None without one. Worker 0 logs them."""
     tensor = model.tensor
     if tensor is None:
         return None, None
     if place.number == 0:
-        overlap = "never" if tensor.async_tokens is None else f"from {tensor.async_tokens} tokens on"
+        overlap = "never" if tensor.min_overlap_tokens is None else f"from {tensor.min_overlap_tokens} tokens on"
         log.info(
             "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap products with collectives %s",
-            *(tensor.ranks, tensor.few_tokens, overlap),
+            *(tensor.ranks, tensor.max_all_reduce_tokens, overlap),
         )
-    return tensor.few_tokens, tensor.async_tokens
+    return tensor.max_all_reduce_tokens, tensor.min_overlap_tokens
 
 
 def _measure(

@@ -61,7 +61,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
             chunks = min(few, slots - decode, tokens - decode)
             found.append(dummy_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
             found.append(dummy_step(decode=decode, chunks=1, tokens=1, greedy=True))  # sampled without a graph
-            found.append(dummy_step(decode=decode, chunks=1, tokens=1, asks=True))
+            found.append(dummy_step(decode=decode, chunks=1, tokens=1, prompt_outputs=True))
         if few > 1 and prefix:
             found.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
     for rows in {1, min(most, CHUNK + 1)}:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tok_kernels.attention.flashinfer.cascade import FlashInferCascade
 from tok_kernels.attention.flashinfer.decode import FlashInferDecode
-from tok_kernels.attention.flashinfer.prefill import FlashInferPrefill, RowKernels
+from tok_kernels.attention.flashinfer.prefill import FlashInferPrefill, PrefillBackend
 from tok_kernels.attention.flashinfer.wrappers import new_workspace
 from tok_kernels.attention.phases import PhaseKernel
 from tok_kernels.attention.shape import AttentionShape
@@ -26,11 +26,11 @@ class Adapters:
     def _workspace(self) -> Tensor:
         return new_workspace(self._shape, self._device)
 
-    def prefill(self, kernels: RowKernels) -> PhaseKernel:
+    def prefill(self, kernels: PrefillBackend) -> PhaseKernel:
         return FlashInferPrefill(self._shape, self._device, self._workspace, kernels)
 
     def decode(self, *, tensor_cores: bool) -> PhaseKernel:
         return FlashInferDecode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
 
-    def cascade(self, kernels: RowKernels, *, tensor_cores: bool) -> PhaseKernel:
+    def cascade(self, kernels: PrefillBackend, *, tensor_cores: bool) -> PhaseKernel:
         return FlashInferCascade(self._shape, self._device, self._workspace, kernels, tensor_cores=tensor_cores)

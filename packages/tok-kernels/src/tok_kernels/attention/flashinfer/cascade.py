@@ -16,10 +16,17 @@ from torch import Tensor
 
 from tok_kernels.attention.flashinfer.decode import FlashInferDecode
 from tok_kernels.attention.flashinfer.groups import level_items
-from tok_kernels.attention.flashinfer.pages import on_device, on_host, page_lists
-from tok_kernels.attention.flashinfer.prefill import RowKernels, row_wrappers
+from tok_kernels.attention.flashinfer.pages import on_device, page_lists, workers_on_host
+from tok_kernels.attention.flashinfer.prefill import PrefillBackend, prefill_wrappers
 from tok_kernels.attention.flashinfer.support import flashinfer
-from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
+from tok_kernels.attention.flashinfer.wrappers import (
+    PlannedFor,
+    WrapperRing,
+    first_row,
+    is_plan_for,
+    one_page,
+    plan_prefill,
+)
 from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCache
 
@@ -40,22 +47,22 @@ class FlashInferCascade:
         shape: AttentionShape,
         device: torch.device,
         workspace: Tensor,
-        kernels: RowKernels,
+        kernels: PrefillBackend,
         *,
         tensor_cores: bool,
     ) -> None:
         self._shape = shape
         self._own = FlashInferDecode(shape, device, workspace, tensor_cores=tensor_cores)
-        self._new_wrappers: Callable[[], WrapperRing] = partial(row_wrappers, workspace, kernels)
+        self._new_wrappers: Callable[[], WrapperRing] = partial(prefill_wrappers, workspace, kernels)
         self._wrappers = [self._new_wrappers()]
         self._planned_for: PlannedFor | None = None
         self._levels: list[_Level] = []
         self._wrappers[0].plan(
-            lambda one: plan_rows(one, shape, first_row(device), one_page(device), causal=False, scale=shape.scale)
+            lambda one: plan_prefill(one, shape, first_row(device), one_page(device), causal=False, scale=shape.scale)
         )
 
     def __call__(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
-        if not is_of(self._planned_for, batch, scale):
+        if not is_plan_for(self._planned_for, batch, scale):
             self._levels = self._plan(batch, scale)
             self._planned_for = batch, scale
         rows = slice(batch.num_decode)
@@ -86,7 +93,7 @@ class FlashInferCascade:
             return None
         slot = level.slot[on_device(items.group, device).long()]
         pages = page_lists(batch.page_table, slot, items.start, items.end, self._shape.page_size)
-        rows = on_host(items.indptr, device)
-        wrapper = wrappers.plan(lambda one: plan_rows(one, self._shape, rows, pages, causal=False, scale=scale))
+        rows = workers_on_host(items.indptr, device)
+        wrapper = wrappers.plan(lambda one: plan_prefill(one, self._shape, rows, pages, causal=False, scale=scale))
         covered = None if items.covered.all() else on_device(items.covered, device).bool()
         return _Level(wrapper, covered)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tok_kernels.attention.flashinfer.pages import page_lists
 from tok_kernels.attention.flashinfer.support import flashinfer
-from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, is_of, one_page, plan_decode
+from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, is_plan_for, one_page, plan_decode
 from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch, LayerCache
 
@@ -50,7 +50,7 @@ class FlashInferDecode:
         return result
 
     def _plan(self, batch: AttentionBatch, scale: float) -> None:
-        if is_of(self._planned_for, batch, scale):
+        if is_plan_for(self._planned_for, batch, scale):
             return
         if batch.host is None:
             raise ValueError("host is None; allowed where FlashInfer decodes: HostLengths")

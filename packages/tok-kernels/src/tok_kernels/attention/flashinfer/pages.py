@@ -51,14 +51,14 @@ def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_
     item_N = torch.repeat_interleave(count_I, output_size=total)
     index_N = torch.arange(total, dtype=torch.int32, device=device) - shift_I[item_N]
     return PageLists(
-        indptr=on_host(indptr, device),
-        last_page_len=on_host(last_page_len, device),
-        length=on_host(length, device),
+        indptr=workers_on_host(indptr, device),
+        last_page_len=workers_on_host(last_page_len, device),
+        length=workers_on_host(length, device),
         indices=page_table[slot_I[item_N].long(), index_N.long()],
     )
 
 
-def on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
+def workers_on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Return the values as int32 in host memory (pinned for CUDA) that `device` can copy without the host waiting."""
     host = torch.from_numpy(values.astype(np.int32))
     return host.pin_memory() if device.type == "cuda" else host
@@ -66,4 +66,4 @@ def on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 def on_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Return the values as int32 on the device, copied without waiting for it."""
-    return on_host(values, device).to(device, non_blocking=True)
+    return workers_on_host(values, device).to(device, non_blocking=True)

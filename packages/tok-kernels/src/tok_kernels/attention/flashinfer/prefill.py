@@ -8,16 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.flashinfer.pages import on_host, page_lists
+from tok_kernels.attention.flashinfer.pages import page_lists, workers_on_host
 from tok_kernels.attention.flashinfer.support import flashinfer
-from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, first_row, is_of, one_page, plan_rows
+from tok_kernels.attention.flashinfer.wrappers import (
+    PlannedFor,
+    WrapperRing,
+    first_row,
+    is_plan_for,
+    one_page,
+    plan_prefill,
+)
 from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch, LayerCache
 
-RowKernels = Literal["fa2", "fa3"]
+PrefillBackend = Literal["fa2", "fa3"]
 
 
-def row_wrappers(workspace: Tensor, kernels: RowKernels) -> WrapperRing:
+def prefill_wrappers(workspace: Tensor, kernels: PrefillBackend) -> WrapperRing:
     """Return wrappers for many queries over one list of pages; `kernels` is "fa2" (any GPU) or "fa3" (Hopper)."""
     make = flashinfer().BatchPrefillWithPagedKVCacheWrapper
     return WrapperRing(lambda: make(workspace, "NHD", backend=kernels))
@@ -29,17 +36,17 @@ class FlashInferPrefill:
     Raises FlashInfer's errors if its kernels cannot be built.
     """
 
-    def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: RowKernels) -> None:
+    def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: PrefillBackend) -> None:
         self._shape = shape
-        self._wrappers = row_wrappers(workspace, kernels)
+        self._wrappers = prefill_wrappers(workspace, kernels)
         self._planned_for: PlannedFor | None = None
         self._planned: Any = self._wrappers.plan(
-            lambda one: plan_rows(one, shape, first_row(device), one_page(device), causal=True, scale=shape.scale)
+            lambda one: plan_prefill(one, shape, first_row(device), one_page(device), causal=True, scale=shape.scale)
         )
         self._end = 0
 
     def __call__(self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor) -> None:
-        if not is_of(self._planned_for, batch, scale):
+        if not is_plan_for(self._planned_for, batch, scale):
             self._plan(batch, scale)
             self._planned_for = batch, scale
         rows = slice(batch.num_decode, self._end)
@@ -55,8 +62,8 @@ class FlashInferPrefill:
             self._shape.page_size,
         )
         q_indptr = np.concatenate(([0], np.cumsum(host.q_len[chunks])))
-        rows = on_host(q_indptr, batch.slots.device)
+        rows = workers_on_host(q_indptr, batch.slots.device)
         self._planned = self._wrappers.plan(
-            lambda one: plan_rows(one, self._shape, rows, pages, causal=True, scale=scale)
+            lambda one: plan_prefill(one, self._shape, rows, pages, causal=True, scale=scale)
         )
         self._end = base + int(q_indptr[-1])

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.flashinfer.pages import PageLists, on_host
+from tok_kernels.attention.flashinfer.pages import PageLists, workers_on_host
 from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import AttentionBatch
 
-IN_TURN = 3
+WRAPPERS_IN_RING = 3
 _MIN_WORKSPACE_BYTES = 128 << 20
 _SPARE = 8 << 20
 _TILE_ROWS = 128
@@ -37,7 +37,7 @@ PlannedFor = tuple[AttentionBatch, float]
 """The batch and the scale of the scores that a plan was made for."""
 
 
-def is_of(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
+def is_plan_for(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
     """Return whether a plan was made for this very batch object and this scale."""
     return planned_for is not None and planned_for[0] is batch and planned_for[1] == scale
 
@@ -45,7 +45,7 @@ def is_of(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -
 class WrapperRing:
     """`count` wrappers created by `make`, planned in turn."""
 
-    def __init__(self, make: Callable[[], Any], count: int = IN_TURN) -> None:
+    def __init__(self, make: Callable[[], Any], count: int = WRAPPERS_IN_RING) -> None:
         self._wrappers = [make() for _ in range(count)]
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self._turn = 0
@@ -61,7 +61,7 @@ class WrapperRing:
         return self._wrappers[turn]
 
 
-def plan_rows(
+def plan_prefill(
     wrapper: Any, shape: AttentionShape, q_indptr: Tensor, pages: PageLists, *, causal: bool, scale: float
 ) -> None:
     """Plan a prefill wrapper: item i's queries are the rows `[q_indptr[i], q_indptr[i + 1])`."""
@@ -96,4 +96,4 @@ def one_page(device: torch.device) -> PageLists:
 
 def first_row(device: torch.device) -> Tensor:
     """Return the `indptr` of one item with one row or page."""
-    return on_host(torch.arange(2).numpy(), device)
+    return workers_on_host(torch.arange(2).numpy(), device)

@@ -14,7 +14,7 @@ from tok_kernels.attention.triton.decode import decode, decode_by_chunks, decode
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv import SplitKVPlan, no_split_kv
 from tok_kernels.attention.triton.split_kv_partials import empty_partials, merge_partials, new_partials
-from tok_kernels.attention.triton.varlen_attention import VarlenItems, attend_tiles, splits_pay, tile_splits
+from tok_kernels.attention.triton.varlen_attention import VarlenItems, run_varlen_attention, splits_pay, tile_splits
 from tok_kernels.batch import AttentionBatch, CascadeLevel
 
 
@@ -54,7 +54,7 @@ def _chain(operands: Operands, batch: AttentionBatch, levels: list[VarlenItems],
     # A single level writes all rows that it covers. With several levels, the first may not cover a row of a later one.
     parts = new_partials(rows, 1, filled=len(levels) > 1) if levels else empty_partials(rows.device)
     for i, items in enumerate(levels):
-        attend_tiles(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
+        run_varlen_attention(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
     decode(operands, batch, out_THD, parts, prior=bool(levels))
 
 
@@ -68,6 +68,6 @@ def _join(
     decode_by_chunks(operands, batch, chunks, parts)
     part = 0
     for items, splits in zip(levels, level_splits, strict=True):
-        attend_tiles(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
+        run_varlen_attention(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
         part += splits
     merge_partials(parts, out_THD[: batch.num_decode], operands.padded_head)

@@ -56,7 +56,7 @@ def _decode(
     GROUP_PADDED: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRIOR: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attend from one decode row to its own keys, for the query heads of one key/value head.
 
@@ -64,7 +64,7 @@ def _decode(
     row's keys, and its result is final. PRIOR: merge with partial result 0. EARLY: this kernel may start before its
     predecessor ends. WINDOW: the positions that a row sees; 0 for all.
     """
-    if EARLY and CHUNKED:
+    if PDL and CHUNKED:
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0)
@@ -112,7 +112,7 @@ def _decode(
     )
     if PRIOR:
         # Wait only here: the row's own keys do not depend on the prefix, which the predecessor may still be computing.
-        if EARLY and not CHUNKED:
+        if PDL and not CHUNKED:
             gdc_wait()
         # A row that starts at 0 is in no group, and has no partial result to read.
         prefix_top, prefix_total, prefix_acc = resume(
@@ -140,17 +140,17 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
     reads the cache while the tiles still run. That is safe because the tiles are not launched early: all kernels that
     wrote the cache have ended when they start.
     """
-    early = config.early(operands.q.device) if prior else {"EARLY": False}
+    pdl_options = config.pdl_options(operands.q.device) if prior else {"PDL": False}
     programs = batch.num_decode * operands.kv_heads
-    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **early)
+    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **pdl_options)
 
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
     """Attend from the first `num_decode` rows to their own keys; write the chunks of `parts` and their table."""
     cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
     programs = chunks.number * operands.kv_heads
-    early = config.early(operands.q.device)
-    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **early)
+    pdl_options = config.pdl_options(operands.q.device)
+    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)
 
 
 def _run(

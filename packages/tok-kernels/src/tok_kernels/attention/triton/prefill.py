@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import empty_partials, merge_partials, new_partials
-from tok_kernels.attention.triton.varlen_attention import VarlenItems, attend_tiles, tile_splits
+from tok_kernels.attention.triton.varlen_attention import VarlenItems, run_varlen_attention, tile_splits
 from tok_kernels.batch import AttentionBatch
 
 
@@ -25,8 +25,8 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     splits = tile_splits(operands, items)
     if splits == 1:
         parts = empty_partials(q.device)
-        attend_tiles(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
+        run_varlen_attention(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
         return
     parts = new_partials(q[base:], splits, filled=True)
-    attend_tiles(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
+    run_varlen_attention(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
     merge_partials(parts, out_THD[base:], operands.padded_head)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tok_kernels.launch_config import early
+from tok_kernels.launch_config import pdl_options
 
 # Partial results merged at a time: a step of many rows has few per row, a step of few rows may have many.
 _FEW, _MANY = 8, 64
@@ -110,9 +110,9 @@ def _merge(
     PADDED: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     line = tl.program_id(0).to(tl.int64)
@@ -143,5 +143,5 @@ def merge_partials(parts: SplitKVPartials, out_RHD: Tensor, padded_head: int) ->
         FEW=_FEW,
         MANY=_MANY,
         num_warps=4,
-        **early(out_RHD.device),
+        **pdl_options(out_RHD.device),
     )

@@ -132,7 +132,7 @@ def _find(
         *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "table_ptr")
     ],
 )
-def _tiles(
+def _varlen_attention_kernel(
     q_ptr,
     out_ptr,
     part_out_ptr,
@@ -174,7 +174,7 @@ def _tiles(
     KEYS: tl.constexpr,
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LEADS: tl.constexpr,
+    TRIGGER_PDL: tl.constexpr,
 ):
     """Attend from one tile of query rows to the keys of its item, or to one split of them.
 
@@ -184,7 +184,7 @@ def _tiles(
     −1: the result is final. Row 0 of a partial result is token `base`. WINDOW: the positions that a query sees; 0 for
     all. LEADS: the kernel launched next may start as soon as all programs of this one have started.
     """
-    if LEADS:
+    if TRIGGER_PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
@@ -314,7 +314,7 @@ def _tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
     return (items.number * each, each) if items.number * each <= 2 * together else (together, 0)
 
 
-def attend_tiles(
+def run_varlen_attention(
     operands: Operands,
     items: VarlenItems,
     out_THD: Tensor,
@@ -332,7 +332,7 @@ def attend_tiles(
     wanted = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
     if splits > 1:
         tiles, each = max(tiles, wanted), 0
-    _tiles[(tiles * operands.kv_heads,)](
+    _varlen_attention_kernel[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
         items.length,
         *(items.offset, items.number, each, base, parts.rows),
@@ -342,7 +342,7 @@ def attend_tiles(
         KEYS=launch.keys,
         ITEMS=_ITEMS,
         CAUSAL=items.count is None,
-        LEADS=items.count is not None and config.starts_early(operands.q.device),
+        TRIGGER_PDL=items.count is not None and config.supports_pdl(operands.q.device),
         **operands.static(),
         num_warps=launch.warps,
         num_stages=launch.stages,

@@ -18,7 +18,7 @@ from tok_kernels.sampling.reference.inversion import invert_cdf
 _ROWS = 256  # rows sorted at once; bounds the memory
 
 
-def redraw_filtered(
+def resample_filtered(
     token_R: Tensor, logits_RV: Tensor, weight_RV: Tensor, heat_R: Tensor, u_R: Tensor, filters: Filters
 ) -> Tensor:
     """Return the tokens, with those that their rows' filters remove resampled at `u`.
@@ -71,5 +71,5 @@ def _top_p(score_rV: Tensor, p_r: Tensor) -> Tensor:
 
 def _min_p(ranked_rV: Tensor, heat_r: Tensor, p_r: Tensor) -> Tensor:
     # A threshold on the logits themselves, which all backends compute alike; log(0) = −inf removes nothing.
-    border = ranked_rV[:, 0].double() + p_r.double().log() * heat_r.double()
-    return ranked_rV >= border.float().unsqueeze(-1)
+    threshold = ranked_rV[:, 0].double() + p_r.double().log() * heat_r.double()
+    return ranked_rV >= threshold.float().unsqueeze(-1)

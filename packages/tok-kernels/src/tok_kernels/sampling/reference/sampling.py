@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
 from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties
-from tok_kernels.sampling.reference.filters import redraw_filtered
+from tok_kernels.sampling.reference.filters import resample_filtered
 from tok_kernels.sampling.reference.inversion import heat, invert_cdf
 from tok_kernels.sampling.reference.masks import forbid
 from tok_kernels.sampling.reference.philox import uniforms
@@ -58,7 +58,7 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
     token = invert_cdf(weight, first)
     if batch.filters is None:
         return token
-    return redraw_filtered(token, logits_RV, weight, warm, second, batch.filters)
+    return resample_filtered(token, logits_RV, weight, warm, second, batch.filters)
 
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor | None) -> Sampled:

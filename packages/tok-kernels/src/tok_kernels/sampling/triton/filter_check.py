@@ -27,7 +27,7 @@ _HUGE: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 # The alignment of these depends on the number of rows, which must not recompile the kernels.
 UNALIGNED = [
     *("rows", "top_k", "top_p", "min_p", "temperature", "seed", "sample", "position"),
-    *("peaks", "masses", "token", "verdicts", "befores"),
+    *("peaks", "masses", "token", "verdicts", "masses_above"),
 ]
 
 
@@ -52,10 +52,10 @@ def row_sums(peaks, masses, row, slope, blocks, BLOCKS: tl.constexpr):
 @triton.jit
 def min_p_limit(peak, heat, min_p):
     """Return the smallest logit that min-p keeps."""
-    border = -float("inf")
+    threshold = -float("inf")
     if min_p > 0:
-        border = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * heat.to(tl.float64)).to(tl.float32)
-    return border
+        threshold = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * heat.to(tl.float64)).to(tl.float32)
+    return threshold
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -71,7 +71,7 @@ def check_filters(
     masses,
     token,
     verdicts,
-    befores,
+    masses_above,
     vocabulary,
     blocks,
     BLOCK: tl.constexpr,
@@ -80,7 +80,7 @@ def check_filters(
 ):
     """Check one row with filters per program, reading GROUP blocks at a time until the verdict is certain.
 
-    `befores`: for OPEN rows, the float64 mass that ranks above the token, relative to the peak, or as much of it as
+    `masses_above`: for OPEN rows, the float64 mass that ranks above the token, relative to the peak, or as much as
     suffices to remove the token.
     """
     nth_row = tl.program_id(0)
@@ -120,5 +120,5 @@ def check_filters(
             verdict = OPEN
         elif own < min_p_limit(peak, heat, least):
             verdict = LIKELY
-        tl.store(befores + nth_row, before)
+        tl.store(masses_above + nth_row, before)
     tl.store(verdicts + nth_row, verdict)

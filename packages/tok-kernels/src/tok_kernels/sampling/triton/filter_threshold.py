@@ -57,18 +57,18 @@ def mass_from(
     order,
     active,
     vocabulary,
-    border,
+    threshold,
     peak,
     slope,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Return the float64 sum of exponentials, relative to the peak, of the entries not below `border`."""
+    """Return the float64 sum of exponentials, relative to the peak, of the entries not below `threshold`."""
     sums = tl.zeros((GROUP, BLOCK), tl.float32)
     for first in range(0, active, GROUP):
         x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
-        sums += tl.where(x >= border, tl.exp2((x - peak) * slope), 0.0)
+        sums += tl.where(x >= threshold, tl.exp2((x - peak) * slope), 0.0)
     return tl.sum(tl.sum(sums, axis=1).to(tl.float64))
 
 

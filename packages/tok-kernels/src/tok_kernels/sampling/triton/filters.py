@@ -14,8 +14,8 @@ from tok_kernels.sampling.triton.ordered_floats import shift_of
 from tok_kernels.sampling.triton.resample import resample
 
 # Measured on an H200, as in `block_sampling`: blocks read at a time, and warps, of the check and of resampling.
-JUDGE_GROUP, JUDGE_WARPS = 4, 4
-NARROW_GROUP, NARROW_WARPS = 1, 4
+CHECK_BLOCKS, CHECK_WARPS = 4, 4
+RESAMPLE_BLOCKS, RESAMPLE_WARPS = 1, 4
 MAX_COLLECTED_ENTRIES = 2048  # up to this many relevant entries of a row are copied to scratch and searched there
 
 
@@ -37,9 +37,9 @@ def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, f
         SHIFT=shift_of(logits_RV.dtype),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
-        GROUP=NARROW_GROUP,
+        GROUP=RESAMPLE_BLOCKS,
         FEW=MAX_COLLECTED_ENTRIES,
-        num_warps=NARROW_WARPS,
+        num_warps=RESAMPLE_WARPS,
     )
     return token
 
@@ -54,8 +54,8 @@ def filter_verdicts(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, fil
         *(drawn.token, verdict, before, logits_RV.shape[1], blocks),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
-        GROUP=JUDGE_GROUP,
-        num_warps=JUDGE_WARPS,
+        GROUP=CHECK_BLOCKS,
+        num_warps=CHECK_WARPS,
     )
     return verdict, before
 

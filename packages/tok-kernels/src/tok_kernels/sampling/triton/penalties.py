@@ -92,7 +92,7 @@ def _penalise(
             position = start + tl.arange(0, BLOCK)
             there = position < end
             token = _token_at(table, token_of, page_size, position, there)
-            new = _meet(seen, token, there if ONCE else there & (position < prompt))
+            new = _claim_token(seen, token, there if ONCE else there & (position < prompt))
             x = tl.load(line + token, mask=new, other=0.0)
             x = tl.where(x > 0, tl.div_rn(x, repeat), x * repeat)
             tl.store(line + token, x - present if ONCE else x, mask=new)
@@ -108,7 +108,7 @@ def _token_at(table, token_of, page_size, position, there):
 
 
 @triton.jit
-def _meet(seen, token, there):
+def _claim_token(seen, token, there):
     """Return whether this position, of all that hold the token, is the one that sets the token's bit."""
     bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
     before = tl.atomic_or(seen + token // 32, bit, mask=there, sem="relaxed")

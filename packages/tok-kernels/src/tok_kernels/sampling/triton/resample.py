@@ -35,7 +35,7 @@ def resample(
     masses,
     token,
     verdicts,
-    befores,
+    masses_above,
     scratch,
     vocabulary,
     blocks,
@@ -78,36 +78,36 @@ def resample(
         tl.store(order + tl.cumsum(matters.to(tl.int32)) - 1, nth.to(tl.float32), mask=matters)
         tl.debug_barrier()
 
-        border, target = low, tl.full((), 0.0, tl.float64)
+        threshold, target = low, tl.full((), 0.0, tl.float64)
         settled = False
         if verdict != LIKELY:
-            before = tl.where(verdict == OPEN, tl.load(befores + nth_row), float("inf"))
+            before = tl.where(verdict == OPEN, tl.load(masses_above + nth_row), float("inf"))
             count = gather(line, order, active, vocabulary, low, few, FEW, BLOCK, GROUP)
             tl.debug_barrier()
             if count <= FEW:
                 parts = tl.cdiv(count, BLOCK)
-                border, target, settled = _top_k_top_p(
+                threshold, target, settled = _top_k_top_p(
                     *(few, order, parts, count, low, k, p, before, total, peak, slope, SHIFT, BLOCK, 1, False)
                 )
             else:
-                border, target, settled = _top_k_top_p(
+                threshold, target, settled = _top_k_top_p(
                     *(line, order, active, vocabulary, low, k, p, before, total, peak, slope, SHIFT, BLOCK, GROUP, True)
                 )
         # If top-k and top-p keep the token but min-p removes it, min-p's threshold lies above the token's logit, and it
         # alone decides what is kept.
-        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (border >= least)
-        border = tl.maximum(border, least)
+        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (threshold >= least)
+        threshold = tl.maximum(threshold, least)
         if (settled == 0) | (own < least):
             for first in range(0, active, GROUP):
                 x, block = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
                 listed = first + tl.arange(0, GROUP) < active
-                mass = tl.sum(tl.where(x > border, tl.exp2((x - peak) * slope), 0.0), axis=1)
+                mass = tl.sum(tl.where(x > threshold, tl.exp2((x - peak) * slope), 0.0), axis=1)
                 tl.store(above + block, mass, mask=listed)
-                tl.store(equal + block, tl.sum((x == border).to(tl.float32), axis=1), mask=listed)
+                tl.store(equal + block, tl.sum((x == threshold).to(tl.float32), axis=1), mask=listed)
             tl.debug_barrier()
             mass_of = tl.load(above + nth, mask=matters, other=0.0).to(tl.float64)
             ties_of = tl.load(equal + nth, mask=matters, other=0.0)
-            tie_mass = tl.exp2((border - peak) * slope).to(tl.float64)
+            tie_mass = tl.exp2((threshold - peak) * slope).to(tl.float64)
             ties = tl.sum(ties_of)
             if nucleus:
                 needed = tl.ceil((target - tl.sum(mass_of)) / tl.where(tie_mass > 0, tie_mass, 1.0))
@@ -115,14 +115,14 @@ def resample(
             ties_before = tl.cumsum(ties_of) - ties_of
             mass_of += tie_mass * tl.minimum(tl.maximum(ties - ties_before, 0.0), ties_of).to(tl.float64)
 
-            keep, _ = _kept_entries(line, chosen // BLOCK, border, ties, ties_before, nth, vocabulary, BLOCK)
+            keep, _ = _kept_entries(line, chosen // BLOCK, threshold, ties, ties_before, nth, vocabulary, BLOCK)
             stays = tl.sum((keep & (tl.arange(0, BLOCK) == chosen % BLOCK)).to(tl.int32))
             if stays == 0:
                 running = tl.cumsum(mass_of)
                 goal = _second_uniform(seed + row, sample + row, position + row) * tl.max(running)
                 block = _first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
                 goal -= tl.sum(tl.where(nth == block, running - mass_of, 0.0))
-                keep, x = _kept_entries(line, block, border, ties, ties_before, nth, vocabulary, BLOCK)
+                keep, x = _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK)
                 weight = tl.where(keep, tl.exp2((x - peak) * slope), 0.0).to(tl.float64)
                 found = block * BLOCK + _first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
                 tl.store(token + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
@@ -151,33 +151,33 @@ def _top_k_top_p(
     The search ends early if a token with the mass `before` above it turns out to be kept. The first result is then the
     smallest logit that top-k keeps, and the last is True.
     """
-    border, target = low, tl.full((), 0.0, tl.float64)
+    threshold, target = low, tl.full((), 0.0, tl.float64)
     settled = False
     if k > 0:
-        border = find_threshold(
-            *(line, order, active, vocabulary, border, k.to(tl.float64), peak, slope, True),
+        threshold = find_threshold(
+            *(line, order, active, vocabulary, threshold, k.to(tl.float64), peak, slope, True),
             *(SHIFT, BLOCK, GROUP, LISTED),
         )
     if p < 1:
         if k > 0:
-            total = mass_from(line, order, active, vocabulary, border, peak, slope, BLOCK, GROUP, LISTED)
+            total = mass_from(line, order, active, vocabulary, threshold, peak, slope, BLOCK, GROUP, LISTED)
         target = p * total
         settled = before < target
         if settled == 0:
-            border = find_threshold(
-                *(line, order, active, vocabulary, border, target, peak, slope, False, SHIFT, BLOCK, GROUP, LISTED)
+            threshold = find_threshold(
+                *(line, order, active, vocabulary, threshold, target, peak, slope, False, SHIFT, BLOCK, GROUP, LISTED)
             )
-    return border, target, settled
+    return threshold, target, settled
 
 
 @triton.jit
-def _kept_entries(line, block, border, ties, ties_before, nth, vocabulary, BLOCK: tl.constexpr):
+def _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK: tl.constexpr):
     """Return which entries of the block are kept, and their logits.
 
     At the threshold, the row's first `ties` entries are kept.
     """
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    tie = x == border
+    tie = x == threshold
     rank = tl.cumsum(tie.to(tl.int32)) - 1 + tl.sum(tl.where(nth == block, ties_before, 0.0)).to(tl.int32)
-    return (x > border) | (tie & (rank < ties)), x
+    return (x > threshold) | (tie & (rank < ties)), x

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tok_kernels.collectives.exchange import Lane
+from tok_kernels.collectives.exchange import ExchangeChannel
 from tok_kernels.collectives.triton_signals import end_turn, place, put, sendable, take
 from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
@@ -19,7 +19,7 @@ _THREADS = 32  # one warp, one thread per rank
 
 
 def sample_exchange(
-    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: Lane, *, greedy: bool
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: ExchangeChannel, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most the lane's programs.
 
@@ -29,7 +29,7 @@ def sample_exchange(
     blocks = triton.cdiv(vocabulary, BLOCK)
     token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     logprob = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    _settle[(rows,)](
+    _sample_exchange_kernel[(rows,)](
         *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
         *(*sums, token, logprob, vocabulary, blocks, first),
         *(lane.buffers, lane.turns, lane.patience),
@@ -47,7 +47,7 @@ def sample_exchange(
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=_UNALIGNED)
-def _settle(
+def _sample_exchange_kernel(
     logits,
     stride,
     temperature,

@@ -43,7 +43,9 @@ def _draw_gathered(
     told = torch.empty((4, rows), dtype=torch.float32, device=logits_RV.device)
     found = torch.empty((2, rows), dtype=torch.float32, device=logits_RV.device)
     if rows:
-        _tell[(rows,)](*sums, keys.temperature, told, rows, blocks, DRAW=not greedy, BLOCKS=width, num_warps=PICK_WARPS)
+        _store_rank_sums[(rows,)](
+            *sums, keys.temperature, told, rows, blocks, DRAW=not greedy, BLOCKS=width, num_warps=PICK_WARPS
+        )
     told = shards.gather(told)
     if rows:
         _find[(rows,)](
@@ -63,7 +65,7 @@ def _draw_gathered(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED[:4], "told"])
-def _tell(
+def _store_rank_sums(
     peaks: tl.tensor,
     sums: tl.tensor,
     masses: tl.tensor,

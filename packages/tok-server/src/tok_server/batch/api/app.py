@@ -42,7 +42,7 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
         ready=lambda: context.ready,
         paused=lambda: context.draining,
     )
-    context.unhurried = lambda: served.unhurried.requests
+    context.background_requests = lambda: served.background_requests.requests
     context.metrics.add(BatchCollector(service.figures))
     app.cleanup_ctx.append(_alive)
 

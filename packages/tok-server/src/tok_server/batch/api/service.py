@@ -15,13 +15,13 @@ from typing import TypeVar
 from tok_client.types import Batch, BatchError, FileObject
 from tok_core import EngineClosed
 from tok_server.batch.api.metrics import BatchFigures
-from tok_server.batch.execution import BatchRun, Budget, Gate, Means, PoisonIsolation, samples_ahead
+from tok_server.batch.execution import BatchResources, BatchRun, Budget, Gate, PoisonIsolation, sample_budget
 from tok_server.batch.storage import (
     ENDED,
     NOBODY,
     Clock,
+    DataDirectory,
     FileLock,
-    Place,
     Quota,
     Store,
     StoredJob,
@@ -95,11 +95,11 @@ class BatchService:
         self._readers = ThreadPoolExecutor(READERS, "tok-batch-reader")
         self._clerks = ThreadPoolExecutor(READERS, "tok-batch-clerk")
         self._clockwork: asyncio.Task[None] | None = None
-        self._means: Means | None = None
+        self._means: BatchResources | None = None
 
     async def open(self) -> None:
         """Lock the directory, and complete what a crash interrupted. Errors: StoreError."""
-        self.place = await self._run(lambda: Place(self._directory))
+        self.place = await self._run(lambda: DataDirectory(self._directory))
         self._lock = FileLock(self.place.lock, f"data directory {self._directory}")
         try:
             await self._run(self._open)
@@ -287,12 +287,12 @@ class BatchService:
     async def _begin_all(self) -> None:
         while not self._ready():
             await asyncio.sleep(STARTING)
-        budget = Budget(samples_ahead(self._served.engine.info.max_running))
+        budget = Budget(sample_budget(self._served.engine.info.max_running))
         gate = Gate(self._served.engine, until_closed=True)
         pools = (self._threads, self._readers, self._clerks)
-        engine, unhurried = self._served.engine, self._served.unhurried
-        suspects = PoisonIsolation(lambda: engine.open_requests <= unhurried.requests)
-        self._means = Means(self._served, budget, gate, *pools, paused=self._paused, suspects=suspects)
+        engine, background_requests = self._served.engine, self._served.background_requests
+        suspects = PoisonIsolation(lambda: engine.open_requests <= background_requests.requests)
+        self._means = BatchResources(self._served, budget, gate, *pools, paused=self._paused, suspects=suspects)
         for job in await self.ask(Store.open_jobs):
             self._begin(job)
 

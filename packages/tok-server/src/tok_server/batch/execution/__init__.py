@@ -7,19 +7,19 @@ from tok_server.batch.execution.budget import Budget
 from tok_server.batch.execution.gate import Gate
 from tok_server.batch.execution.outcome import each_line
 from tok_server.batch.execution.poison_isolation import PoisonIsolation
-from tok_server.batch.execution.run import GROUP, LineSource, Means, Run, samples_ahead
+from tok_server.batch.execution.run import GROUP, BatchResources, LineSource, Run, sample_budget
 from tok_server.batch.execution.shielding import uninterrupted
 
 __all__ = [
     "GROUP",
+    "BatchResources",
     "BatchRun",
     "Budget",
     "Gate",
     "LineSource",
-    "Means",
     "PoisonIsolation",
     "Run",
     "each_line",
-    "samples_ahead",
+    "sample_budget",
     "uninterrupted",
 ]

@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from tok_client.types import Batch, BatchError
 from tok_server.batch.execution.finish import FinishedBatch, finish
-from tok_server.batch.execution.run import LineSource, Means, Run
+from tok_server.batch.execution.run import BatchResources, LineSource, Run
 from tok_server.batch.storage import (
     Answers,
     Clock,
+    DataDirectory,
     InputChanged,
-    Place,
     Quota,
     Stopped,
     Store,
@@ -44,8 +44,8 @@ class BatchRun:
         self,
         job: StoredJob,
         store: Store,
-        place: Place,
-        means: Means,
+        place: DataDirectory,
+        means: BatchResources,
         *,
         clock: Clock,
         quota: Quota,

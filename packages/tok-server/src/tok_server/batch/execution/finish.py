@@ -9,7 +9,7 @@ from typing import IO, NamedTuple
 from tok_client.types import UNSET, FileObject
 from tok_server.batch.execution.outcome import each_line
 from tok_server.batch.execution.run import LineSource
-from tok_server.batch.storage import Answers, Place, StoredJob, Totals, states
+from tok_server.batch.storage import Answers, DataDirectory, StoredJob, Totals, states
 from tok_server.wire import new_id
 
 OUTPUT = "batch_output"
@@ -28,7 +28,9 @@ class FinishedBatch(NamedTuple):
         return [file for file in (self.output, self.errors) if file is not None]
 
 
-def finish(job: StoredJob, place: Place, source: LineSource, now: int, stopped: Callable[[], bool]) -> FinishedBatch:
+def finish(
+    job: StoredJob, place: DataDirectory, source: LineSource, now: int, stopped: Callable[[], bool]
+) -> FinishedBatch:
     """Write both files, which the caller publishes. A repeated call writes new files with other ids.
 
     Errors: Stopped, InputChanged, OSError, sqlite3.Error, StoreError.
@@ -46,7 +48,7 @@ def finish(job: StoredJob, place: Place, source: LineSource, now: int, stopped: 
 
 
 def _write(
-    job: StoredJob, place: Place, source: LineSource, output: str, errors: str, stopped: Callable[[], bool]
+    job: StoredJob, place: DataDirectory, source: LineSource, output: str, errors: str, stopped: Callable[[], bool]
 ) -> Totals:
     with ExitStack() as opened:
         answers = opened.enter_context(Answers(place.answers(job.batch.id), job.batch.id))
@@ -60,7 +62,7 @@ def _write(
     return totals._replace(failed=totals.failed + left)
 
 
-def _kept(job: StoredJob, place: Place, id: str, what: str, now: int) -> FileObject | None:
+def _kept(job: StoredJob, place: DataDirectory, id: str, what: str, now: int) -> FileObject | None:
     size = place.blobs.unpublished(id).stat().st_size
     if not size:
         place.blobs.discard(id)

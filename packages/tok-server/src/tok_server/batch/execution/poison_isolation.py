@@ -22,13 +22,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tok_core import EngineDead
-from tok_server.openai import APART, BEHIND
+from tok_server.openai import BACKGROUND_PRIORITY, MAX_RELATIVE_PRIORITY
 
 log = logging.getLogger("tok.server")
 
 T = TypeVar("T")
 
-BATCHES = BEHIND - APART  # smallest priority of a batch line's requests
+BATCHES = BACKGROUND_PRIORITY - MAX_RELATIVE_PRIORITY  # smallest priority of a batch line's requests
 QUIET = 10.0  # seconds that a line computed alone waits for a moment without open client requests
 PAUSE = 600.0  # seconds; keeps inconclusive deaths rarer than --restart-window allows
 LOOK_EVERY = 0.1  # seconds between checks of `quiet`
@@ -68,11 +68,11 @@ class PoisonIsolation:
                     await self._await_quiet()
                 return await once()
             except EngineDead as error:
-                beside = error.first_class is not None and error.first_class < BATCHES
-                if how == ALONE and error.first_class is not None and not beside:
+                beside = error.min_open_priority is not None and error.min_open_priority < BATCHES
+                if how == ALONE and error.min_open_priority is not None and not beside:
                     raise PoisonRequest from error
                 log.warning("a line of a batch is computed anew: %s", error)
-                if error.first_class is None:  # the line was not open at the death
+                if error.min_open_priority is None:  # the line was not open at the death
                     pause = LOOK_EVERY
                 else:
                     pause, how = PAUSE if how == ALONE else 0.0, min(how + 1, ALONE)

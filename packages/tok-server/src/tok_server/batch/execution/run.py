@@ -25,7 +25,7 @@ from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonR
 from tok_server.batch.execution.shielding import uninterrupted
 from tok_server.batch.storage import (
     Answers,
-    FinishedLines,
+    FinishedLine,
     InputChanged,
     InputLine,
     LineAnswer,
@@ -48,7 +48,7 @@ CHUNK = 64  # lines read ahead at a time
 CHUNK_BYTES = 1 << 20  # bytes of lines after which a chunk ends early
 ATTEMPTS = 4  # attempts at a line, after errors that may pass; deaths of the engine do not count
 AHEAD = 2  # samples under way, as a multiple of the engine's running samples
-PAUSE = 0.1  # seconds between checks of `Means.paused`
+PAUSE = 0.1  # seconds between checks of `BatchResources.paused`
 KEEP_AGAIN, MAX_KEEP_AGAIN = 0.5, 30.0  # seconds, first and longest, between attempts to write answers; doubles
 
 
@@ -61,7 +61,7 @@ class LineSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class BatchResources:
     """Resources that all batches of a process share.
 
     store     executor with the one thread that owns all connections that write
@@ -94,12 +94,12 @@ class _Ready:
 class Run:
     """Processing of one batch's lines for `tenant`. `totals` covers the answers stored so far."""
 
-    def __init__(self, source: LineSource, answers: Answers, means: Means, tenant: str = "") -> None:
+    def __init__(self, source: LineSource, answers: Answers, means: BatchResources, tenant: str = "") -> None:
         self._source = source
         self._answers = answers
         self._means = means
         self._tenant = tenant
-        self._done: list[tuple[FinishedLines, int]] = []  # each with its units of the budget
+        self._done: list[tuple[FinishedLine, int]] = []  # each with its units of the budget
         self._news = asyncio.Event()
         self._open = 0  # lines begun and not yet stored
         self._taken = 0  # units of the budget
@@ -189,12 +189,12 @@ class Run:
         self._taken += taken
         self._open += 1
         if isinstance(asked, ApiError):
-            self._end(FinishedLines(ready.line, ready.custom_id, asked), taken)
+            self._end(FinishedLine(ready.line, ready.custom_id, asked), taken)
         else:
             tasks.create_task(self._answer(ready, asked, taken))
 
     async def _answer(self, ready: _Ready, asked: EndpointTask, taken: int) -> None:
-        self._end(FinishedLines(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
+        self._end(FinishedLine(ready.line, ready.custom_id, await self._compute(ready, asked)), taken)
 
     async def _compute(self, ready: _Ready, asked: EndpointTask) -> Callable[[], bytes] | ApiError:
         """Return the function that encodes the answer, or the error instead of one. Errors: EngineClosed."""
@@ -230,7 +230,7 @@ class Run:
                 return _unexpected(error, ready.custom_id)
         return unavailable(f"this was begun {ATTEMPTS} times and never ended", "engine_unavailable")
 
-    def _end(self, done: FinishedLines, taken: int) -> None:
+    def _end(self, done: FinishedLine, taken: int) -> None:
         self._done.append((done, taken))
         self._news.set()
 
@@ -259,7 +259,7 @@ class Run:
             self._open -= len(group)
             self._give(sum(taken for _, taken in group))
 
-    async def _keep_first(self, group: Sequence[tuple[FinishedLines, int]]) -> Sequence[LineAnswer]:
+    async def _keep_first(self, group: Sequence[tuple[FinishedLine, int]]) -> Sequence[LineAnswer]:
         written = await self._in(self._means.reader, lambda: [write(done) for done, _ in group])
         return await self._commit(written)
 
@@ -302,6 +302,6 @@ def _unexpected(error: Exception, custom_id: str) -> ApiError:
     return internal(name)
 
 
-def samples_ahead(max_running: int) -> int:
+def sample_budget(max_running: int) -> int:
     """Return the budget for an engine that runs `max_running` samples at once: enough that it never waits for one."""
     return AHEAD * max_running

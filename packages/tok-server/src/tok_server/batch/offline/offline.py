@@ -17,8 +17,8 @@ from typing import Self, TypeVar
 
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, InvalidField
-from tok_server.batch.execution import Budget, Gate, LineSource, Means, Run, each_line, samples_ahead
-from tok_server.batch.offline.resume import kept_of
+from tok_server.batch.execution import BatchResources, Budget, Gate, LineSource, Run, each_line, sample_budget
+from tok_server.batch.offline.resume import successful_answers
 from tok_server.batch.storage import (
     MAX_ERRORS,
     Answers,
@@ -122,9 +122,11 @@ class Offline:
         try:
             if self._retry and self._output.exists():
                 await self._in(self._store, lambda: self._take_over(answers))
-            budget = Budget(samples_ahead(engine.info.max_running))
+            budget = Budget(sample_budget(engine.info.max_running))
             served = ServedModel(engine, self._model, formats)
-            self._run = Run(source, answers, Means(served, budget, gate, self._store, self._reader, self._reader))
+            self._run = Run(
+                source, answers, BatchResources(served, budget, gate, self._store, self._reader, self._reader)
+            )
             await self._run.run()
             await self._in(self._store, lambda: self._write(source, answers))
         finally:
@@ -164,7 +166,7 @@ class Offline:
 
     def _take_over(self, answers: Answers) -> None:
         """Store the output's answers to lines that did not fail."""
-        for group in kept_of(self._output, LineSource(self._file, self.lines)):
+        for group in successful_answers(self._output, LineSource(self._file, self.lines)):
             answers.add(group)
 
     def _write(self, source: LineSource, answers: Answers) -> None:

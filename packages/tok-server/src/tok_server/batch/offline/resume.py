@@ -22,7 +22,7 @@ class _Line(msgspec.Struct):
     response: _Response | None = None
 
 
-def kept_of(output: Path, source: LineSource) -> Iterator[list[LineAnswer]]:
+def successful_answers(output: Path, source: LineSource) -> Iterator[list[LineAnswer]]:
     """Yield the answers of lines that did not fail, in groups. Errors: StoreError if the output is of another input."""
     group: list[LineAnswer] = []
     lines = 0

@@ -6,7 +6,7 @@ from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.blobs import durable
 from tok_server.batch.storage.clock import Clock
 from tok_server.batch.storage.database import StoreError, check_database, is_damage, is_full, remove_database
-from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.lines import (
     LOOK_EVERY,
     InputChanged,
@@ -17,7 +17,7 @@ from tok_server.batch.storage.lines import (
     read_lines,
 )
 from tok_server.batch.storage.lock import FileLock
-from tok_server.batch.storage.output_lines import FinishedLines, Unanswered, answer_of, unanswered, write
+from tok_server.batch.storage.output_lines import FinishedLine, Unanswered, answer_of, unanswered, write
 from tok_server.batch.storage.quota import Quota, QuotaExceeded
 from tok_server.batch.storage.recovery import check_index, recover
 from tok_server.batch.storage.states import BEFORE_THE_END
@@ -32,14 +32,14 @@ __all__ = [
     "NOBODY",
     "Answers",
     "Clock",
+    "DataDirectory",
     "FileLock",
-    "FinishedLines",
+    "FinishedLine",
     "InUse",
     "InputChanged",
     "InputLine",
     "LineAnswer",
     "Missing",
-    "Place",
     "Quota",
     "QuotaExceeded",
     "Stopped",

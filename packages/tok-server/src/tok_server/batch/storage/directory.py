@@ -17,7 +17,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 SUFFIX = ".sqlite"
 
 
-class Place:
+class DataDirectory:
     """Paths in a data directory, which is created if missing. Errors: StoreError."""
 
     def __init__(self, directory: Path) -> None:

@@ -14,7 +14,7 @@ from tok_client.types import BatchLineError
 from tok_server.batch.storage.answers import LineAnswer
 from tok_server.wire import ApiError, encode, internal, new_id
 
-MIN_THREADED_BYTES = 1 << 20  # bytes of a body beyond which only its end is decoded for the usage
+MIN_TAIL_DECODED_BYTES = 1 << 20  # bytes of a body beyond which only its end is decoded for the usage
 
 log = logging.getLogger("tok.server")
 
@@ -25,7 +25,7 @@ WHY = {
 }
 
 
-class FinishedLines(NamedTuple):
+class FinishedLine(NamedTuple):
     """A line that has been computed: the function that encodes its answer, or the error instead."""
 
     line: int
@@ -71,7 +71,7 @@ class _Used(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def write(done: FinishedLines) -> LineAnswer:
+def write(done: FinishedLine) -> LineAnswer:
     """Return the encoded answer. Takes long for many choices."""
     body, status = _body(done)
     response = _Response(status, new_id("req"), msgspec.Raw(body))
@@ -97,14 +97,14 @@ def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
 
 def _used(body: bytes) -> _Usage:
     """Return the usage. A long body is decoded from its usage on: decoding all of it holds the GIL."""
-    at = body.rfind(b'"usage":{') if len(body) > MIN_THREADED_BYTES else -1
+    at = body.rfind(b'"usage":{') if len(body) > MIN_TAIL_DECODED_BYTES else -1
     if at >= 0:
         with suppress(msgspec.DecodeError):  # else the match lies within another member
             return decoder(_Used).decode(b"{" + body[at:]).usage or _Usage()
     return decoder(_Used).decode(body).usage or _Usage()
 
 
-def _body(done: FinishedLines) -> tuple[bytes, int]:
+def _body(done: FinishedLine) -> tuple[bytes, int]:
     if isinstance(done.result, ApiError):
         return done.result.body(), done.result.status
     try:

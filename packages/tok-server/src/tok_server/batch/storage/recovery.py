@@ -23,7 +23,7 @@ from tok_server.batch.storage.database import (
     reading,
     remove_database,
 )
-from tok_server.batch.storage.directory import Place
+from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.store import KNOWN_VERSIONS, Store, StoredJob
 
 log = logging.getLogger("tok.server")
@@ -31,7 +31,7 @@ log = logging.getLogger("tok.server")
 MAX_NAMED = 10  # names that one log line lists
 
 
-def check_index(place: Place) -> None:
+def check_index(place: DataDirectory) -> None:
     """Refuse an index that is missing, empty or damaged while contents exist. Changes nothing.
 
     Errors: StoreError, which says what to do.
@@ -63,13 +63,13 @@ _WAY_OUT_OF_DAMAGE = (
 )
 
 
-def _contents(place: Place) -> list[Path]:
+def _contents(place: DataDirectory) -> list[Path]:
     """Return the blobs and answers that an index should have."""
     published = [path for _, path, finished in place.blobs.entries() if finished]
     return [*published, *map(place.answers, place.answer_ids())]
 
 
-def _without_index(place: Place, why: str) -> str:
+def _without_index(place: DataDirectory, why: str) -> str:
     return (
         f"{place.store}: {why}, but there are files or answers beside it. Nothing has been changed. Put back the index "
         f"(batches.sqlite and, if there is one, batches.sqlite-wal); or, to begin without these files, move files/ and "
@@ -93,7 +93,7 @@ def _check_records(connection: sqlite3.Connection, path: Path) -> int:
     return count
 
 
-def recover(place: Place, store: Store) -> None:
+def recover(place: DataDirectory, store: Store) -> None:
     """Complete or undo what a crash interrupted; move content unknown to the index to `lost/`. Errors: OSError."""
     for _, path, _ in place.blobs.entries():
         path.chmod(PRIVATE_FILE)  # earlier versions used the umask's mode
@@ -114,7 +114,7 @@ def recover(place: Place, store: Store) -> None:
         log.warning("the contents of %d files are gone: %s", len(gone), names)
 
 
-def _unknown_blobs(place: Place, known: set[str]) -> list[Path]:
+def _unknown_blobs(place: DataDirectory, known: set[str]) -> list[Path]:
     """Publish contents whose row was committed, delete unfinished ones, and return those unknown to the index."""
     unknown = []
     for id, path, finished in place.blobs.entries():

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tok_core import SamplingParams
 from tok_core.messages import EngineInfo, Submit
-from tok_core.simulation import Lives
+from tok_core.simulation import LengthSampler
 
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704
@@ -43,7 +43,7 @@ class Load:
 
     sequences: int
     requests: Iterator[Submit]
-    lives: Lives
+    lives: LengthSampler
     own_tokens: int
     prompt_tokens: float
     shared_tokens: int = 0

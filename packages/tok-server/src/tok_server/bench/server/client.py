@@ -35,7 +35,7 @@ class RequestTally(msgspec.Struct):
     seconds: float = 0.0
 
 
-class Talk:
+class ClientConnection:
     """One connection: the request it sends, and how much of the answer has arrived."""
 
     def __init__(self, port: int, request: bytes) -> None:
@@ -85,7 +85,7 @@ class LoadDriver:
         self.tally = RequestTally()
         self._rate = rate
         self._selector = selectors.DefaultSelector()
-        self._idle = deque(Talk(port, request) for _ in range(connections))
+        self._idle = deque(ClientConnection(port, request) for _ in range(connections))
         for talk in self._idle:
             self._selector.register(talk.socket, selectors.EVENT_READ, talk)
         self._began, self._sent = time.monotonic(), 0
@@ -113,7 +113,7 @@ class LoadDriver:
             return len(self._idle)
         return min(len(self._idle), int((now - self._began) * self._rate) - self._sent)
 
-    def _read(self, talk: Talk) -> None:
+    def _read(self, talk: ClientConnection) -> None:
         try:
             ended = talk.read()
         except OSError:

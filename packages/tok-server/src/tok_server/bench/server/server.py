@@ -17,7 +17,7 @@ from tok_core.simulation import SimulatedEngine
 from tok_server.app import make_app
 from tok_server.bench.server.client import RequestTally
 from tok_server.flags import DEMO_MODEL, DEMO_NAME
-from tok_server.http import CONTEXT, keep_short, listening
+from tok_server.http import CONTEXT, listening, shorten_pauses
 from tok_server.serve import listen
 from tok_server.settings import Settings
 
@@ -103,7 +103,7 @@ async def run_server(names: list[str], clients: int, seconds: float, rate: float
         listener = listen("127.0.0.1", 0)
         async with listening(runner, runner.app[CONTEXT], listener, None):
             port = int(listener.getsockname()[1])
-            keep_short()
+            shorten_pauses()
             return [await _measure(name, engine, port, clients, seconds, rate) for name in names]
     finally:
         await runner.cleanup()

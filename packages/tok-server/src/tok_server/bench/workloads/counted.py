@@ -29,7 +29,7 @@ def since(before: Counters, after: Counters) -> Callable[[str], float]:
     return lambda name: after[name] - before[name]
 
 
-def with_counted(result: Result, before: Counters, after: Counters) -> Result:
+def with_counters(result: Result, before: Counters, after: Counters) -> Result:
     """Return `result` with the figures derived from the counters before and after the run."""
     grown, steps = since(before, after), after["steps"] - before["steps"]
     replica_seconds = result.seconds * after.get("replicas", 1)

@@ -13,18 +13,18 @@ from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 from tok_core.engine import Prompt
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo
-from tok_server.bench.busy import Busy, busy_of_trace
+from tok_server.bench.busy import DeviceTime, busy_of_trace
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.tracing import run_traced, tracing
 from tok_server.bench.watch import Show, progress_bar, seldom, watching
 from tok_server.bench.workloads.bare import without_tokenizer
-from tok_server.bench.workloads.counted import Counters, since, with_counted
+from tok_server.bench.workloads.counted import Counters, since, with_counters
 from tok_server.bench.workloads.result import Result, percentile, ratio
 from tok_server.bench.workloads.timeline import timeline
-from tok_server.bench.workloads.workload import Workload, WorkloadRequest, backwards
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
 LOOK_EVERY = 0.02
-TELL_EVERY = 0.25
+PROGRESS_SECONDS = 0.25
 WARM_UP_TOKENS = 16
 SETTLE_SECONDS = 10.0
 
@@ -47,7 +47,7 @@ def run_offline(
 
 def trace_offline(
     config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
-) -> dict[RankCoordinates, Busy]:
+) -> dict[RankCoordinates, DeviceTime]:
     """Trace `steps` steps in the middle of one more run, which takes about `of` steps. Returns each worker's summary.
 
     The trace is written to `file`, and to files beside it for further workers (`tok_core.runtime.trace_file`). A
@@ -80,11 +80,11 @@ def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: ra
 
 def warm_up(engine: Engine, workload: Workload) -> None:
     """Generate a few tokens for as many sequences as can run at once."""
-    requests = backwards(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
+    requests = warm_up_requests(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
     engine.generate(*_requests(requests, workload))
 
 
-class _Looks:
+class _RunObserver:
     """Observations during a run: `moments` are the rows of `timeline`, `outputs` the finished requests."""
 
     def __init__(self, engine: Engine, show: Show) -> None:
@@ -95,7 +95,7 @@ class _Looks:
         self.began = time.monotonic()
         self._engine = engine
         self._show = show
-        self._tell_seldom = seldom(self.tell, TELL_EVERY)
+        self._tell_seldom = seldom(self.tell, PROGRESS_SECONDS)
 
     def look(self) -> None:
         """Append a row of counters to `moments`. It must be cheap: the run shares this interpreter."""
@@ -118,13 +118,13 @@ def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
     """Run one repetition on an otherwise idle engine. Errors: those of the engine."""
     prompts, params = _requests(workload.requests, workload)
     with progress_bar(f"{workload.name} {rep}", len(prompts)) as show:
-        looks = _Looks(engine, show)
+        looks = _RunObserver(engine, show)
         with watching(looks.look, LOOK_EVERY):
             looks.outputs.extend(output for _, output in engine.stream(prompts, params))
             seconds = time.monotonic() - looks.began
         looks.tell()
     result = _result(engine.info, name, workload, rep, looks, seconds)
-    return with_counted(result, looks.before, settled(engine))
+    return with_counters(result, looks.before, settled(engine))
 
 
 def settled(engine: Engine) -> Counters:
@@ -151,7 +151,7 @@ def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list
     return [one.ids for one in requests], params
 
 
-def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _Looks, seconds: float) -> Result:
+def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _RunObserver, seconds: float) -> Result:
     outputs, gpu = looks.outputs, looks.gpu
     completions = [one for output in outputs for one in output.outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -188,8 +188,8 @@ def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _L
         backend=info.backend,
         kv_cache_tokens=info.kv_cache_tokens,
         max_step_tokens=info.max_step_tokens,
-        tp_few_tokens=info.few_tokens,
-        tp_async_tokens=info.async_tokens,
+        tp_few_tokens=info.max_all_reduce_tokens,
+        tp_async_tokens=info.min_overlap_tokens,
         timeline=timeline(looks.moments, seconds),
     )
 

@@ -15,13 +15,13 @@ from tok_core import TokError
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.watch import Show, progress_bar, watching
 from tok_server.bench.workloads.answers import BenchAnswer, ask, body
-from tok_server.bench.workloads.counted import with_counted
+from tok_server.bench.workloads.counted import with_counters
 from tok_server.bench.workloads.histogram import Histograms, histogram
 from tok_server.bench.workloads.offline import WARM_UP_TOKENS
 from tok_server.bench.workloads.result import Result, percentile, ratio
 from tok_server.bench.workloads.scrape import counters_of
 from tok_server.bench.workloads.timeline import timeline_of_requests
-from tok_server.bench.workloads.workload import Workload, WorkloadRequest, backwards
+from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
 LOOK_EVERY = 0.25
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -108,7 +108,7 @@ async def _find_model(session: aiohttp.ClientSession, target: ServerTarget) -> s
 async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload) -> str:
     """Wait until the server answers a request of one token. Some servers list their model before it is loaded."""
     deadline = time.monotonic() + target.wait
-    probe = backwards(workload.requests, sequences=1, max_tokens=1)
+    probe = warm_up_requests(workload.requests, sequences=1, max_tokens=1)
     while True:
         try:
             model = await _find_model(session, target)
@@ -123,7 +123,7 @@ async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, wor
 
 
 async def _warm_up(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str) -> None:
-    requests = backwards(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
+    requests = warm_up_requests(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
     answers = await _fire(session, target, _bodies(requests, workload, model, target), [])
     errors = [one.error for one in answers if one.error is not None]
     if errors:
@@ -165,7 +165,7 @@ async def _measure(
     after = None if before is None else await counters_of(session, f"{target.host}/metrics")
     if before is None or after is None or after["steps"] < before["steps"]:  # not a tok server, or it restarted
         return result
-    return with_counted(result, before, after)
+    return with_counters(result, before, after)
 
 
 def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, target: ServerTarget) -> list[bytes]:

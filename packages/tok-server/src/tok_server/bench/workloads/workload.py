@@ -127,7 +127,7 @@ def find(source: str, directory: Path | None) -> Path:
     return Path(source)
 
 
-def backwards(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
+def warm_up_requests(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
     """Return warm-up requests: the first ones with `sequences` samples in total, cut to `max_tokens`.
 
     Their prompts are reversed, so that the prefix cache holds no prefix of a workload prompt afterwards.

@@ -24,12 +24,12 @@ from tok_core.grammar import (
     sequence,
 )
 from tok_core.sampling_params import Grammar
-from tok_server.openai.chat.tool_offer import Offer
+from tok_server.openai.chat.tool_offer import AllowedToolCalls
 from tok_server.openai.generation import given
 from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
 from tok_server.wire import encode, invalid
 
-MOST_PARAMETERS: Final = 256 * 1024
+MAX_TOOL_SCHEMA_BYTES: Final = 256 * 1024
 """Limit of all tool schemas together to which calls are constrained, in bytes of JSON."""
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -42,7 +42,7 @@ class AnswerShape(NamedTuple):
 
 
 def answer_shape(
-    offer: Offer, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
+    offer: AllowedToolCalls, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
 ) -> AnswerShape:
     """Combine the tool offer with the requested grammar `asked`. Errors: ApiError for what no grammar can express.
 
@@ -73,7 +73,7 @@ def _said(asked: Grammar, field: str, rules: Rules) -> str:
         raise invalid(field, f"{field} cannot be followed; allowed: {error}") from error
 
 
-def _answer(offer: Offer, kind: CallFormat | None, said: str | None, rules: Rules) -> str:
+def _answer(offer: AllowedToolCalls, kind: CallFormat | None, said: str | None, rules: Rules) -> str:
     if kind is None:
         return said or NOTHING
     calls = _calls(offer, kind, rules)
@@ -86,11 +86,13 @@ def _answer(offer: Offer, kind: CallFormat | None, said: str | None, rules: Rule
     return rules.either([calls, rules.regular(_no_object())])
 
 
-def _calls(offer: Offer, kind: CallFormat, rules: Rules) -> str:
+def _calls(offer: AllowedToolCalls, kind: CallFormat, rules: Rules) -> str:
     """Return an expression of one call or, if the offer is parallel, of several in a row."""
     size = sum(len(encode(function.parameters)) for function in offer.allowed.values() if given(function.parameters))
-    if size > MOST_PARAMETERS:
-        raise invalid("tools", f"tools have {size} bytes of parameters; allowed: at most {MOST_PARAMETERS} together")
+    if size > MAX_TOOL_SCHEMA_BYTES:
+        raise invalid(
+            "tools", f"tools have {size} bytes of parameters; allowed: at most {MAX_TOOL_SCHEMA_BYTES} together"
+        )
     one = rules.either([_call(function, index, kind, rules) for index, function in enumerate(offer.allowed.values())])
     if kind == "hermes":
         one = sequence([literal(f"{hermes.OPEN}\n"), one, literal(f"\n{hermes.CLOSE}")])

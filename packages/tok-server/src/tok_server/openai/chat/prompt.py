@@ -11,7 +11,7 @@ from tok_core import AsyncEngine, InvalidField
 from tok_core.text import ChatTemplate, Tokenizer
 from tok_server.limits import check_size
 from tok_server.openai.chat.messages import template_messages
-from tok_server.openai.chat.tool_offer import Offer, offer
+from tok_server.openai.chat.tool_offer import AllowedToolCalls, offer
 from tok_server.openai.generation import given
 from tok_server.parsing import THINK_CLOSE, THINK_OPEN, CallFormat, Markup, tool_call_format, writes_reasoning
 from tok_server.settings import Formats
@@ -25,7 +25,7 @@ class ChatPrompt:
     """A chat's prompt in tokens, the tools that the model may call, and the markup of its answer."""
 
     token_ids: list[int]
-    offer: Offer
+    offer: AllowedToolCalls
     markup: Markup
 
 
@@ -77,7 +77,7 @@ def _call_format(template: ChatTemplate, formats: Formats) -> CallFormat:
     return calls
 
 
-def _text(request: ChatCompletionRequest, template: ChatTemplate, offered: Offer) -> str:
+def _text(request: ChatCompletionRequest, template: ChatTemplate, offered: AllowedToolCalls) -> str:
     messages = template_messages(request.messages)
     goes_on = bool(given(request.continue_final_message))
     begins = given(request.add_generation_prompt)

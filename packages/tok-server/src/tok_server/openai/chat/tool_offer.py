@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class AllowedToolCalls:
     """The tools that the model may call.
 
     shown     the tools as chat templates take them; empty: none are offered
@@ -39,16 +39,16 @@ class Offer:
     parallel: bool = True
 
 
-def offer(request: ChatCompletionRequest) -> Offer:
+def offer(request: ChatCompletionRequest) -> AllowedToolCalls:
     """Return the request's offer. Errors: ApiError naming the refused field ("tools[1].function.name")."""
     tools = _functions(request)
     choice = given(request.tool_choice)
     if choice == "none" or not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools; allowed: none, auto")
-        return Offer()
+        return AllowedToolCalls()
     allowed, required = _chosen(choice, tools)
-    return Offer(
+    return AllowedToolCalls(
         shown=[msgspec.to_builtins(tool) for tool in given(request.tools) or ()],
         allowed=allowed,
         required=required,

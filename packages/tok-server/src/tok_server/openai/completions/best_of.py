@@ -6,7 +6,7 @@ import msgspec
 
 from tok_client.types import CompletionRequest
 from tok_core import Completion, InvalidField, RequestOutput, SamplingParams
-from tok_server.openai.generation import drawing, given, renamed
+from tok_server.openai.generation import best_of_params, given, renamed
 from tok_server.wire import invalid
 
 
@@ -20,7 +20,7 @@ def drawn(request: CompletionRequest, params: SamplingParams) -> int | None:
     if given(request.stream):
         raise invalid("best_of", f"best_of is {best_of}; allowed with stream=true: n ({n}), as all must end first")
     try:
-        drawing(params, best_of)
+        best_of_params(params, best_of)
     except InvalidField as error:
         raise renamed(error, "best_of") from error
     return best_of

@@ -9,9 +9,9 @@ from tok_server.openai.generation.answers import (
     STREAM_HEADERS,
     Form,
     answer,
-    check_drawn,
     check_logprobs,
     check_priority,
+    check_sample_count,
     event,
     ignored_header,
     in_time,
@@ -19,7 +19,7 @@ from tok_server.openai.generation.answers import (
     write_pieces,
 )
 from tok_server.openai.generation.chunk_form import ChunkForm
-from tok_server.openai.generation.job import Job, drawing, renamed
+from tok_server.openai.generation.job import Job, best_of_params, renamed
 from tok_server.openai.generation.logprobs import (
     Offsets,
     TokenTexts,
@@ -58,16 +58,16 @@ __all__ = [
     "SampleReader",
     "TokenTexts",
     "answer",
+    "best_of_params",
     "cache_salt_of",
     "chat_logprobs",
-    "check_drawn",
     "check_grammar",
     "check_logprobs",
     "check_model",
     "check_priority",
     "check_prompt_logprobs",
+    "check_sample_count",
     "completion_logprobs",
-    "drawing",
     "event",
     "given",
     "ignored_header",

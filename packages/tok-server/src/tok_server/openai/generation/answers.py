@@ -35,7 +35,7 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 MAX_WARNED_FIELDS = 1000  # names of unknown fields after which the log mentions no further ones
-TOGETHER = 256  # deltas whose events are encoded and written together: other requests run in between
+MAX_DELTAS_PER_WRITE = 256  # deltas whose events are encoded and written together: other requests run in between
 MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities up to which the event loop encodes an answer itself
 MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes an answer itself
 MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
@@ -86,13 +86,13 @@ def check_size(job: Job, context: Context, most: int | None, tenant: str) -> Non
 
     most  largest number of log-probabilities of the answer; None: no limit
     """
-    check_drawn(job, context.settings.max_n)
+    check_sample_count(job, context.settings.max_n)
     check_priority(job, context.settings.min_client_priority)
     check_logprobs(job, context.engine.info.max_model_len, most)
     context.admit(tenant)  # while this request was parsed, others may have been submitted
 
 
-def check_drawn(job: Job, most: int) -> None:
+def check_sample_count(job: Job, most: int) -> None:
     """Raise ApiError (400) if the job generates more than `most` samples per prompt."""
     if job.drawn > most:
         name = "n" if job.best_of is None else "best_of"
@@ -257,13 +257,13 @@ async def _write(
         return b"".join([form.events(prompt, delta) for delta in batch])
 
     async def send(prompt: int, batch: Sequence[Delta]) -> None:
-        for start in range(0, len(batch), TOGETHER):
-            part = batch[start : start + TOGETHER]
+        for start in range(0, len(batch), MAX_DELTAS_PER_WRITE):
+            part = batch[start : start + MAX_DELTAS_PER_WRITE]
             if data := await context.work(partial(events, prompt, part)) if long else events(prompt, part):
                 unread.sending = True
                 await response.write(data)
                 unread.sending = False
-            if len(batch) > TOGETHER:
+            if len(batch) > MAX_DELTAS_PER_WRITE:
                 await asyncio.sleep(0)
 
     # Events that repeat all log-probabilities take long to encode.
@@ -271,7 +271,7 @@ async def _write(
     judge = None if job.stop_when is None else StopWhenJudge(job.stop_when)
     if judge is None and len(streams) == 1:  # the common case: each generator in between costs time per token
         while batch := await streams[0].batch():
-            if long or len(batch) > TOGETHER:
+            if long or len(batch) > MAX_DELTAS_PER_WRITE:
                 await send(0, batch)
             elif data := events(0, batch):
                 unread.sending = True

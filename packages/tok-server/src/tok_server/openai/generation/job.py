@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def params_of(self, prompt: list[int], max_model_len: int) -> SamplingParams:
         """Return the parameters for one prompt. Errors: InvalidField("min_tokens") if it exceeds the tokens left."""
         room = max_model_len - len(prompt)
-        params = self.params if self.best_of is None else drawing(self.params, self.best_of)
+        params = self.params if self.best_of is None else best_of_params(self.params, self.best_of)
         most = params.max_tokens
         if not self.default_length or most is None or not 1 <= room < most:
             return params
@@ -76,7 +76,7 @@ def renamed(error: InvalidField, name: str) -> ApiError:
     return invalid(name, str(InvalidField(name, error.value, error.allowed)))
 
 
-def drawing(params: SamplingParams, count: int) -> SamplingParams:
+def best_of_params(params: SamplingParams, count: int) -> SamplingParams:
     """Return the parameters for `count` samples with log-probabilities, by which best_of ranks them.
 
     Raise InvalidField("n") for an invalid count.

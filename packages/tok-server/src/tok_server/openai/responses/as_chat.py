@@ -86,7 +86,7 @@ def renamed(name: str) -> str:
     return name.replace("].function.", "].") if name.startswith("tools[") else name
 
 
-def in_own_words(error: ApiError) -> ApiError:
+def with_response_field_names(error: ApiError) -> ApiError:
     """Rename the fields in a chat's error, in place, to this request's names; return the error."""
     if error.param is None or renamed(error.param) == error.param:
         return error

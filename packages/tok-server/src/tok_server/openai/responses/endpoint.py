@@ -19,7 +19,7 @@ from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.generation import RESPONSE, Job, TokenTexts, answer, given, read
-from tok_server.openai.responses.as_chat import as_chat, in_own_words, renamed
+from tok_server.openai.responses.as_chat import as_chat, renamed, with_response_field_names
 from tok_server.openai.responses.form import ResponseForm
 from tok_server.settings import Formats
 from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
@@ -41,7 +41,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tup
     try:
         job = chat.job_of(as_chat(request), engine, model, formats, ignored)
     except ApiError as error:
-        raise in_own_words(error) from error.__cause__
+        raise with_response_field_names(error) from error.__cause__
     names = {name: renamed(told) for name, told in job.names.items()}
     job = msgspec.structs.replace(job, id=new_id("resp").replace("-", "_"), names=names)
     return job, _begun(request, job)

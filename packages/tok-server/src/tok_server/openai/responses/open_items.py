@@ -102,7 +102,7 @@ class OpenPart(OpenItem):
         return [done, part, *super().ended(status)]
 
 
-class Said(OpenPart):
+class OpenMessage(OpenPart):
     """A message, while it is generated."""
 
     prefix = "msg"
@@ -140,7 +140,7 @@ class Said(OpenPart):
         )
 
 
-class Thinking(OpenPart):
+class OpenReasoning(OpenPart):
     """A reasoning item, while it is generated."""
 
     prefix = "rs"
@@ -171,7 +171,7 @@ class Thinking(OpenPart):
         )
 
 
-class Called(OpenItem):
+class OpenFunctionCall(OpenItem):
     """A function call, while it is generated."""
 
     prefix = "fc"

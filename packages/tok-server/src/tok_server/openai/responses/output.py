@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import assert_never
 
 from tok_client.types import ChatTokenLogprob, ItemStatus, OutputItem, ResponseEvent
-from tok_server.openai.responses.open_items import Called, Logprobs, OpenItem, Said, Thinking
-from tok_server.parsing import Arguments, CallBegin, Piece, Text, Thought
+from tok_server.openai.responses.open_items import Logprobs, OpenFunctionCall, OpenItem, OpenMessage, OpenReasoning
+from tok_server.parsing import Arguments, CallBegin, Piece, ReasoningPiece, Text
 
 
 class ResponseOutput:
@@ -38,7 +38,7 @@ class ResponseOutput:
         """End the last item; return the events. `whole`: the sample was not cut off by its length."""
         events: list[ResponseEvent] = []
         if self._open is None:  # clients expect a message
-            self._open = Said(0, self._numbers)
+            self._open = OpenMessage(0, self._numbers)
             events += self._open.begun()
         return events + self._close("completed" if whole else "incomplete")
 
@@ -47,11 +47,11 @@ class ResponseOutput:
         index = len(self.items) + (self._open is not None)
         match piece:
             case CallBegin(name):
-                return Called(index, self._numbers, name)
+                return OpenFunctionCall(index, self._numbers, name)
             case Text():
-                return self._open if isinstance(self._open, Said) else Said(index, self._numbers)
-            case Thought():
-                return self._open if isinstance(self._open, Thinking) else Thinking(index, self._numbers)
+                return self._open if isinstance(self._open, OpenMessage) else OpenMessage(index, self._numbers)
+            case ReasoningPiece():
+                return self._open if isinstance(self._open, OpenReasoning) else OpenReasoning(index, self._numbers)
             case Arguments():
                 assert self._open is not None, "arguments follow the beginning of their call"
                 return self._open
