@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a batch answers every line once.
+"""Tests that a batch that is killed at any moment and restarted answers every line once.
 
 `TOK_KILLS=50 pytest tests/test_batch_kill.py` kills as often as that; `TOK_SEED` chooses other moments.
 """
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Jobs:
-    """The batches of a data directory, begun one after the other, and looked at when they have ended."""
+    """The batches of a data directory, created one after another and checked once they have ended."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -46,7 +46,7 @@ class Jobs:
         self._texts: dict[str, str] | None = None
 
     def go_on(self, client: openai.OpenAI) -> bool:
-        """Looks at the batch if it has ended, begins another if there is none; whether one is open."""
+        """Check the batch if it has ended, or create one if there is none; return whether a batch is open."""
         if self._id is None:
             file = client.files.create(file=("in.jsonl", jsonl(LINES)), purpose="batch")
             self._id = client.batches.create(
@@ -102,7 +102,7 @@ def client_of(port: int) -> openai.OpenAI:
 
 
 def answered(partial: Path) -> int:
-    """Answers that a process has left."""
+    """Return the number of committed answers in a partial output."""
     if not partial.exists():
         return 0
     with closing(sqlite3.connect(partial)) as connection:
@@ -110,7 +110,7 @@ def answered(partial: Path) -> int:
     return int(count)
 
 
-def test_a_server_told_to_stop_ends_the_lines_it_has_begun_and_begins_no_more(model: Path, tmp_path: Path) -> None:
+def test_a_terminated_server_finishes_begun_batch_lines_and_starts_none(model: Path, tmp_path: Path) -> None:
     lines = [completion_line(number, max_tokens=100, ignore_eos=True) for number in range(600)]
     with told_server(model, tmp_path) as (process, port), client_of(port) as client:
         file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
@@ -140,7 +140,7 @@ def test_tok_batch_killed_at_random_moments_answers_every_line_once(model: Path,
     kills = ended = partly = 0
     going = True
     while kills < KILLS or going:
-        # The first is killed while the other lines are computed: it stops there.
+        # The first process stops itself after its first answer, so that the kill comes while lines are computed.
         process, committed = answer_file(model, file, output := tmp_path / f"out {ended}.jsonl", stops=not kills)
         assert committed.poll(PATIENCE), "nothing was answered"
         process.join(RANDOM.uniform(0, LONGEST) * (kills > 0) if kills < KILLS else PATIENCE)
@@ -153,7 +153,7 @@ def test_tok_batch_killed_at_random_moments_answers_every_line_once(model: Path,
         else:
             assert process.exitcode == 0
         going = not output.exists() or Path(f"{output}.partial").exists()
-        if not going:  # so it may be at a kill, too
+        if not going:  # the output may be complete at a kill, too
             assert_each_once(lines, output.read_bytes())
             Path(f"{output}.lock").unlink(missing_ok=True)
             ended += 1

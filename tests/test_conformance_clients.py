@@ -1,4 +1,4 @@
-"""Clients as they are, unmodified, against one `tok serve` of the demo model: openai, lm-eval, LangChain, LiteLLM."""
+"""Tests of unmodified clients against `tok serve` of the demo model: openai, lm-eval, LangChain, LiteLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TESTS = Path(__file__).parent
 
 
 class Purchase(BaseModel):
-    """What somebody bought."""
+    """A purchase."""
 
     buyer: Literal["Tom", "Ann"]
     things: list[Literal["books", "pens"]]
@@ -52,7 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(directory: Path) -> Iterator[str]:
-    """Without /v1."""
+    """The server's address, without /v1."""
     with served(directory) as address:
         yield address
 
@@ -65,7 +65,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def solution(client: openai.OpenAI) -> str:
-    """What the model says to the question."""
+    """The model's answer to the question."""
     found = client.chat.completions.create(model=NAME, messages=USER, temperature=0).choices[0]
     assert found.finish_reason == "stop"
     assert found.message.content is not None
@@ -74,7 +74,7 @@ def solution(client: openai.OpenAI) -> str:
 
 
 def run_client(name: str, *arguments: str, given: str = "") -> Any:
-    """What the client in a process of its own prints last."""
+    """Run the client in a process of its own and return the JSON that it prints last."""
     command = [sys.executable, "-m", f"support.conformance_{name}", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -84,9 +84,7 @@ def run_client(name: str, *arguments: str, given: str = "") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_openai_streams_what_it_gets_whole_with_both_of_its_clients(
-    client: openai.OpenAI, url: str, solution: str
-) -> None:
+def test_openai_sync_and_async_clients_stream_the_whole_answer(client: openai.OpenAI, url: str, solution: str) -> None:
     with client.chat.completions.stream(model=NAME, messages=USER, temperature=0) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
         assert stream.get_final_completion().choices[0].message.content == text == solution
@@ -101,7 +99,7 @@ def test_openai_streams_what_it_gets_whole_with_both_of_its_clients(
     assert client.completions.create(model=NAME, prompt=prompt, max_tokens=100, temperature=0).choices[0].text
 
 
-def test_openai_calls_a_tool_and_goes_on_with_its_result(client: openai.OpenAI) -> None:
+def test_openai_calls_a_tool_and_continues_with_its_result(client: openai.OpenAI) -> None:
     message = client.chat.completions.parse(model=NAME, messages=USER, temperature=0, **CALL).choices[0].message
     assert message.tool_calls is not None
     (call,) = message.tool_calls
@@ -121,7 +119,7 @@ def test_openai_parses_structured_outputs(client: openai.OpenAI) -> None:
         assert stream.get_final_completion().choices[0].message.parsed == found.choices[0].message.parsed
 
 
-def test_openai_makes_responses(client: openai.OpenAI, solution: str) -> None:
+def test_openai_creates_streams_and_parses_responses(client: openai.OpenAI, solution: str) -> None:
     whole = client.responses.create(model=NAME, input=QUESTION, temperature=0)
     assert (whole.status, whole.output_text) == ("completed", solution)
     with client.responses.stream(model=NAME, input=QUESTION, temperature=0) as stream:
@@ -151,7 +149,7 @@ def test_openai_gets_embeddings(client: openai.OpenAI) -> None:
     assert packed.data[1].embedding != packed.data[0].embedding
 
 
-def test_openai_has_a_batch_answered(client: openai.OpenAI, solution: str) -> None:
+def test_openai_runs_a_batch_to_its_output_file(client: openai.OpenAI, solution: str) -> None:
     line = json.dumps(LINE | {"body": {"model": NAME, "messages": USER, "temperature": 0}})
     file = client.files.create(file=("in.jsonl", line.encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
@@ -174,7 +172,7 @@ def test_lm_eval_scores_choices_and_answers(url: str, directory: Path) -> None:
     for chosen, answered in zip(plain["samples"][CHOICE], plain["samples"][PLAIN], strict=True):
         document = chosen["doc"]
         ((text,),) = answered["resps"]
-        # What the model says by itself is, token for token, its most likely continuation; nothing else is.
+        # Only the text that the model generates greedily is its most likely continuation.
         greedy = [greedy for _, greedy in chosen["filtered_resps"]]
         assert greedy == [text == f" {choice}" for choice in document["choices"]]
     assert sum(any(greedy for _, greedy in one["filtered_resps"]) for one in plain["samples"][CHOICE]) == DOCUMENTS

@@ -1,4 +1,4 @@
-"""`tok serve --dp 2` while processes of one replica are killed: the other goes on, and what can be saved is saved."""
+"""Test of `tok serve --dp 2` while processes of one replica are killed: the other replica takes over its requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import aiohttp
 import psutil
 import pytest
 
-from support.gates import stopped
 from support.patience import PATIENCE, until
+from support.paused_engine import stopped
 from support.tiny_models import make_model
 
 STREAMS = 12
@@ -61,7 +61,7 @@ async def whole(session: aiohttp.ClientSession, url: str, seed: int) -> tuple[in
 
 
 class Stream:
-    """A long stream, and the events that have come of it."""
+    """A long stream that counts its events."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
         self.events = 0
@@ -90,13 +90,13 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 def processes(server: psutil.Process) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """Managers and workers. Workers hold the model and torch, and so by far the most."""
+    """Return managers and workers, told apart by memory: workers hold the model and torch."""
     children = sorted(server.children(), key=lambda child: child.memory_info().rss)
     assert len(children) == 4
     return children[:2], children[2:]
 
 
-async def test_a_killed_replica_is_missed_only_by_streams_it_had_begun_and_comes_back(
+async def test_a_killed_replica_fails_only_its_begun_streams_and_restarts(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     model = make_model("llama", tmp_path / "tiny")
@@ -107,7 +107,7 @@ async def test_a_killed_replica_is_missed_only_by_streams_it_had_begun_and_comes
             streams = [Stream(http, url, i) for i in range(STREAMS)]
             await until(lambda streams=streams: all(one.events for one in streams))  # type: ignore[misc]
             managers, workers = processes(server)
-            with stopped(*workers):  # so that nothing ends before the kill
+            with stopped(*workers):  # so that no request ends before the kill
                 wholes = [asyncio.create_task(whole(http, url, i)) for i in range(WHOLE)]
                 async with asyncio.timeout(PATIENCE):
                     while await open_requests(http, url) < STREAMS + WHOLE:

@@ -1,6 +1,6 @@
-"""The demo model through the whole engine gives the tokens of transformers, whatever way they are computed.
+"""Tests that the engine gives the demo model's greedy tokens of transformers, however they are scheduled.
 
-An answer of transformers also serves the prompt grown by its own first tokens, which is a prompt of its own.
+The cases extend each prompt by first tokens of its answer, so that one transformers run serves several prompts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT, unsampled
+from support.short_lengths import PROMPT, SHORT, unsampled
 from support.tiny_models import reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
 from tok_core.text.template import ChatTemplate
@@ -26,7 +26,7 @@ GROWN = range(8)
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and what transformers says follows it."""
+    """A prompt and its greedy continuation by transformers."""
 
     prompt: list[int]
     tokens: list[int]
@@ -35,7 +35,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def grown() -> list[Case]:
-    """64 prompts: eight held-out questions put as chat, each followed by none to seven tokens of its answer."""
+    """64 prompts: eight held-out questions as chat, each followed by 0 to 7 tokens of its answer."""
     template, tokenizer = ChatTemplate.load(MODEL_DIR), Tokenizer.load(MODEL_DIR)
     assert template is not None
     questions = [json.loads(line)["question"] for line in HELD_OUT_FILE.read_text().splitlines()[:8]]
@@ -51,7 +51,7 @@ def grown() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def wanted(grown: list[Case]) -> list[Case]:
-    """The eight questions."""
+    """The cases of the eight questions alone."""
     return grown[:8]
 
 
@@ -74,7 +74,7 @@ def assert_equal(outputs: list[RequestOutput], wanted: list[Case], n: int = 1) -
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 4, "max_step_tokens": 7, "max_running": 7}])
-def test_greedy_answers_equal_those_of_transformers_whole_and_in_chunks(
+def test_greedy_tokens_equal_transformers_with_and_without_chunked_prefill(
     wanted: list[Case], options: dict[str, int]
 ) -> None:
     with cpu_engine(MODEL_DIR, **options) as engine:
@@ -94,14 +94,14 @@ def test_cached_prefixes_change_no_token(wanted: list[Case], page_size: int) -> 
 def test_preempted_sequences_keep_their_tokens(wanted: list[Case]) -> None:
     with cpu_engine(MODEL_DIR, page_size=4, kv_cache_tokens=256, max_model_len=256) as engine:
         engine.generate([PROMPT], SHORT)
-        # A stop id that nobody draws: none of them is known to run to its limit.
+        # With a stop id that no sample contains, admission cannot know that samples run to their limit.
         outputs = generate(engine, wanted, stop_token_ids=(unsampled(case.tokens for case in wanted),))
         assert engine.stats()["preemptions"] > 0
     assert_equal(outputs, wanted)
 
 
 @pytest.mark.parametrize("groups", [True, False])
-def test_eight_samples_of_a_prompt_equal_each_other(wanted: list[Case], groups: bool) -> None:
+def test_eight_greedy_samples_are_equal_with_and_without_prefix_groups(wanted: list[Case], groups: bool) -> None:
     with cpu_engine(MODEL_DIR, prefix_groups=groups) as engine:
         group_eagerly(manager_of(engine))
         outputs = generate(engine, wanted[:4], n=8)
@@ -109,9 +109,9 @@ def test_eight_samples_of_a_prompt_equal_each_other(wanted: list[Case], groups: 
     assert_equal(outputs, wanted[:4], n=8)
 
 
-def test_64_requests_at_once_equal_each_alone(grown: list[Case]) -> None:
+def test_64_batched_requests_equal_each_request_alone(grown: list[Case]) -> None:
     assert len(grown) == 64
     with cpu_engine(MODEL_DIR, max_running=64) as engine:
         outputs = generate(engine, grown)
-        assert engine.stats()["steps"] < 2 * NEW  # they did run together
+        assert engine.stats()["steps"] < 2 * NEW  # the requests ran in one batch
     assert_equal(outputs, grown)

@@ -1,4 +1,4 @@
-"""The demo model over a float8 cache: as many right answers, from nearly the same distributions."""
+"""Tests of the demo model over an FP8 KV cache: accuracy, log-probabilities and determinism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=200, logprobs=0)
 
 @pytest.fixture(scope="module")
 def problems() -> list[tuple[list[int], str]]:
-    """Held-out questions put as chat, and the number that each asks for."""
+    """Held-out questions as chat prompts, and the number that each asks for."""
     template, tokenizer = ChatTemplate.load(MODEL_DIR), Tokenizer.load(MODEL_DIR)
     assert template is not None
     rows = [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()[:PROBLEMS]]
@@ -40,7 +40,7 @@ def greedy(engine: Engine, problems: list[tuple[list[int], str]]) -> list[Comple
     return [output.outputs[0] for output in engine.generate([prompt for prompt, _ in problems], GREEDY)]
 
 
-def test_a_float8_cache_costs_no_right_answers_and_little_of_the_log_probabilities(
+def test_an_fp8_cache_keeps_accuracy_and_nearly_the_logprobs(
     fp8: Engine, problems: list[tuple[list[int], str]]
 ) -> None:
     with cpu_engine(MODEL_DIR) as engine:
@@ -53,11 +53,11 @@ def test_a_float8_cache_costs_no_right_answers_and_little_of_the_log_probabiliti
     assert right[0] >= PROBLEMS // 2
     assert abs(right[1] - right[0]) <= 2
     gaps = [gap for pair in zip(exact, narrow, strict=True) for gap in logprob_gaps(*pair)]
-    assert 0 < np.mean(gaps) < 0.005  # above 0: the cache is float8
+    assert 0 < np.mean(gaps) < 0.005  # above 0, since the cache is FP8
 
 
 def logprob_gaps(exact: Completion, narrow: Completion) -> list[float]:
-    """Differences of the log-probabilities of the tokens that both begin with."""
+    """Return the differences of log-probabilities over the common prefix of both samples."""
     assert exact.logprobs is not None
     assert narrow.logprobs is not None
     gaps = []
@@ -68,7 +68,7 @@ def logprob_gaps(exact: Completion, narrow: Completion) -> list[float]:
     return gaps
 
 
-def test_over_a_float8_cache_chunks_cached_prefixes_and_forks_change_no_token(
+def test_an_fp8_cache_gives_the_same_tokens_chunked_cached_and_forked(
     fp8: Engine, problems: list[tuple[list[int], str]]
 ) -> None:
     wanted = [sample.token_ids for sample in greedy(fp8, problems[:8])]

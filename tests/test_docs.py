@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its commands run and print what they are said to, and all flags are told."""
+"""Tests that commands in the documentation run and print the shown output, and that every flag is documented."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def flag_rows() -> Iterator[tuple[Path, str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_blocks_of_a_page_run_and_print_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doc_blocks_run_and_print_the_shown_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of(page)
     assert blocks
@@ -52,26 +50,26 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_that_are_only_shown_have_flags_that_exist(page: Path) -> None:
+def test_indented_doc_commands_use_existing_flags(page: Path) -> None:
     for command in indented_commands(page):
         words = shlex.split(command)[1:]
         make_parser(words[:1]).parse_args(words)
 
 
-def test_every_flag_of_the_server_is_in_a_table_with_its_default() -> None:
+def test_every_server_flag_is_documented_with_its_default() -> None:
     flags = serve_flags()
     told = {flag: default for _, flag, default in flag_rows() if flag in flags}
     assert told.keys() == flags.keys()
     for flag, default in told.items():
         value = flags[flag].default
-        if isinstance(value, bool) or value is None:  # told in words
+        if isinstance(value, bool) or value is None:  # documented in words
             assert default, flag
         else:
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             assert default.replace(",", "") == shown, flag
 
 
-def test_output_is_compared_but_for_what_differs_each_time() -> None:
+def test_doc_output_comparison_ignores_ids_times_and_floats() -> None:
     one = '{"id":"cmpl-0123456789abcdef01234567","created":1795298357,"seconds":0.25,"text":"a"}'
     other = '{"id":"cmpl-76543210fedcba9876543210","created":1795298359,"seconds":1.5e-05,"text":"a"}'
     assert same_every_time(one) == same_every_time(other)

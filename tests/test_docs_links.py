@@ -1,4 +1,4 @@
-"""Links of the repository's documents lead to files that exist."""
+"""Tests that links and figures in the repository's documents are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_life_of_a_request_names_a_file_at_each_step() -> None:
         assert ".py)" in step, step
 
 
-def test_figures_are_those_that_their_script_draws(tmp_path: Path) -> None:
+def test_figures_equal_the_output_of_their_script(tmp_path: Path) -> None:
     script = tmp_path / "figures.py"
     script.write_bytes((ROOT / "docs" / "figures.py").read_bytes())
     subprocess.run([sys.executable, str(script)], check=True, timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""The four wheels are enough: installed where there is no workspace, `tok serve` answers."""
+"""Tests that the four wheels suffice: `tok serve` answers in an environment without the workspace."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.lockfile import constraints
 from support.workspace import PACKAGES, ROOT, files, uv
 
 DEADLINE = 120.0
-"""Seconds for the server to be ready, and again for it to end: a cold start on a busy machine."""
+"""Seconds for the server to be ready, and again for it to exit: a cold start on a busy machine."""
 
 
 def run_uv(*arguments: str | Path) -> None:
-    """Run uv on what is in its cache, and let it ask the index only where that is not enough."""
+    """Run uv offline from its cache, and online only if that fails."""
     command = [uv(), *map(str, arguments)]
     offline = subprocess.run([*command, "--offline"], cwd=ROOT, capture_output=True, text=True)
     if offline.returncode:
@@ -35,7 +35,7 @@ def run_uv(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `uv build --all-packages` makes."""
+    """A folder with the wheels and sdists of `uv build --all-packages`."""
     folder = tmp_path_factory.mktemp("dist")
     run_uv("build", "--all-packages", "--out-dir", folder)
     return folder
@@ -43,14 +43,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a virtual environment that holds tok-server and what it requires, in the locked versions."""
+    """The bin folder of a virtual environment with tok-server and its requirements in the locked versions."""
     folder = tmp_path_factory.mktemp("clean")
     locked = folder / "constraints.txt"
     locked.write_text(constraints((ROOT / "uv.lock").read_text()))
     run_uv("venv", "--python", sys.executable, folder / "venv")
     python = folder / "venv" / "bin" / "python"
     where = ("--python", python, "--find-links", wheels, "--constraints", locked)
-    # The packages by name and version from the folder, so that no index can offer others of that name.
+    # Install the wheels by path, so that no index can offer other packages of these names.
     run_uv("pip", "install", *where, *sorted(wheels.glob("*.whl")))
     return python.parent
 
@@ -77,7 +77,7 @@ def test_the_installed_packages_are_not_the_workspace(installed: Path) -> None:
         assert Path(path).is_relative_to(installed.parent)
 
 
-def test_the_installed_command_explains_itself(installed: Path) -> None:
+def test_the_installed_tok_command_prints_help(installed: Path) -> None:
     assert "serve" in _output(installed / "tok", "--help")
 
 
@@ -106,7 +106,7 @@ def test_an_installed_server_answers_and_ends_cleanly(server: subprocess.Popen[b
 
 
 def _ready_url(server: subprocess.Popen[bytes], folder: Path) -> str:
-    """The address in the line that the server prints once it is ready."""
+    """Return the address from the server's ready line."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline and server.poll() is None:
         if found := re.search(r"http://[\w.]+:\d+", (folder / "out").read_text()):
@@ -116,7 +116,7 @@ def _ready_url(server: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def _request(url: str, body: dict[str, Any] | None = None) -> bytes:
-    """What the server answers; any status but 200 is an error."""
+    """Return the body of a response with status 200."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -132,7 +132,7 @@ def _output(*command: str | Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This environment without what leads to the workspace's Python."""
+    """Return this process's environment without the variables that lead to the workspace's Python."""
     return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 

@@ -1,4 +1,4 @@
-"""The demo model under load on a CPU: nothing lost, nothing kept, and deaths of processes told and survived."""
+"""Load tests of the demo model on a CPU: no lost requests, no leaks, and recovery from killed processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAVING, LEAVING_CONCURRENCY = 250 * FACTOR, 200
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """One server for all tests: none may leave it anything."""
+    """One server for all tests, so that leaks of a test show in the next."""
     with served() as one:
         yield one
 
@@ -37,9 +37,9 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def mixed(seed: int) -> dict[str, Any]:
-    """A request of any length, alone or with samples, streamed or not, with or without extras."""
+    """Return a random request: any length, one or more samples, streamed or not, with or without extras."""
     rng = random.Random(seed)
-    most = 150 if rng.random() < 0.1 else 20  # a long prompt takes a CPU as long as all else about a request
+    most = 150 if rng.random() < 0.1 else 20  # on a CPU a long prompt takes as long as the rest of a request
     words = rng.choices(["Tom", "has", "12", "apples", "and", "buys", "more."], k=rng.randint(1, most))
     body: dict[str, Any] = {"prompt": " ".join(words), "max_tokens": rng.choice([1, 2, 8, 16, 32, 64]), "seed": seed}
     body["temperature"] = rng.choice([0, 0.7, 1.0])
@@ -56,7 +56,7 @@ def mixed(seed: int) -> dict[str, Any]:
 
 
 async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[int, str]:
-    """Finish reasons by choice; raises for anything but a whole answer."""
+    """Return finish reasons by choice; raise for any incomplete answer."""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
         if not body.get("stream"):
@@ -91,7 +91,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The metrics once nothing runs any more."""
+    """Wait until the server is idle and return its metrics."""
     deadline = time.monotonic() + PATIENCE
     while True:
         now = await metrics(session, url)
@@ -102,9 +102,7 @@ async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
         await asyncio.sleep(0.05)
 
 
-async def test_mixed_requests_are_all_answered_and_leave_nothing_behind(
-    http: aiohttp.ClientSession, server: Served
-) -> None:
+async def test_mixed_load_is_fully_answered_and_leaks_no_memory(http: aiohttp.ClientSession, server: Served) -> None:
     await load(http, server.url, CONCURRENCY, first_seed=10_000)
     before = await settled(http, server.url)
     memory = server.memory()
@@ -115,10 +113,10 @@ async def test_mixed_requests_are_all_answered_and_leave_nothing_behind(
     assert server.memory() < memory + (64 << 20)
 
 
-async def test_a_tenth_of_the_clients_leaves_and_nobody_else_notices(server: Served) -> None:
+async def test_disconnecting_clients_affect_no_other_request(server: Served) -> None:
     warm = await leaving_clients.load(server, LEAVING_CONCURRENCY, LEAVING_CONCURRENCY, first_seed=10**6)
     memory = server.memory()
-    tally = await leaving_clients.load(server, LEAVING, LEAVING_CONCURRENCY)  # returns once nothing is held
+    tally = await leaving_clients.load(server, LEAVING, LEAVING_CONCURRENCY)  # returns once the server is idle
     assert set(tally.ends) <= {"whole", "left"}, tally.ends
     assert sum(tally.ends.values()) == LEAVING
     assert tally.ends["left"] > 0
@@ -126,7 +124,7 @@ async def test_a_tenth_of_the_clients_leaves_and_nobody_else_notices(server: Ser
     assert server.memory() < memory + (64 << 20)
 
 
-async def test_killed_under_load_every_request_ends_at_once_and_service_returns(
+async def test_a_killed_process_fails_open_requests_and_the_server_recovers(
     http: aiohttp.ClientSession, server: Served
 ) -> None:
     body = {"prompt": "Tom has", "max_tokens": 600, "ignore_eos": True, "n": 2}
@@ -139,7 +137,7 @@ async def test_killed_under_load_every_request_ends_at_once_and_service_returns(
             while (await metrics(http, server.url))["tok_requests_running"] < KILLED / 2:
                 await asyncio.sleep(0.05)
         server.child(role).kill()
-        async with asyncio.timeout(PATIENCE):  # far less than --step-timeout, with which a dead worker is noticed too
+        async with asyncio.timeout(PATIENCE):  # far less than --step-timeout, which would detect a dead worker, too
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(result, AssertionError) for result in results), results
             while (await http.get(f"{server.url}/health")).status != 200:

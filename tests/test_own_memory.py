@@ -1,4 +1,4 @@
-"""What counts as a process's own memory: what it has written, and no page of a file that it has merely read."""
+"""Test that a process's own memory is the pages it has written, not pages of files it has read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.own_memory import own_memory
 SIZE = 128 << 20
 
 
-def test_pages_of_a_file_are_nobodys_own_and_written_ones_are(tmp_path: Path) -> None:
+def test_own_memory_counts_written_pages_and_not_mapped_files(tmp_path: Path) -> None:
     path = tmp_path / "library"
     path.write_bytes(bytes(SIZE))
     before = own_memory(os.getpid())

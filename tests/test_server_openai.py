@@ -1,4 +1,4 @@
-"""The `openai` package as client: sync, async and streaming give valid objects throughout."""
+"""Tests with the `openai` package as client: sync, async and streamed objects are valid."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def check_valid(found: BaseModel) -> None:
-    """The package builds its objects without checking them: check now, strictly, as sent."""
+    """Validate an object strictly, since the package builds its objects without validation."""
     type(found).model_validate(found.model_dump(exclude_unset=True), strict=True)
 
 
 def check_valid_chunk(chunk: Completion) -> None:
-    """Before the last chunk the reason is null, in OpenAI's own streams too, which the package's type lacks."""
+    """Validate a chunk. Its finish reason may be null, as in OpenAI's streams, which the package's type forbids."""
     fields = chunk.model_dump(exclude_unset=True)
     for choice in fields["choices"]:
         choice["finish_reason"] = choice["finish_reason"] or "stop"
@@ -56,7 +56,7 @@ def test_a_completion_is_valid(client: openai.OpenAI) -> None:
     assert found._request_id
 
 
-def test_a_streamed_completion_is_valid_and_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_is_valid_and_equals_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=NAME, prompt="one", max_tokens=30, temperature=0)
     parts = []
     with client.completions.create(
@@ -97,13 +97,13 @@ def test_a_chat_completion_is_valid(client: openai.OpenAI) -> None:
     check_valid(client.chat.completions.create(model=NAME, messages=again, max_tokens=3))
 
 
-def test_a_message_that_was_received_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_a_received_chat_message_can_be_sent_back(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=4)
     sent: list[object] = [*MESSAGES, first.choices[0].message, *MESSAGES]
     check_valid(client.chat.completions.create(model=NAME, messages=sent, max_tokens=4))  # type: ignore[arg-type]
 
 
-def test_a_streamed_chat_is_valid_and_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_is_valid_and_equals_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=30, temperature=0)
     text, reasons = "", []
     with client.chat.completions.create(
@@ -119,8 +119,8 @@ def test_a_streamed_chat_is_valid_and_the_same(client: openai.OpenAI) -> None:
     assert set(reasons[:-1]) == {None}
 
 
-def test_the_streaming_helper_puts_the_whole_together(server: Server, client: openai.OpenAI) -> None:
-    # The helper wants answers that end by themselves: after ten tokens the end token is all but certain.
+def test_the_openai_stream_helper_accumulates_the_whole_chat(server: Server, client: openai.OpenAI) -> None:
+    # The helper requires answers that end by themselves: after ten tokens an EOS token is nearly certain.
     ends = {str(token): 100 for token in server.engine.info.eos_token_ids}
     more = {"min_tokens": 10}
     with client.chat.completions.stream(
@@ -134,7 +134,7 @@ def test_the_streaming_helper_puts_the_whole_together(server: Server, client: op
     assert [choice.message.content for choice in found.choices] == [choice.message.content for choice in whole.choices]
 
 
-async def test_the_async_client_gets_the_same(server: Server, client: openai.OpenAI) -> None:
+async def test_the_async_openai_client_gets_the_same_answers(server: Server, client: openai.OpenAI) -> None:
     expected = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=12, temperature=0)
     async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as found:
         whole = await found.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=12, temperature=0)
@@ -151,13 +151,13 @@ async def test_the_async_client_gets_the_same(server: Server, client: openai.Ope
     assert text == whole.choices[0].message.content == expected.choices[0].message.content
 
 
-def test_the_models_are_listed(client: openai.OpenAI) -> None:
+def test_models_are_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     check_valid(model)
     assert client.models.retrieve(NAME) == model
 
 
-def test_errors_arrive_as_the_exceptions_of_the_package(server: Server, client: openai.OpenAI) -> None:
+def test_errors_raise_the_exceptions_of_the_openai_package(server: Server, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=NAME, prompt="one", max_tokens=0)
     assert bad.value.param == "max_tokens"
@@ -172,7 +172,7 @@ def test_errors_arrive_as_the_exceptions_of_the_package(server: Server, client: 
         stranger.models.list()
 
 
-def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
+def test_extra_body_carries_extension_parameters(client: openai.OpenAI) -> None:
     found = client.completions.create(
         model=NAME,
         prompt="one",

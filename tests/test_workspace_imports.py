@@ -1,4 +1,4 @@
-"""Imports point one way: server to core to kernels, server to client, and nothing back."""
+"""Tests of import rules: server imports core and client, core imports kernels, and nothing imports back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULES = [
 
 
 def imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, top-level module) of every import in `source`, those inside functions included."""
+    """Yield (line, top-level module) of every import in `source`, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
@@ -54,7 +54,7 @@ def _literals(arguments: list[ast.expr]) -> list[str]:
     return [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
 
 
-def test_an_import_is_seen_wherever_it_stands() -> None:
+def test_imports_are_found_at_any_depth() -> None:
     source = """
 import a.x, b
 from c.y import z
@@ -68,7 +68,7 @@ if True:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.package}: no {' '.join(sorted(rule.forbidden))}")
-def test_no_package_imports_against_the_arrows(rule: Rule) -> None:
+def test_packages_import_only_in_the_allowed_direction(rule: Rule) -> None:
     checked = sources(rule.package)
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -81,14 +81,14 @@ def test_no_package_imports_against_the_arrows(rule: Rule) -> None:
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """The modules of a package, by their dotted names; a subpackage is its __init__."""
+    """Return the modules of a package by their dotted names; a subpackage stands for its __init__."""
     root = ROOT / "packages" / package / "src"
     names = {path: path.relative_to(root).with_suffix("").parts for path in sources(package)}
     return {".".join(name[:-1] if name[-1] == "__init__" else name): path for path, name in names.items()}
 
 
 def modules_imported(source: str, modules: Iterable[str]) -> Iterator[str]:
-    """Which of `modules` the source imports, inside functions too, except for type checkers alone."""
+    """Yield the `modules` that the source imports, also inside functions, except under TYPE_CHECKING."""
     tree = ast.parse(source)
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     for_types = {id(node) for block in blocks for node in ast.walk(block)}
@@ -99,14 +99,13 @@ def modules_imported(source: str, modules: Iterable[str]) -> Iterator[str]:
                 yield name if name in modules else node.module
 
 
-def test_an_import_for_type_checkers_makes_no_arrow() -> None:
+def test_type_checking_imports_are_ignored() -> None:
     source = "from a import b\nfrom a.c import d\nif TYPE_CHECKING:\n    from a.x import y"
     assert list(modules_imported(source, {"a", "a.b", "a.c", "a.x"})) == ["a.b", "a.c"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_two_parts_of_a_folder_import_each_other_in_a_circle(package: str) -> None:
-    """The modules and subpackages of every folder have an order: each imports earlier ones only."""
+def test_parts_of_a_folder_have_no_import_cycles(package: str) -> None:
     modules = modules_of(package)
     imported = {
         name: set(modules_imported(path.read_text(encoding="utf-8"), modules)) for name, path in modules.items()
@@ -126,11 +125,11 @@ def test_no_two_parts_of_a_folder_import_each_other_in_a_circle(package: str) ->
 
 
 UNJOINED = ("tok_kernels.", "tok_server.bench")
-"""Folders whose parts are imported one by one: kernels, since Triton and FlashInfer may be missing, and benchmarks."""
+"""Packages without façades: kernels, since Triton and FlashInfer may be missing, and benchmarks."""
 
 
 def facade_of(importer: str, module: str) -> str:
-    """The name by which `importer`, a folder, is to import `module`: the first folder on the way that it is not in."""
+    """Return the package through which `importer` must import `module`: the first that `importer` is not in."""
     here, there = importer.split("."), module.split(".")
     common = 0
     while common < min(len(here), len(there)) and here[common] == there[common]:
@@ -138,7 +137,7 @@ def facade_of(importer: str, module: str) -> str:
     return ".".join(there[: max(common + 1, 2)])
 
 
-def test_the_facade_of_a_module_is_the_first_folder_that_the_importer_is_not_in() -> None:
+def test_facade_of_a_module_is_its_first_package_outside_the_importer() -> None:
     assert facade_of("tok_core.engine", "tok_core.manager.batch.run_ahead") == "tok_core.manager"
     assert facade_of("tok_core.manager", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch"
     assert facade_of("tok_core.manager.batch", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch.run_ahead"
@@ -146,8 +145,8 @@ def test_the_facade_of_a_module_is_the_first_folder_that_the_importer_is_not_in(
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_another_folder_offers_is_imported_from_its_facade(package: str) -> None:
-    """At the top of a module. Within functions heavy modules are imported by name, so that façades stay light."""
+def test_modules_import_other_packages_through_their_facades(package: str) -> None:
+    """Imports inside functions are exempt: they name heavy modules directly, so that façades stay light."""
     found = []
     for name, path in modules_of(package).items():
         folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -160,7 +159,7 @@ def test_what_another_folder_offers_is_imported_from_its_facade(package: str) ->
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_facade_says_what_it_offers(package: str) -> None:
+def test_every_facade_lists_its_exports_in_all(package: str) -> None:
     for name, path in modules_of(package).items():
         if path.name == "__init__.py":
             body = ast.parse(path.read_text(encoding="utf-8")).body
@@ -173,7 +172,7 @@ MAX_FOLDER_FILES = 16
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_folder_holds_more_modules_than_a_reader_takes_in_at_a_glance(package: str) -> None:
+def test_no_folder_holds_more_than_16_modules(package: str) -> None:
     counts = Counter(path.parent for path in sources(package) if path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_FOLDER_FILES} == {}
 
@@ -190,7 +189,7 @@ LIGHT = {
 
 
 @pytest.mark.parametrize("case", LIGHT)
-def test_what_must_be_light_loads_nothing_heavy(case: str) -> None:
+def test_light_entry_points_import_no_heavy_modules(case: str) -> None:
     statement, heavy = LIGHT[case]
     report = f"{statement}\nimport sys; print('loaded:', *(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=False)

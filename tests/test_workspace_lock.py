@@ -1,4 +1,4 @@
-"""The committed lock pins every version and names no package index."""
+"""Tests that the committed lock pins every version and names no package index."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ resolution-markers = [
 """
 
 
-def test_the_committed_form_holds_no_address() -> None:
+def test_addressless_lock_contains_no_url() -> None:
     assert len(addresses(FULL)) == 5
     assert addresses(addressless(FULL)) == []
     assert addressless(FULL).count(NOWHERE) == 3
 
 
-def test_the_committed_form_keeps_every_pin() -> None:
+def test_addressless_lock_keeps_every_pin() -> None:
     assert pins(addressless(FULL)) == {Pin("left", "1.2"), Pin("right", "1.0", ("python_full_version < '3.12'",))}
 
 
-def test_the_committed_form_makes_uv_resolve_again() -> None:
+def test_addressless_lock_makes_uv_resolve_again() -> None:
     assert "requires-dist = []" in addressless(FULL)
 
 
-def test_rewriting_the_committed_form_changes_nothing() -> None:
+def test_addressless_is_idempotent() -> None:
     assert addressless(addressless(FULL)) == addressless(FULL)
 
 
-def test_constraints_carry_the_markers() -> None:
+def test_constraints_keep_environment_markers() -> None:
     assert constraints(FULL) == "left==1.2\nright==1.0 ; python_full_version < '3.12'\n"
 
 
 @pytest.fixture(scope="module")
 def committed() -> str:
-    """The lock that the next commit would hold."""
+    """The lock in git's index, which the next commit would hold."""
     if git("rev-parse", "--git-dir") is None:
         pytest.skip("this is no git checkout, so there is no committed lock")
     lock = git("show", ":uv.lock")
@@ -79,10 +79,10 @@ def test_the_committed_lock_names_no_index(committed: str) -> None:
     assert committed == addressless(committed)
 
 
-def test_the_committed_lock_pins_what_is_installed_from_the_working_copy(committed: str) -> None:
+def test_the_committed_lock_pins_the_versions_of_the_working_copy(committed: str) -> None:
     assert pins(committed) == pins((ROOT / "uv.lock").read_text())
 
 
-def test_the_committed_lock_pins_what_the_engine_is_measured_with(committed: str) -> None:
+def test_the_committed_lock_pins_the_benchmarked_versions(committed: str) -> None:
     measured = {Pin("torch", "2.11.0"), Pin("triton", "3.6.0"), Pin("transformers", "5.17.0")}
     assert measured <= pins(committed)

@@ -1,4 +1,4 @@
-"""Each package is whole, each module says what it is for, and no file is long or tells where it was made."""
+"""Tests of repository rules: package files, docstrings, file lengths, unique names, no registry hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.workspace import PACKAGES, ROOT, files, sources
 
 LONGEST = 500
-"""Lines; a longer file holds two ideas."""
+"""Lines; a longer file should be split."""
 
 REGISTRIES = (
     "py" + "pi.org",
@@ -22,11 +22,11 @@ REGISTRIES = (
     "download.py" + "torch.org",
     "pypi." + "nvidia.com",
 )
-"""Hosts of package registries, in halves so that this file does not name them either."""
+"""Hosts of package registries, split in halves so that this file does not contain them."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_has_all_its_parts(package: str) -> None:
+def test_a_package_has_a_readme_changelog_types_and_tests(package: str) -> None:
     root = ROOT / "packages" / package
     module = root / "src" / package.replace("-", "_")
     parts = [root / "README.md", root / "CHANGELOG.md", module / "__init__.py", module / "py.typed"]
@@ -45,21 +45,21 @@ def test_a_changelog_begins_with_the_version_of_its_package(package: str) -> Non
     assert headings[0].split()[1] == project["version"]
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     modules = [path for package in PACKAGES for path in sources(package)]
     modules += [path for path in files() if path.suffix == ".py" and path not in modules]
     silent = [path for path in modules if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
     assert [str(path.relative_to(ROOT)) for path in silent] == []
 
 
-def test_no_source_file_is_long() -> None:
+def test_no_source_file_exceeds_500_lines() -> None:
     lengths = {path: len(path.read_bytes().splitlines()) for path in files() if path.suffix == ".py"}
     assert lengths
     assert {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > LONGEST} == {}
 
 
 SHARED_NAMES = {"Completion", "Delta", "TokError"}
-"""Names that tok-client shares with tok-core: both are public, and people import one or the other."""
+"""Public names that tok-client shares with tok-core; users import one or the other."""
 
 
 def test_public_class_names_are_unique_across_packages() -> None:
@@ -78,7 +78,7 @@ def test_test_files_have_unique_names() -> None:
 
 
 def test_no_file_names_a_package_registry() -> None:
-    lock = ROOT / "uv.lock"  # uv fills addresses into the working copy; what is committed has a test of its own
+    lock = ROOT / "uv.lock"  # uv writes addresses into the working copy; the committed lock has a test of its own
     naming = [
         path for path in files() if path != lock and any(host.encode() in path.read_bytes() for host in REGISTRIES)
     ]

@@ -1,4 +1,4 @@
-"""Steps of attention drawn at random, in a cache that holds NaN wherever nothing was written, and their oracle."""
+"""Build random attention steps over a cache that holds NaN wherever nothing was written, and compute their oracle."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
 
-# Shared pages, and below them the shared pages of subgroups, and below them the own tokens of each row.
+# Runs of (shared pages, subgroups of (shared pages, own tokens of each row)).
 Runs = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is drawn: runs of decode rows sharing pages on two levels, and prefill chunks."""
+    """The shape of a random step: runs of decode rows that share pages on two levels, and prefill chunks."""
 
     page_size: int
     kv_heads: int
@@ -36,7 +36,7 @@ class Case:
 
 
 class Pool:
-    """Hands out page ids in random order, and keeps which rows of which pages were written."""
+    """A page allocator that hands out ids in random order and records which rows of pages were written."""
 
     def __init__(self, pages: int, page_size: int, rng: np.random.Generator) -> None:
         self.free = rng.permutation(pages).tolist()
@@ -58,9 +58,9 @@ def _pages(shape: Shape) -> int:
 
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> Case:
-    """A step of that shape, in a cache that holds NaN wherever no sequence has written."""
+    """Build a step of the given shape, in a cache that holds NaN wherever no sequence has written."""
     rng, ps = np.random.default_rng(shape.seed), shape.page_size
-    pool = Pool(_pages(shape) + 300, ps, rng)  # some that nobody takes
+    pool = Pool(_pages(shape) + 300, ps, rng)  # spare pages that no sequence takes
     tables: list[list[int]] = []
     kv_len: list[int] = []
     kv_start: list[int] = []
@@ -90,7 +90,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32
         return torch.tensor(np.asarray(values), dtype=torch.int32, device=device)
 
     def level(groups: list[tuple[int, ...]]) -> CascadeLevel:
-        # An empty group stands for the padding of a fixed-size launch.
+        # The empty group represents the padding of a fixed-size launch.
         column = np.array([*groups, (0, 0, 0, 0, 0)]).T
         rows, lengths = int(column[1].max()), int((column[4] - column[3]).max())
         row_start, row_count, slot_row, start, end = column
@@ -120,7 +120,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def oracle(case: Case, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """One query token at a time, over all the positions it sees, in float64; knows nothing of groups."""
+    """Compute attention in float64, one query token at a time over all its visible positions, without groups."""
     q, k, v = (x.double().cpu().numpy() for x in (case.q, case.cache.k, case.cache.v))
     table, slots, q_start, kv_len = (
         x.cpu().numpy() for x in (case.batch.page_table, case.batch.slots, case.batch.q_start, case.batch.kv_len)
@@ -140,7 +140,7 @@ def oracle(case: Case, window: int | None = None) -> tuple[np.ndarray, np.ndarra
 
 
 def without_unseen(case: Case, window: int) -> Case:
-    """The same step in a cache that holds NaN wherever no query's window reaches."""
+    """Return the step over a cache that holds NaN wherever no query's window reaches."""
     batch, ps = case.batch, case.cache.page_size
     seen = torch.zeros(case.cache.k.shape[:2], dtype=torch.bool, device=case.q.device)
     for slot, count, end in zip(
@@ -154,7 +154,7 @@ def without_unseen(case: Case, window: int) -> Case:
 
 
 def spoil(case: Case, *places: tuple[int, int]) -> None:
-    """Makes the keys and values of a sequence's position NaN, for each of `places`."""
+    """Set the key and value to NaN at each `(sequence, position)` of `places`."""
     for sequence, position in places:
         page = case.batch.page_table[case.batch.slots[sequence].long(), position // case.cache.page_size].long()
         for cached in (case.cache.k, case.cache.v):
@@ -162,6 +162,6 @@ def spoil(case: Case, *places: tuple[int, int]) -> None:
 
 
 def flat(case: Case) -> Case:
-    """The same step without its cascade levels: every row reads all its keys itself."""
+    """Return the step without cascade levels: every row reads all its keys itself."""
     batch = replace(case.batch, kv_start=torch.zeros_like(case.batch.kv_start), levels=())
     return replace(case, batch=batch)

@@ -1,4 +1,4 @@
-"""Check results of the Triton attention kernels against a loop in float64, or against what is expected."""
+"""Check results of the Triton attention kernels against a float64 loop or a given result."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from support.attention_cases import Case, oracle
 from tok_kernels.attention.triton import attention
 
-# ‖out − expected‖ / ‖expected‖: scores and sums are float32; weights and results are of the queries' type.
+# ‖out − expected‖ / ‖expected‖. Scores and sums are float32; weights and results have the dtype of the queries.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 def attend(case: Case, window: int | None = None) -> Tensor:
-    """The kernels' result where all memory that they take holds NaN, or integers that index nothing, until written."""
+    """Run the kernels with all their fresh memory filled with NaN or invalid integers."""
     torch.use_deterministic_algorithms(True)
     try:
         return attention(case.q, case.cache, case.batch, case.scale, window)

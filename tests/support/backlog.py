@@ -1,4 +1,4 @@
-"""A backlog of samples whose lengths nobody knows in advance, and how well a manager fills its memory with them."""
+"""Simulate a backlog of samples of unknown lengths, and measure how well a manager fills its memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Lengths = Callable[[np.random.Generator, int], np.ndarray]
 
 
 def geometric(random: np.random.Generator, count: int) -> np.ndarray:
-    """Mean 128."""
+    """Return geometric lengths of mean 128."""
     return random.geometric(1 / 128, count)
 
 
 def log_normal(random: np.random.Generator, count: int) -> np.ndarray:
-    """Median 90, mean 148."""
+    """Return log-normal lengths of median 90 and mean 148."""
     return np.ceil(random.lognormal(np.log(90), 1.0, count)).astype(np.int64)
 
 
 def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
-    """Half of them around 24, half around 300."""
+    """Return lengths of which half are around 24 and half around 300."""
     return np.where(random.random(count) < 0.5, random.poisson(24, count), random.poisson(300, count)) + 1
 
 
 class LengthWorker:
-    """Ends sample i of request r after `lengths[r, i]` tokens, whatever it computes; steps come back `delay` later."""
+    """A worker that ends sample i of request r after `lengths[r, i]` tokens and returns steps `delay` steps late."""
 
     def __init__(self, info: EngineInfo, lengths: np.ndarray, delay: int) -> None:
         self.lengths = lengths
@@ -77,11 +77,11 @@ class LengthWorker:
 
 @dataclass
 class Filled:
-    """Shares: of the pages, of the samples that were preempted, of the tokens computed those computed once more.
+    """Fractions: of pages used, of samples preempted, and recomputed tokens relative to tokens computed once.
 
-    Pages count in every turn after which requests wait in the backlog, and in no other: `pages` from the very first
-    turn on, when memory is empty and no length is known, `pages_settled` once a fifth of the tokens are there. What
-    comes after the last request has started is the tail of the run, when nobody is left to fill memory with.
+    Pages count only in turns after which requests wait in the backlog. `pages` counts from the first turn on, when
+    memory is empty and no length is known; `pages_settled` counts once a fifth of the tokens are generated. The tail of
+    the run, when no request is left to fill memory, does not count.
     """
 
     pages: float
@@ -94,14 +94,14 @@ class Filled:
 def fill(
     info: EngineInfo, lengths: np.ndarray, prompt: int | np.ndarray, max_tokens: int | np.ndarray, shared: int = 0
 ) -> Filled:
-    """Runs requests of `lengths` [requests, samples], all there at once, to their end.
+    """Run requests with sample `lengths` [requests, samples], all submitted at once, to their end.
 
-    `prompt`, `max_tokens`: tokens, of all requests or [requests] of each.
+    `prompt` and `max_tokens` are token counts, of all requests or [requests] of each.
     """
     requests, samples = lengths.shape
     prompts, limits = np.broadcast_to(prompt, requests), np.broadcast_to(max_tokens, requests)
     ports = LengthWorker(info, np.minimum(lengths, limits[:, None]), delay=1)
-    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None)
+    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None, lambda: 0.0)
     random = np.random.default_rng(7)
     for rid in range(requests):
         ids = random.integers(10, info.vocab_size, prompts[rid])

@@ -1,6 +1,6 @@
-"""A file of many lines through `tok batch`'s own parts and a tiny model, and how much memory the process has meanwhile.
+"""Run a file of many lines through `tok batch`'s own parts and a tiny model, and measure the memory of the process.
 
-`PYTHONPATH=tests python -m support.batch_memory 1000000` prints that every tenth of the way.
+`PYTHONPATH=tests python -m support.batch_memory 1000000` prints the peak memory of every tenth of the lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def write_lines(path: Path, lines: int, padding: int) -> None:
-    """A file of so many lines, each of 200 bytes and so many more."""
+    """Write a file of `lines` lines, each of 200 bytes and `padding` more."""
     with path.open("wb") as stream:
         for first in range(0, lines, AT_ONCE):
             some = range(first, min(first + AT_ONCE, lines))
@@ -35,7 +35,7 @@ def write_lines(path: Path, lines: int, padding: int) -> None:
 
 
 async def memory_of(directory: Path, model: Path, lines: int, padding: int = PADDING) -> list[int]:
-    """Most bytes of memory the process had in each tenth of the way; the last is that of writing the output, too."""
+    """Return the peak memory in bytes in each tenth of the lines; the last tenth includes writing the output."""
     write_lines(directory / "in.jsonl", lines, padding)
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=256)
     engine = AsyncEngine(config, in_process=True)
@@ -61,7 +61,7 @@ async def _watched(work: Offline, answering: asyncio.Task[object]) -> list[int]:
 
 
 def same_lines(directory: Path) -> Iterator[tuple[str, str]]:
-    """The custom ids of input and output, line by line."""
+    """Yield the custom ids of input and output, line by line."""
     with (directory / "in.jsonl").open() as asked, (directory / "out.jsonl").open() as answered:
         for one, other in zip(asked, answered, strict=True):
             yield _custom_id(one), _custom_id(other)
@@ -72,7 +72,7 @@ def _custom_id(line: str) -> str:
 
 
 def main(lines: int) -> None:
-    """Prints what `memory_of` finds."""
+    """Print the result of `memory_of`."""
     with TemporaryDirectory() as name:
         directory, began = Path(name), time.monotonic()
         model = make_model("llama", directory / "tiny", layers=1)

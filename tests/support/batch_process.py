@@ -1,6 +1,6 @@
-"""Processes to be killed: a server with batches, and `tok batch`, each on a tiny model in a process of its own.
+"""Start servers with batches, and `tok batch`, on a tiny model in processes that tests can kill.
 
-They are forked off one that has loaded what they need, so that each is up within a second.
+A fork server with preloaded modules starts them, so that each is ready within a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADED = [
 
 
 def context() -> ForkServerContext:
-    """Where such processes come from."""
+    """Return the fork-server context of these processes."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     found = get_context("forkserver")
     found.set_forkserver_preload(LOADED)
@@ -42,7 +42,7 @@ def context() -> ForkServerContext:
 
 @contextmanager
 def killed_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
-    """A server process and its port, once it answers; killed when the context ends."""
+    """Start a server process and yield it with its port once it answers; kill it when the context ends."""
     ours, theirs = context().Pipe()
     process = context().Process(target=_serve, args=(model, data_dir, theirs), daemon=True)
     process.start()
@@ -64,7 +64,7 @@ def _serve(model: Path, data_dir: Path, port: Connection) -> None:
 
 @contextmanager
 def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
-    """A process of `serve`, which heeds signals, and its port, once it answers; killed when the context ends."""
+    """Like `killed_server`, but the process runs `serve`, which handles signals."""
     ours, theirs = context().Pipe()
     process = context().Process(target=_serve_until_told, args=(model, data_dir, theirs), daemon=True)
     process.start()
@@ -79,7 +79,7 @@ def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess
 
 
 def _serve_until_told(model: Path, data_dir: Path, port: Connection) -> None:
-    # Its engine runs in threads: what is forked here may have no processes of its own.
+    # The engine runs in threads, since daemon processes may not have children.
     serve_module.AsyncEngine = partial(AsyncEngine, in_process=True)  # type: ignore[assignment,attr-defined]
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
     settings = Settings(model_name="tiny", port=0, data_dir=str(data_dir), drain_timeout=PATIENCE)
@@ -87,9 +87,9 @@ def _serve_until_told(model: Path, data_dir: Path, port: Connection) -> None:
 
 
 def answer_file(model: Path, file: Path, output: Path, *, stops: bool = False) -> tuple[ForkServerProcess, Connection]:
-    """`tok batch`, begun, its engine in its own process; and what can be read from once an answer is committed.
+    """Start `tok batch` with its engine in-process; return it and a connection that is readable after the first answer.
 
-    stops  it stops itself then, in the middle of its work, as by SIGSTOP
+    stops  the process then sends itself SIGSTOP in the middle of its work
     """
     ours, theirs = context().Pipe()
     process = context().Process(target=_answer, args=(model, file, output, theirs, stops), daemon=True)

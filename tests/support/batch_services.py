@@ -1,4 +1,4 @@
-"""Services of batches over an engine of their own, for tests."""
+"""Run batch services over engines of their own."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def made_engine(model: Path, **options: int) -> AsyncEngine:
 
 
 class FakeTime:
-    """Time as a test says.
+    """Time that a test controls.
 
-    passed  seconds that have really passed
-    ahead   seconds by which the wall clock is ahead of its right time
-    boot    names the boot of the machine
+    passed  seconds of true time
+    ahead   seconds by which the wall clock is ahead of true time
+    boot    id of the machine's boot
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class FakeTime:
         return 1_000_000.5 + self.passed + self.ahead
 
     def clock(self) -> Clock:
-        """A clock of this time, as a process that starts now has it."""
+        """Return a clock as a process that starts now has it."""
         return Clock(self.wall, lambda: self.passed, lambda: self.boot)
 
 
@@ -95,7 +95,7 @@ def new_batch(input: str, now: int = 1, hours: int = 24) -> Batch:
 
 
 async def add_file(service: BatchService, data: bytes, seconds: int | None = None) -> FileObject:
-    """An uploaded file."""
+    """Add an uploaded file that expires after `seconds`."""
     now = service.now()
     expires = UNSET if seconds is None else now + seconds
     file = FileObject(

@@ -1,4 +1,4 @@
-"""Batches for tests: their input files, and what must hold of the files that come of them."""
+"""Make input files of batches, and check their output files."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ Line = dict[str, object]
 
 
 def completion_line(number: int, **fields: object) -> Line:
-    """A line that asks for a few tokens, always the same ones."""
+    """Return a batch line for a completion of a few greedy tokens."""
     body = {"model": NAME, "prompt": [number % 200 + 1, 5], "max_tokens": 3, "temperature": 0, **fields}
     return {"custom_id": f"line {number}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
 def chat_line(number: int, **fields: object) -> Line:
-    """The same of a conversation."""
+    """Return a batch line for a chat completion of a few greedy tokens."""
     messages = [{"role": "user", "content": f"the {number} dogs"}]
     body = {"model": NAME, "messages": messages, "max_tokens": 3, "temperature": 0, **fields}
     return {"custom_id": f"line {number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
 def jsonl(lines: Iterable[Line]) -> bytes:
-    """Lines as a file holds them."""
+    """Return the lines as the content of a JSONL file."""
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def read_jsonl(data: bytes) -> list[Line]:
-    """The lines of a file that ends with a line's end, or is empty."""
+    """Return the lines of a JSONL file, which must be empty or end with a newline."""
     assert data == b"" or data.endswith(b"\n")
     return [json.loads(line) for line in data.splitlines()]
 
 
 def custom_ids(lines: Iterable[Line]) -> list[object]:
-    """Their custom ids, in order."""
+    """Return the custom ids of the lines, in order."""
     return [line["custom_id"] for line in lines]
 
 
 def assert_each_once(lines: Sequence[Line], *files: bytes) -> None:
-    """Every line of the input is in one of the files, once, and each file is in the order of the input."""
+    """Check that the files answer every input line exactly once, each file in input order."""
     asked = custom_ids(lines)
     place = {name: index for index, name in enumerate(asked)}
     found: list[object] = []

@@ -1,6 +1,6 @@
-"""JSON schemas made at random of keywords that depend on values: not, if, contains, patternProperties, uniqueItems.
+"""Generate random JSON schemas of keywords that depend on values: not, if, contains, patternProperties, uniqueItems.
 
-Some are refused, and under some nothing is valid: who tries them looks at how many there are.
+Some are refused and some are unsatisfiable; tests count these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PATTERNS = ("^x-", "^x-[a-c]$", "^n[0-9]{1,2}$", "[yz]{2}", "^(?:a|b)$", r"^\w\.
 
 
 def conditional_schema(rng: random.Random) -> Any:
-    """One of few levels, about objects, arrays or few values."""
+    """Return a schema of few levels, about objects, arrays or few values."""
     return _value(rng, 3)
 
 

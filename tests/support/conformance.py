@@ -1,4 +1,4 @@
-"""`tok serve` of the demo model, for clients as they are: with batches, and with a chat template that takes tools."""
+"""Run `tok serve` of the demo model for unmodified clients, with batches and a chat template that takes tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tok_server.demo import MODEL_DIR
 NAME = "demo"
 SETTINGS = "tokenizer_config.json"
 
-# The demo model's own template takes no tools, so requests with tools are refused. This one shows them as Hermes' does.
+# The demo model's own template takes no tools, so that requests with tools are refused. This adds Hermes-style tools.
 OFFERED = """
 {%- if tools %}
     {{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
@@ -35,7 +35,10 @@ CALLED = """
 
 
 def model_with_tools(directory: Path) -> Path:
-    """The demo model, its template extended; what is said without tools looks as before. Returns `directory`."""
+    """Link the demo model into `directory` with a template that takes tools; return `directory`.
+
+    Prompts without tools are unchanged.
+    """
     directory.mkdir()
     for file in MODEL_DIR.iterdir():
         if file.name != SETTINGS:
@@ -55,7 +58,7 @@ def model_with_tools(directory: Path) -> Path:
 
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
-    """Address of a server of that model, which keeps all it keeps in `directory`, while the context lasts."""
+    """Run a server of that model with its data in `directory`, and yield its address."""
     model = model_with_tools(directory / NAME)
     flags = ["--port", "0", "--device", "cpu", "--log-level", "error", "--data-dir", str(directory / "data")]
     command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]

@@ -1,7 +1,7 @@
-"""LiteLLM as a client, in a process of its own, as it leaves loops open: `python -m support.conformance_litellm URL`.
+"""Run LiteLLM as a client in a process of its own, since it leaves event loops open.
 
-Reads {"question": …, "format": a response_format, "tool": a function} from its input; prints a JSON object of what each
-call gave.
+`python -m support.conformance_litellm URL` reads {"question": …, "format": a response_format, "tool": a function} from
+its input and prints a JSON object with the result of each call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from support.conformance import NAME
 
 
 def main(url: str, question: str, response_format: dict[str, Any], tool: dict[str, Any]) -> None:
-    """Prints what all calls gave."""
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when imported: nothing is fetched
+    """Print the results of all calls."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # set before the import, so that nothing is downloaded
     import litellm
 
     told: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "timeout": 240, "max_retries": 0}

@@ -1,4 +1,4 @@
-"""The evaluation harness lm-eval as a client, in a process of its own: `python -m support.conformance_lm_eval URL DIR`.
+"""Run lm-eval as a client in a process of its own: `python -m support.conformance_lm_eval URL DIR`.
 
 Writes local tasks of the demo model's held-out problems into DIR, runs them over /v1/completions and
 /v1/chat/completions, and prints a JSON object: the results of each run, and its documents with their answers.
@@ -17,7 +17,7 @@ from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 CHOICE, PLAIN, CHAT = "demo_choice", "demo_plain", "demo_chat"
 DOCUMENTS = 2
 
-# The right solution among wrong ones, by log-likelihood; and a solution of its own, generated.
+# Two kinds of tasks: choose the right solution by log-likelihood, and generate a solution.
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -39,10 +39,10 @@ TASKS = {CHOICE: ("plain", CHOOSE), PLAIN: ("plain", GENERATE), CHAT: ("question
 
 
 def main(url: str, directory: Path) -> None:
-    """Prints what both runs found."""
+    """Print the results of both runs."""
     directory.mkdir()
     _write_tasks(directory)
-    # Read when lm-eval is imported: nothing is fetched.
+    # Set before lm-eval is imported, so that nothing is downloaded.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(directory / "hf")}
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

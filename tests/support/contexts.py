@@ -1,4 +1,4 @@
-"""Contexts: prompts and generated tokens, laid out over pages in no order, as penalties read them."""
+"""Lay out prompts and generated tokens over random pages, as penalties read them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def contexts_of(
     page_size: int = 4,
     more: int = 0,
 ) -> Contexts:
-    """Of each sequence its prompt and what was generated behind it; `max_len` is `more` than the longest.
+    """Return contexts of prompts followed by generated tokens; `max_len` exceeds the longest by `more`.
 
-    Pages, slots and what pages hold beyond a sequence are random.
+    Pages, slots and the contents of pages beyond a sequence are random.
     """
     tokens = [[*prompt, *rest] for prompt, rest in zip(prompts, generated, strict=True)]
     longest = max(map(len, tokens), default=0) + more

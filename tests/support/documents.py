@@ -1,4 +1,4 @@
-"""Documents: what a page of documentation shows, and how its commands are carried out as a reader would."""
+"""Parse the code blocks of a documentation page and run them as a reader would."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tok_server.cli import make_parser
 from tok_server.flags.engine_flags import engine_config, server_settings
 
 PORT = "10210"
-"""The one that documents name."""
+"""The port that documents name."""
 RUN = ("bash", "python")
 SHOWN = ("text", "json")
-"""Languages of a block that shows what the block before it prints."""
+"""Languages of a block that shows the output of the block before it."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_VARIES = (  # what differs from run to run, and what is put in its place
+_VARIES = (  # (pattern, placeholder) of values that differ from run to run
     (re.compile(r"\b(chatcmpl|cmpl|req|file|batch_req|batch)([-_])[0-9a-f]{24}\b"), r"\1\g<2>ID"),
     (re.compile(r"\b1[6-9]\d{8}\b|\b2\d{9}\b"), "TIME"),
     (re.compile(r"-?\b\d+\.\d+(?:e-?\d+)?"), "NUMBER"),
@@ -36,7 +36,7 @@ _VARIES = (  # what differs from run to run, and what is put in its place
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block that is run, and what it is said to print; None: that is not said."""
+    """A block to run, and the output shown for it; None: none is shown."""
 
     language: str
     code: str
@@ -44,7 +44,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of `page` that are run, in order."""
+    """Return the blocks of `page` to run, in order."""
     text = page.read_text(encoding="utf-8")
     fences = list(_FENCE.finditer(text))
     found = []
@@ -57,24 +57,24 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def indented_commands(page: Path) -> list[str]:
-    """The `tok` commands of `page` that need what a test machine has not: they are shown indented, and not run."""
+    """Return the indented `tok` commands of `page`, which a test machine cannot run, such as those for GPUs."""
     found = re.findall(r"^    (tok .*?)(?:\s{2,}#.*|\s+#\s.*)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return [str(command) for command in found]
 
 
 def same_every_time(output: str) -> str:
-    """The output without what differs from run to run."""
+    """Return the output with placeholders for values that differ from run to run."""
     for pattern, name in _VARIES:
         output = pattern.sub(name, output)
     return output.strip()
 
 
 class Reader:
-    """Carries out a page's blocks in a directory of its own. A context manager.
+    """Runs a page's blocks in a directory of its own. A context manager.
 
-    A block that begins with `tok serve` starts that server, with those very settings, in a thread: it takes the place
-    of the one before, and a free port that of `PORT`. Other blocks are run by bash, or as Python: neighbouring ones are
-    one script.
+    A block that begins with `tok serve` starts that server with its settings in a thread, in place of the server before
+    it, and on a free port instead of `PORT`. Other blocks run in bash or as Python; neighbouring Python blocks form one
+    script.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -89,7 +89,7 @@ class Reader:
         self._server.close()
 
     def read(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, str]]:
-        """Each block and what it has printed, while they are carried out."""
+        """Run the blocks; yield each block and its output."""
         for language, group in groupby(blocks, lambda block: block.language):
             if language == "python":
                 yield from self._script(group)
@@ -115,7 +115,7 @@ class Reader:
 
     def _run(self, code: str) -> str:
         mine = {name: value for name, value in os.environ.items() if not name.startswith("TOK_")}
-        # The commands of the environment that is tested come first.
+        # Commands of the tested environment come first.
         path = os.pathsep.join([str(Path(sys.executable).parent), mine.get("PATH", "")])
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", code],
@@ -137,6 +137,6 @@ class Reader:
         told = {name: getattr(settings, name) for name in settings.__struct_fields__ if name != "model_name"}
         engine = msgspec.structs.asdict(config)
         model = Path(engine.pop("model"))
-        del engine["device"]  # the CPU, whatever is there
+        del engine["device"]  # `serving` uses the CPU, even if the machine has a GPU
         server = serving(model, name=settings.model_name, engine_options=engine, **told)
         self._port = str(self._server.enter_context(server).port)

@@ -1,4 +1,4 @@
-"""Engines for tests: in one process, on tiny models, and checked to have given everything back."""
+"""Run engines in-process on tiny models, and check that they release everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tok_core.replicas.replica import ThreadReplica
 
 
 def manager_of(core: object, replica_number: int = 0) -> Manager:
-    """The manager of a replica of an engine that runs in this process."""
+    """Return the manager of a replica of an in-process engine."""
     replica = core._core._replica_set.records[replica_number].replica  # type: ignore[attr-defined]
     assert isinstance(replica, ThreadReplica)
     assert replica.manager is not None
@@ -24,7 +24,7 @@ def manager_of(core: object, replica_number: int = 0) -> Manager:
 
 
 def assert_all_given_back(manager: Manager) -> None:
-    """No slot, page, lock or request is held once everything has ended; waits for the last steps to come back."""
+    """Wait for the last steps and check that no slot, page, lock or request is held."""
     table, returns = manager.table, manager.output_processor
     wait_until(lambda: not manager.requests and not returns.in_flight and table.free_slots == table.slots)
     assert manager.paging.used == 0
@@ -37,7 +37,7 @@ def assert_all_given_back(manager: Manager) -> None:
 
 @contextmanager
 def cpu_engine(path: Path, **options: Any) -> Iterator[Engine]:
-    """An fp32 engine in this process."""
+    """Run an fp32 engine in this process; check at the end that it holds nothing."""
     settings: dict[str, Any] = {"kv_cache_tokens": 65_536, "max_running": 64, "dtype": "float32", "device": "cpu"}
     with Engine(EngineConfig(model=str(path), **{**settings, **options}), in_process=True) as engine:
         yield engine
@@ -46,6 +46,6 @@ def cpu_engine(path: Path, **options: Any) -> Iterator[Engine]:
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
-    """Random token ids that are no special ones in tiny models."""
+    """Return prompts of random token ids, none of them special in tiny models."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 300, length).tolist() for length in lengths]

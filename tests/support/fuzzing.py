@@ -1,6 +1,6 @@
-"""Input made at random for whoever reads it: JSON of any shape, valid JSON with something changed, bytes.
+"""Hypothesis strategies for fuzzing parsers: JSON of any shape, mutated valid JSON, bytes.
 
-The environment variable TOK_FUZZ multiplies how much of it is tried: 1 where it is not set.
+The environment variable TOK_FUZZ (default 1) multiplies the number of examples.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
-"""What JSON can hold, and what Python writes into it that is none: NaN and infinities."""
+"""Values of JSON, and NaN and infinities, which Python writes although JSON lacks them."""
 
 
 def fuzzed(examples: int) -> Callable[[F], F]:
-    """How a test tries so many examples, times TOK_FUZZ; to stand above `given`."""
+    """Return a decorator, to stand above `given`, that makes a test try `examples` × TOK_FUZZ examples."""
     health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=examples * FACTOR, deadline=None, suppress_health_check=health)
 
 
 @st.composite
 def changed(draw: st.DrawFn, valid: Sequence[Any]) -> Any:
-    """One of the values with a few places in it changed: replaced, removed, doubled, or given more members."""
+    """Return one of the values with a few mutations: parts replaced, removed, doubled, or given more members."""
     value = json.loads(json.dumps(draw(st.sampled_from(valid))))
     for _ in range(draw(st.integers(1, 3))):
         value = _change(draw, value)
@@ -79,13 +79,13 @@ def _replace(draw: st.DrawFn, value: Any) -> Any:
 
 
 def written(value: object) -> bytes:
-    """As JSON; lone surrogates are written as escapes."""
+    """Return the value as JSON, with lone surrogates as escapes."""
     return json.dumps(value).encode()
 
 
 @st.composite
 def torn(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
-    """One of the texts with bytes removed, put in, or changed."""
+    """Return one of the texts with bytes removed, inserted or changed."""
     data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
@@ -94,5 +94,5 @@ def torn(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 
 def tokens(words: Sequence[str], most: int) -> st.SearchStrategy[str]:
-    """Texts of these words in any order, and of other characters."""
+    """Return a strategy for texts of these words in any order, and of other characters."""
     return st.lists(st.sampled_from(words) | st.text(st.characters(), max_size=2), max_size=most).map("".join)

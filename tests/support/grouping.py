@@ -1,4 +1,4 @@
-"""Groups of prompts that are too short to be worth them: the cost of a group is left out."""
+"""Group short prompts, too, by leaving out the cost of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tok_core.manager.prefix_groups.grouping import Grouping
 
 
 def group_eagerly(manager: Manager) -> None:
-    """Lets groups cost nothing and their members little, where the manager groups at all."""
+    """Set the cost of groups to zero and of their members to one, if the manager groups at all."""
     costs = COSTS._replace(member=1, group=0)
     scheduler = manager.scheduler
     scheduler.groupings = [Grouping(manager.paging.tree, costs) for _ in scheduler.groupings]

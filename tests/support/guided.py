@@ -1,4 +1,4 @@
-"""Simulated workers whose sequences may be guided by grammars, and what each sample must be then."""
+"""Simulate workers whose samples follow grammars, and compute the expected samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTES = [*(piece.encode() for piece in PIECES[:EOS]), b"", *(piece.encode() for 
 
 
 def spell(text: str) -> list[int]:
-    """The text in tokens, the longest that fits first; none where it cannot be spelt."""
+    """Return the text as tokens, longest match first; an empty list if the tokens cannot spell it."""
     found: list[int] = []
     data = text.encode()
     while data:
@@ -45,7 +45,7 @@ COMPILER = Compiler(BYTES, VOCAB, [EOS], spell)
 
 
 class GuidedWorker(SimulatedWorker):
-    """Draws only what the masks of its steps allow."""
+    """A simulated worker that samples only tokens that the masks of its steps allow."""
 
     def run(self, step: StepInput) -> StepOutput:
         assert len({mask.tobytes() for mask in step.mask}) == len(step.mask) == len(set(step.mask_of.tolist()))
@@ -61,7 +61,7 @@ class GuidedWorker(SimulatedWorker):
 
 
 class LateWorker:
-    """A worker that says late what it has to say, and that may be lost over any of the sequences that it follows."""
+    """A grammar worker that answers late, and that tests may lose at any of the sequences it follows."""
 
     def __init__(self, worker: LocalWorker, workers: LateWorkers) -> None:
         self._worker = worker
@@ -92,7 +92,7 @@ class LateWorker:
 
 
 class LateWorkers(LocalWorkers):
-    """Workers that are late."""
+    """Grammar workers that answer late."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(lambda: COMPILER)
@@ -112,7 +112,7 @@ def guided_manager(
     compiler: Compiler = COMPILER,
     workers: LateWorkers | None = None,
 ) -> tuple[Manager, SimulatedPorts]:
-    """A manager whose simulated worker follows masks."""
+    """Return a manager whose simulated worker follows masks, and its ports."""
     manager, ports = make_manager(info, run_ahead, pp=pp)
     ports.worker = GuidedWorker(info)
     manager.grammars._workers = workers or LocalWorkers(lambda: compiler)
@@ -120,7 +120,7 @@ def guided_manager(
 
 
 def prepare(manager: Manager, grammars: Sequence[Grammar]) -> None:
-    """Waits until all are compiled."""
+    """Wait until all grammars are compiled."""
     guides = manager.grammars
     for rid, grammar in enumerate(grammars):
         request = Request(-1 - rid, np.array([1], np.int32), SamplingParams(grammar=grammar), 0, 64)
@@ -134,8 +134,10 @@ def prepare(manager: Manager, grammars: Sequence[Grammar]) -> None:
 
 
 def expected_guided(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:
-    """What the sample must be: a choice by its context wherever there is one, the one possibility elsewhere, and text
-    that has to come as the tokenizer spells it."""
+    """Return the expected tokens of a sample: chosen by a hash of the context among the allowed tokens.
+
+    Text that the grammar forces (jump forward) is spelled as the tokenizer does.
+    """
     assert params.grammar is not None
     assert params.max_tokens is not None
     guide = COMPILER.compile(params.grammar)
@@ -166,5 +168,5 @@ def _allowed(matcher: xgrammar.GrammarMatcher, guide: Compiled) -> list[int]:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Their text, end tokens left out."""
+    """Return the text of the tokens without EOS tokens."""
     return b"".join(BYTES[token] for token in tokens).decode()

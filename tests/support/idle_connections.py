@@ -1,4 +1,4 @@
-"""Connections that do nothing, and how much memory a server holds for them.
+"""Measure how much memory a server holds for idle connections.
 
 `PYTHONPATH=tests python -m support.idle_connections 10000` starts a server of the demo model and prints it.
 """
@@ -20,9 +20,9 @@ USED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def hold(port: int, count: int, pid: int) -> int:
-    """Opens `count` connections, half of which have sent a request, and asks for an answer beside them.
+    """Open `count` connections, send a request on half of them, and send one completion request beside them.
 
-    Returns by how many bytes the process `pid` has grown meanwhile.
+    Return by how many bytes the process `pid` has grown.
     """
     before = psutil.Process(pid).memory_info().rss
     open_ones = []
@@ -52,7 +52,7 @@ async def _connect(port: int, used: bool) -> asyncio.StreamWriter:
 
 @contextmanager
 def served() -> Iterator[tuple[int, int]]:
-    """Port and process id of a server of the demo model."""
+    """Run a server of the demo model and yield its port and process id."""
     flags = ["serve", "--port", "0", "--device", "cpu", "--log-level", "error"]
     command = [sys.executable, "-m", "tok_server.cli", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as popen:
@@ -66,7 +66,7 @@ def served() -> Iterator[tuple[int, int]]:
 
 
 def main() -> None:
-    """Prints how much memory that many connections take."""
+    """Print how much memory `sys.argv[1]` connections take."""
     count = int(sys.argv[1])
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,7 @@
-"""Tests of Triton kernels on the CPU run in a process of their own, in which Triton interprets kernels.
+"""Rerun tests of Triton kernels on the CPU, in a process of their own in which Triton interprets kernels.
 
-Triton looks at TRITON_INTERPRET when a kernel is defined, so that one process either interprets all kernels or
-none. A module of such tests holds one test that calls `rerun(__file__)`.
+Triton reads TRITON_INTERPRET when a kernel is defined, so that a process interprets either all kernels or none. A
+module of such tests has one test that calls `rerun(__file__)`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from support.patience import PATIENCE
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Where this process can run kernels: parameters for a fixture.
+# Parameters of a fixture: the devices on which this process can run kernels.
 DEVICES = ["cpu"] if INTERPRETING else [pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# The interpreter takes a loop's bounds from arrays of one element, which NumPy is about to forbid.
+# The interpreter converts arrays of one element to loop bounds, which NumPy deprecates.
 _ITS_OWN = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
 
-# Plugins that come with packages of other tests, and take longer to load than a small file's tests.
+# Pytest plugins of other packages, which take longer to load than the tests of a small file.
 _NOT_NEEDED = ("xdist", "langsmith_plugin", "schemathesis", "anyio")
 
 outside = pytest.mark.skipif(INTERPRETING, reason="is what started this process")
@@ -33,10 +33,10 @@ outside = pytest.mark.skipif(INTERPRETING, reason="is what started this process"
 
 
 def _patch_at_once() -> None:
-    """Let the interpreter look its builtins up once, not at each call of a function: a third of all its time."""
+    """Look the interpreter's builtins up once instead of at each function call, which takes a third of its time."""
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    names: dict[int, list[str]] = {}  # of each of Triton's modules and classes, by its id: the builtins
+    names: dict[int, list[str]] = {}  # builtins of each Triton module and class, by its id
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
         if id(package) not in names:
@@ -45,14 +45,14 @@ def _patch_at_once() -> None:
         for name in names[id(package)]:
             member = getattr(package, name)
             if not interpreter.tl.core.is_builtin(member):
-                return  # all have been patched together, by an outer function
+                return  # an outer function has patched all of them already
             interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch
 
 
 def _check_no_overflows() -> None:
-    """Turn off the interpreter's check of each integer sum: compiled kernels have none, and it took half the time."""
+    """Turn off the overflow check of integer sums, which compiled kernels lack and which takes half the time."""
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
@@ -60,7 +60,7 @@ def _check_no_overflows() -> None:
 
 
 def _look_types_up() -> None:
-    """Keep the NumPy dtype of each Triton dtype: the interpreter makes a table of all of them at each look-up."""
+    """Cache the NumPy dtype of each Triton dtype, since the interpreter builds a table of all at each look-up."""
     from triton.runtime import interpreter
 
     find, found = interpreter._get_np_dtype, {}
@@ -81,7 +81,7 @@ if INTERPRETING:
 
 
 def rerun(module: str, timeout: float = 3 * PATIENCE) -> None:
-    """Runs the tests of the file `module` in an interpreting process; fails with that process's output."""
+    """Run the tests of the file `module` in an interpreting process; fail with its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     without = [word for plugin in ("cacheprovider", *_NOT_NEEDED) for word in ("-p", f"no:{plugin}")]

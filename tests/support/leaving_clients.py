@@ -1,7 +1,7 @@
-"""Requests of every kind at once, a tenth of whose clients leave at a random moment, and what is left after them.
+"""Load a server with requests of every kind, disconnect a tenth of the clients at random, and look for leaks.
 
-`PYTHONPATH=tests python -m support.leaving_clients 24000 4096` does that to a server of the demo model: so many
-requests, so many of them at a time. Prints what became of them, and the server's memory every tenth of the way.
+`PYTHONPATH=tests python -m support.leaving_clients 24000 4096` sends 24 000 requests, 4 096 at a time, to a server of
+the demo model. It prints how they ended, and the server's memory after every tenth of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GAUGES = ("requests_running", "requests_waiting", "steps_in_flight", "pages_used
 
 @dataclass
 class Tally:
-    """How requests ended, and the bytes that the server held for itself, now and then."""
+    """How requests ended, and the server's private memory in bytes over time."""
 
     ends: Counter[str] = field(default_factory=Counter)
     memory: list[int] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Served:
         self.url, self.port, self.pid = found[0], int(found[1]), popen.pid
 
     def memory(self) -> int:
-        """Bytes that its processes hold for themselves."""
+        """Return the private memory of the server's processes in bytes."""
         return own_memory(self.pid)
 
     def child(self, role: str) -> psutil.Process:
-        """The worker holds the model and torch, and so by far the most; the manager is the other child."""
+        """Return the worker, which holds the most memory because of torch and the model, or the manager."""
         children = psutil.Process(self.pid).children(recursive=True)
         children.sort(key=lambda child: child.memory_info().rss)
         return children[-1] if role == "worker" else children[0]
@@ -59,7 +59,7 @@ class Served:
 
 @contextmanager
 def served(*flags: str) -> Iterator[Served]:
-    """While the context lasts."""
+    """Run a server of the demo model while the context lasts."""
     command = [sys.executable, "-m", "tok_server.cli", "serve", "--port", "0", "--device", "cpu", *flags]
     with subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True) as popen:
         try:
@@ -70,7 +70,7 @@ def served(*flags: str) -> Iterator[Served]:
 
 
 def asked(seed: int) -> dict[str, object]:
-    """A request of any length, alone or with samples, streamed or not."""
+    """Return a random request: any length, one or more samples, streamed or not."""
     rng = random.Random(seed)
     words = rng.choices(["Tom", "has", "12", "apples", "and", "buys", "more."], k=rng.randint(1, 60))
     body: dict[str, object] = {"prompt": " ".join(words), "seed": seed, "ignore_eos": rng.random() < 0.5}
@@ -80,7 +80,7 @@ def asked(seed: int) -> dict[str, object]:
 
 
 async def request(port: int, seed: int) -> str:
-    """How it ended: "whole", "left", or what was wrong with it."""
+    """Send a request and return how it ended: "whole", "left", or its error."""
     rng = random.Random(~seed)
     body = asked(seed)
     data = json.dumps(body).encode()
@@ -114,7 +114,7 @@ def _judged(answer: bytes, body: dict[str, object]) -> str:
 
 
 async def load(server: Served, count: int, concurrency: int, first_seed: int = 0) -> Tally:
-    """`count` requests, `concurrency` at a time; returns once the server has nothing left to do."""
+    """Send `count` requests, `concurrency` at a time; return once the server is idle."""
     tally, began = Tally(), time.monotonic()
     seeds = iter(range(first_seed, first_seed + count))
 
@@ -131,7 +131,7 @@ async def load(server: Served, count: int, concurrency: int, first_seed: int = 0
 
 
 async def settled(port: int) -> dict[str, float]:
-    """The metrics once nothing runs any more."""
+    """Wait until the server is idle and return its metrics."""
     deadline = time.monotonic() + PATIENCE
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -146,10 +146,10 @@ async def settled(port: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints what became of that many requests, that many at a time."""
+    """Print how the requests ended, and the memory of the server."""
     count, concurrency = map(int, sys.argv[1:3])
     with served() as server:
-        asyncio.run(load(server, concurrency, concurrency, first_seed=10**6))  # as much as it will ever hold at once
+        asyncio.run(load(server, concurrency, concurrency, first_seed=10**6))  # warm up to peak memory
         warm = server.memory()
         tally = asyncio.run(load(server, count, concurrency))
         after = server.memory()

@@ -1,9 +1,9 @@
-"""The lock as it is committed: every version pinned, no address of any package index.
+"""Convert `uv.lock` to its committed form: every version pinned, no address of any package index.
 
-uv writes into `uv.lock` where each file was found, which is true only of the network it ran in. The committed
-form keeps names, versions and markers. The members' `requires-dist` are emptied as well: uv then sees that
-the lock is out of step, resolves again against the user's own index with the pinned versions as preferences,
-and fills the addresses in. (With the lists left full, uv takes the lock as it is and finds nothing to install.)
+uv writes into `uv.lock` the address of each file, which is valid only in the network where uv ran. The committed form
+keeps names, versions and markers. It also empties the members' `requires-dist`: uv then finds the lock outdated,
+resolves again against the user's own index with the pinned versions as preferences, and fills in the addresses. (With
+full lists uv takes the lock as it is and finds nothing to install.)
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import tomlkit
 
 NOWHERE = "https://index.invalid/simple"
-"""Stands where an index's address was; nothing below `.invalid` ever resolves (RFC 2606)."""
+"""Replaces the address of an index; names below `.invalid` never resolve (RFC 2606)."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'<>]+", re.IGNORECASE)
 
 
 class Pin(NamedTuple):
-    """One locked version; `markers` is empty where the version holds for every environment."""
+    """One locked version; `markers` is empty if the version applies to every environment."""
 
     name: str
     version: str
@@ -30,7 +30,7 @@ class Pin(NamedTuple):
 
 
 def addressless(lock: str) -> str:
-    """The text of a lock as it is committed. Doing it twice changes nothing."""
+    """Return the committed form of a lock. The function is idempotent."""
     document: Any = tomlkit.parse(lock)
     for package in document["package"]:
         package.pop("sdist", None)
@@ -44,12 +44,12 @@ def addressless(lock: str) -> str:
 
 
 def addresses(text: str) -> list[str]:
-    """Every URL in `text` that leads somewhere, in order."""
+    """Return every URL in `text` whose host may resolve, in order."""
     return [url for url in _URL.findall(text) if not (urlsplit(url).hostname or "").endswith(".invalid")]
 
 
 def pins(lock: str) -> set[Pin]:
-    """What a lock pins; the workspace's own packages are left out."""
+    """Return the pins of a lock without the workspace's own packages."""
     packages: Any = tomlkit.parse(lock).unwrap()["package"]
     return {
         Pin(package["name"], package["version"], tuple(package.get("resolution-markers", ())))
@@ -59,7 +59,7 @@ def pins(lock: str) -> set[Pin]:
 
 
 def constraints(lock: str) -> str:
-    """The pins in the form of a constraints file, one requirement a line, sorted."""
+    """Return the pins as a sorted constraints file, one requirement a line."""
     return "".join(f"{line}\n" for pin in sorted(pins(lock)) for line in _requirements(pin))
 
 

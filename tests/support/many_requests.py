@@ -1,6 +1,6 @@
-"""Requests without end through a manager, of every kind that leaves traces, and how much memory it holds.
+"""Run many requests of every kind through a manager, and measure its memory.
 
-`PYTHONPATH=tests python -m support.many_requests 1000000` prints that every tenth of the way.
+`PYTHONPATH=tests python -m support.many_requests 1000000` prints the memory after every tenth of the requests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INFO = msgspec.structs.replace(
     eos_token_ids=(END,),
 )
 STEM = np.arange(100, dtype=np.int32)
-KINDS = 997  # of stop sets, more than are kept; a prime, so that kinds of everything meet
+KINDS = 997  # distinct stop sets, more than the cache holds; prime, so that all kinds of requests combine
 
 
 class ManyRequests:
-    """Half as many again as have slots are open; prompts share stems, samples end early, late, or are cancelled."""
+    """Keeps 1.5 requests per slot open; prompts share stems, and samples end early, late, or by cancellation."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -43,7 +43,7 @@ class ManyRequests:
         self._random = np.random.default_rng(0)
 
     def run(self, requests: int) -> None:
-        """Until so many more have finished or were cancelled."""
+        """Run until `requests` more requests have finished or were cancelled."""
         manager, last = self.simulation.manager, self.finished + requests
         while self.finished < last:
             for _ in range(self._slots * 3 // 2 - len(manager.requests)):
@@ -55,7 +55,7 @@ class ManyRequests:
             self.finished = self._given - len(manager.requests)
 
     def end(self) -> None:
-        """Until nothing is open, and nothing cached: what is left is kept of those that are gone."""
+        """Run until no request is open and evict the cache; memory that remains is kept for ended requests."""
         manager = self.simulation.manager
         while manager.requests or manager.output_processor.in_flight:
             self.simulation.turn()
@@ -85,7 +85,7 @@ def _short(u: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def main(requests: int) -> None:
-    """Prints a line every tenth of the way."""
+    """Print a line after every tenth of the requests."""
     many, process, began = ManyRequests(slots=2048), psutil.Process(), time.perf_counter()
     for _ in range(10):
         many.run(requests // 10)

@@ -1,4 +1,4 @@
-"""Bytes of memory that a process and its descendants hold for themselves, whatever else runs."""
+"""Measure the private memory of a process tree, independently of other processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import psutil
 
 
 def own_memory(pid: int) -> int:
-    """Anonymous memory of process `pid` and its descendants, in bytes: heaps, stacks, pages changed; swapped out, too.
+    """Return the anonymous memory of process `pid` and its descendants in bytes: heaps, stacks, modified pages, swap.
 
-    Not psutil's `uss`, which has all pages that no other process maps: those of a library are of a process as long as
-    it is the only one to use it. With torch that is 200 MiB, which a process gains when another one with torch ends.
+    psutil's `uss` would also count the pages of libraries that no other process maps. With torch these are 200 MiB,
+    which a process appears to gain when another process with torch ends.
     """
     one = psutil.Process(pid)
     maps = (each for process in (one, *one.children(recursive=True)) for each in process.memory_maps())

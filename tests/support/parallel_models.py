@@ -1,4 +1,4 @@
-"""What the processes of a test of parallel models compute; the test compares it with what one process does."""
+"""Functions that ranks of a parallel model run; tests compare the results with those of one process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.state import WorkerState
 from tok_kernels import choose
 
-Draws = list[NDArray[np.float64]]  # of a step: tokens, their log-probabilities, the likeliest, theirs
-Logits = list[NDArray[np.float32]]  # one array a step: tensors would be shared with processes that have ended
+Draws = list[NDArray[np.float64]]  # of a step: tokens, log-probabilities, top-k tokens, their log-probabilities
+Logits = list[NDArray[np.float32]]  # one array a step; torch tensors would share memory with ended processes
 
 CPU = torch.device("cpu")
-ROWS = 2 * CHUNK + 8  # that sample
-PROMPT = 37  # tokens: no multiple of any number of ranks
+ROWS = 2 * CHUNK + 8  # sampling rows
+PROMPT = 37  # tokens; not divisible by any number of ranks
 
 
 def tokens_of(count: int, seed: int = 1) -> list[int]:
@@ -42,14 +42,14 @@ def model_of(
     tensor: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
-    """The share of the model in the directory of one worker."""
+    """Return one worker's shard of the model at `path`."""
     model = build(read_config(path), choose(CPU), CPU, dtype, place, tensor)
     load(model, path)
     return model
 
 
 def logits_of(model: CausalLM) -> Logits:
-    """Whole logits of a prompt in two steps, of both again beside another sequence, and of the two decoding."""
+    """Return unsharded logits of a chunked prompt, of a second sequence, and of decode and prefill steps of both."""
     sequences = Sequences(model, 2, 4)
     first, second = tokens_of(PROMPT), tokens_of(PROMPT + 4, seed=2)
     found = [
@@ -64,7 +64,7 @@ def logits_of(model: CausalLM) -> Logits:
 
 
 def chained_logits(stages: Sequence[CausalLM]) -> Logits:
-    """Logits of chunks of a sequence, each of which goes through one stage after the other."""
+    """Return logits of chunks of a sequence that pass through one pipeline stage after another."""
     chain = [Sequences(stage, 1, 4) for stage in stages]
     found = []
     for chunk, rows in [(tokens_of(20), None), (tokens_of(17, 2), [3, 16]), ([5], [0])]:
@@ -79,12 +79,12 @@ def chained_logits(stages: Sequence[CausalLM]) -> Logits:
 
 
 def whole(model: CausalLM, logits: Tensor) -> Tensor:
-    """All of the vocabulary's."""
+    """Return the logits of the whole vocabulary."""
     return logits if model.shards is None else model.shards.whole(logits)
 
 
 def draws_of(model: CausalLM) -> list[Draws]:
-    """What steps draw from the same hidden states: plain ones, and some rows of which need whole logits."""
+    """Return the samples of steps from the same hidden states: plain steps, and steps that need unsharded logits."""
     state = WorkerState(model.local, CPU, torch.float32, slots=ROWS, num_pages=1, page_size=16, pages_per_slot=2)
     source = torch.Generator().manual_seed(3)
     state.columns.length.fill_(9)
@@ -126,7 +126,7 @@ def draws_of(model: CausalLM) -> list[Draws]:
 
 
 def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
-    """The likeliest tokens to follow, by one process or by all ranks alike."""
+    """Return greedy tokens, by one process or by all ranks."""
     sequences, found = Sequences(model, 1, 16), list[int]()
     rows: list[int] = [len(prompt) - 1]
     chunk = list(prompt)
@@ -139,8 +139,11 @@ def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
 def compute(
     peers: ProcessGroups, paths: Sequence[Path], max_all_reduce_tokens: Sequence[int], count: int
 ) -> list[tuple[list[Logits], list[Logits], list[int], list[Draws]]]:
-    """Of each model the logits for each number of tokens up to which the residual stream is whole on every rank, those
-    of two stages likewise, greedy tokens at the first, and draws from vocabularies that cannot be cut evenly."""
+    """Return logits, two-stage logits, greedy tokens and samples of each model.
+
+    Logits are computed for each of `max_all_reduce_tokens`, greedy tokens for the first of them. Samples are computed
+    only if the vocabulary size is not divisible by the number of ranks.
+    """
     assert peers.tensor is not None
     place, tensor, found = peers.place, TensorParallel(peers.tensor, CPU), []
     for path in paths:
@@ -149,7 +152,7 @@ def compute(
         logits, chained = [], []
         for few in max_all_reduce_tokens:
             tensor.max_all_reduce_tokens = few
-            for one in stages:  # leaves the ranks in step
+            for one in stages:  # the warm-up must leave the ranks in step
                 warm_up_gemms(one, PROMPT, place.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
@@ -160,8 +163,7 @@ def compute(
 
 
 def held_by_ranks(peers: ProcessGroups, path: Path) -> tuple[list[str], NDArray[np.float32], NDArray[np.float32]]:
-    """Of a bfloat16 model the dtype that each layer's queries, keys and values are made in, and the logits of a prompt
-    whose rows are cut between the ranks, and of one that all have."""
+    """Return the QKV dtype of each layer of a bfloat16 model, and logits with and without sequence parallelism."""
     assert peers.tensor is not None
     tensor = TensorParallel(peers.tensor, CPU)
     model = model_of(path, peers.place, tensor, torch.bfloat16)

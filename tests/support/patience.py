@@ -1,4 +1,4 @@
-"""Wait for something that happens in its own time: no test depends on how fast the machine is today."""
+"""Wait for conditions with a generous deadline, so that no test depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# Seconds before a test that hangs fails. Only a hang takes that long: a machine ten times slower than usual does not.
+# Seconds until a hanging test fails. Even a machine ten times slower than usual does not reach it.
 PATIENCE = 300.0
 
 POLL_SECONDS = 0.005

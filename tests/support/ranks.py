@@ -1,4 +1,4 @@
-"""Several processes joined by gloo, like the workers of one replica, that run a function each and return its result."""
+"""Run a function in several processes joined by gloo, like the workers of one replica, and return the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_core.parallel.process_groups import ProcessGroups, join
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE = 240.0  # seconds, for all of it
+PATIENCE = 240.0  # seconds for all ranks to finish
 
 
 def run_ranks(
@@ -27,10 +27,10 @@ def run_ranks(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> list[R]:
-    """What `function(peers, *args, **kwargs)` returns in a process for each place, in their order.
+    """Run `function(peers, *args, **kwargs)` in a process for each of `places` and return the results in order.
 
-    The function has to be importable by name, as those in `support` are. Raises AssertionError with the tracebacks of
-    those that failed; the processes end with the first failure, and with this process.
+    The function must be importable by name, like the functions in `support`. Raise AssertionError with the tracebacks
+    of failed processes; all processes end with the first failure, and with this process.
     """
     context = get_context("spawn")
     results: dict[int, R] = {}
@@ -55,7 +55,7 @@ def run_ranks(
 
 
 def _collect(pipes: dict[connection.Connection, int], results: dict[int, R]) -> list[str]:
-    """Results into `results`; returns how processes failed, if any did."""
+    """Receive results into `results`; return the failures of processes."""
     deadline, failures = time.monotonic() + PATIENCE, list[str]()
     while pipes and not failures:
         ready = connection.wait(list(pipes), max(0.0, deadline - time.monotonic()))
@@ -89,7 +89,7 @@ def _run(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
-    # What it has sent to others may not be with them yet, and would be lost with it: it stays until it is killed.
+    # Stay alive until killed: data sent to other ranks may not have arrived, and would be lost with this process.
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, with one CPU each, as Ray's own tests have it."""
+"""Start a Ray cluster of two nodes with one CPU each on this machine, as Ray's own tests do."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
-STORE_BYTES = 80 << 20  # nothing is kept there
+STORE_BYTES = 80 << 20  # the tests store nothing there
 TRIES = 3
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ.update({"RAY_worker_niceness": "0"})  # else its processes would hardly start beside other tests
+os.environ.update({"RAY_worker_niceness": "0"})  # Ray's default is too low beside other tests
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = (
-    "0"  # else Ray copies the workspace to each node; read when it is imported
+    "0"  # otherwise Ray copies the workspace to each node; Ray reads this when imported
 )
 
 
 @contextmanager
 def two_nodes() -> Iterator[str]:
-    """The address to join it at. Whatever this process had joined of it is left at the end."""
+    """Run the cluster and yield its address; at the end this process leaves the cluster."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -37,11 +37,11 @@ def two_nodes() -> Iterator[str]:
 
 
 def _add_node(cluster: Cluster) -> None:
-    """A node gives itself 15 seconds to start, and the cluster 30: too few on a busy machine that has never done it."""
+    """Add a node, with retries: Ray allows a node 15 s and a cluster 30 s, too little for a first start when busy."""
     for left in reversed(range(TRIES)):
         try:
             cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
             return
-        except Exception:  # it has no name of its own
+        except Exception:  # Ray raises a plain Exception
             if not left:
                 raise

@@ -1,4 +1,4 @@
-"""Replicas for tests of the engine: a real manager over a simulated worker, which runs and dies when it is told to."""
+"""Simulate replicas for tests of the engine: a real manager over a simulated worker that runs and dies on command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_core.replicas.replica import Death, Report
 
 
 class SimulatedReplica:
-    """Begins to serve with `be_ready`, works in `turn`, and ends with `die`."""
+    """A replica that becomes ready in `be_ready`, works in `turn`, and dies in `die`."""
 
     def __init__(self, info: EngineInfo, report: Report, death: Death) -> None:
         self.manager, self.ports = make_manager(info)
@@ -21,24 +21,24 @@ class SimulatedReplica:
         self._info = info
         self._report = report
         self._death = death
-        self.cached: list[int] = []  # tokens found in the cache, of each part
+        self.cached: list[int] = []  # cached tokens of each request part
 
     def start(self) -> None:
-        """Waits for `be_ready`."""
+        """Do nothing until `be_ready`."""
 
     def send(self, messages: Sequence[ToManager]) -> None:
-        """To the manager."""
+        """Send messages to the manager."""
         self.ports.inbox += messages
 
     def close(self) -> None:
-        """Nothing is left to be closed."""
+        """Do nothing."""
 
     def be_ready(self) -> None:
-        """The worker has loaded its model."""
+        """Report that the worker has loaded its model."""
         self._report(self._info)
 
     def turn(self) -> bool:
-        """Lets the manager do something; returns whether there was anything to do."""
+        """Run one turn of the manager; return whether there was work."""
         if self.manager.turn():
             return True
         self.manager._report_if_changed()
@@ -46,11 +46,11 @@ class SimulatedReplica:
         return bool(self.ports.queued)
 
     def die(self, reason: str, *, by_request: bool = False) -> None:
-        """Ends without another word."""
+        """Report the replica's death and nothing else."""
         self._death(self, reason, by_request=by_request)
 
     def settle(self) -> None:
-        """Works until there is nothing to do, and checks that the manager holds nothing."""
+        """Run until idle, and check that the manager holds nothing."""
         while self.turn():
             pass
         assert_all_given_back(self.manager)
@@ -61,7 +61,7 @@ class SimulatedReplica:
 
 
 def simulated_core(info: EngineInfo, **options: object) -> EngineCore:
-    """An engine's core whose replicas are simulated, and start."""
+    """Return an engine core whose simulated replicas have been started."""
     config = EngineConfig(model="simulated", page_size=info.page_size, **options)  # type: ignore[arg-type]
     core = EngineCore(config, in_process=True)
 
@@ -75,7 +75,7 @@ def simulated_core(info: EngineInfo, **options: object) -> EngineCore:
 
 
 def replica_of(core: EngineCore, number: int) -> SimulatedReplica:
-    """A simulated replica."""
+    """Return the simulated replica with this number."""
     replica = core._replica_set.records[number].replica
     assert isinstance(replica, SimulatedReplica)
     return replica

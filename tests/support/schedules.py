@@ -1,4 +1,4 @@
-"""Managers over simulated workers: what each sample must be, driving one to the end, and what must hold on the way."""
+"""Run managers over simulated workers, compute expected samples, and check invariants on the way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = EngineInfo(
 
 
 def engine_info(**sizes: int) -> EngineInfo:
-    """A small engine, with the sizes that a test gives."""
+    """Return the info of a small engine with the given sizes."""
     return msgspec.structs.replace(SMALL, **sizes)
 
 
@@ -48,9 +48,10 @@ def make_manager(
     pp: int = 1,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Manager, SimulatedPorts]:
-    """A manager and the ports through which its simulated worker, or pipeline of `pp` stages, answers.
+    """Return a manager and the ports of its simulated worker, or pipeline of `pp` stages.
 
-    Short prompts are grouped, too, and few pages told at once. While `clock` stands still, nobody waits for too long.
+    The manager groups even short prompts, and shares even few pages at once. While `clock` stands still, no request
+    waits for too long.
     """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
     config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
@@ -62,12 +63,12 @@ def make_manager(
 
 
 def submit(rid: int, prompt: Sequence[int], params: SamplingParams, tenant: str = "", salt: bytes = b"") -> Submit:
-    """A request for a simulated model."""
+    """Return a request for a simulated model."""
     return Submit(rid, np.array(prompt, np.int32), params, tenant=tenant, salt=salt)
 
 
 def expected(prompt: Sequence[int], sample: int, params: SamplingParams) -> list[int]:
-    """What the sample must be, token by token from its whole context."""
+    """Return the expected tokens of a sample, each computed from its whole context."""
     context = list(prompt)
     assert params.max_tokens is not None
     for _ in range(params.max_tokens):
@@ -78,7 +79,7 @@ def expected(prompt: Sequence[int], sample: int, params: SamplingParams) -> list
 
 
 def ends(generated: Sequence[int], params: SamplingParams) -> bool:
-    """Whether the last token is one that ends its sample."""
+    """Return whether the last token ends its sample."""
     ending = generated[-1] in params.stop_token_ids or (generated[-1] == EOS and not params.ignore_eos)
     return ending and len(generated) > params.min_tokens
 
@@ -89,7 +90,7 @@ def drive(
     arrivals: Mapping[int, Sequence[ToManager]],
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Turns the manager until all is done or `until` holds; `arrivals` come at the beginning of their turn."""
+    """Run turns of the manager until it is idle or `until` holds; `arrivals` come at the beginning of their turn."""
     for turn in range(20_000):
         ports.inbox += arrivals.get(turn, ())
         worked = manager.turn()
@@ -104,8 +105,11 @@ def drive(
 
 
 def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
-    """Checks whoever is preempted, from now on: of the lowest class, and twice only where no younger one of the class
-    runs that never was. Returns the list of requests and samples that are, which grows."""
+    """Check every preemption from now on, and return the growing list of preempted (request, sample) pairs.
+
+    A victim must be of the lowest priority class. A sample may be preempted again only if every younger running
+    sample of its class has been preempted, too.
+    """
     scheduler, table = manager.scheduler, manager.table
     preempt, victims = scheduler.preempt, list[tuple[int, int]]()
 
@@ -125,7 +129,7 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
 
 
 def hurry(manager: Manager, hurries: Iterable[bool], deferred: DeferredWork | None = None) -> None:
-    """From now on the worker is about to run dry whenever `hurries` says so; with another policy, if one is given."""
+    """Make the worker's queue seem to run low whenever `hurries` says so; set `deferred` if given."""
     ask = iter(hurries)
     setattr(manager, "_hurried", lambda: next(ask))  # noqa: B010
     if deferred is not None:
@@ -133,14 +137,14 @@ def hurry(manager: Manager, hurries: Iterable[bool], deferred: DeferredWork | No
 
 
 def kept(manager: Manager) -> list[RetainedPrompt]:
-    """The prompts that are kept for samples that have not started."""
+    """Return the retained prompts of samples that have not started."""
     return list(manager.scheduler.retained_prompts._retained.values())
 
 
 def check(manager: Manager) -> None:
-    """Every page is free, the tree's, one slot's own, or kept for late samples; never two of these.
+    """Check that every page is exactly one of: free, in the tree, owned by a slot, retained for late samples.
 
-    No page is held by two slots whose requests have different salts.
+    Slots whose requests have different salts must not share a page.
     """
     table, paging, retained_prompts = manager.table, manager.paging, kept(manager)
     salts: dict[int, bytes] = {}
@@ -172,7 +176,7 @@ def check(manager: Manager) -> None:
 
 
 def check_accounts(manager: Manager) -> None:
-    """Each caller's account counts the samples that hold a slot, or will fork from one that prefills."""
+    """Check that each account counts the samples that hold a slot or will fork from a prefilling one."""
     table, held = manager.table, Counter[int]()
     for request in {id(one): one for one in table.requests if one is not None}.values():
         forks = 0 if request.leader is None else len(manager.scheduler.pending_forks.get(request.leader, ()))
@@ -186,7 +190,7 @@ def check_accounts(manager: Manager) -> None:
 
 
 def assert_all_given_back(manager: Manager) -> None:
-    """Nothing is held once all has ended."""
+    """Check that the manager holds nothing once all requests have ended."""
     table, paging = manager.table, manager.paging
     assert paging.used == 0
     assert table.free_slots == table.slots

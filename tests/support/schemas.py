@@ -1,4 +1,4 @@
-"""JSON schemas of all kinds that a grammar can say, made at random, and texts made at random under a grammar."""
+"""Generate random JSON schemas that grammars support, and random texts under a grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("id", "name", "größe", 'a "b"', "x\\y", "", "日本", "of", "idle")
 
 
 def random_schema(rng: random.Random) -> Schema:
-    """A schema under which something is valid, and nothing valid takes more than some hundred characters."""
+    """Return a satisfiable schema whose valid texts have at most some hundred characters."""
     return _Maker(rng).whole()
 
 
@@ -111,7 +111,7 @@ class _Maker:
     def reference(self, depth: int) -> Schema:
         name = self.rng.choice(("a", "b/c", "d~e"))
         if name not in self.defs:
-            self.defs[name] = {}  # one that refers to itself is any value: it is not, while it is being made
+            self.defs[name] = {}  # registered first, so that nested references do not define it again
             self.defs[name] = self.value(0)
         return {"$ref": f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"}
 
@@ -119,8 +119,9 @@ class _Maker:
 def random_text(
     grammar: Compiled, pieces: Sequence[bytes], ends: Sequence[int], rng: random.Random, most: int
 ) -> bytes:
-    """The text of random tokens that the grammar allows, until it may end. Those that close something are drawn more
-    often. AssertionError: it has `most` tokens before.
+    """Return the text of random tokens that the grammar allows; tokens that close something are sampled more often.
+
+    Raise AssertionError if the text does not end within `most` tokens.
     """
     matcher, text = grammar.matcher(), b""
     mask = np.zeros((1, len(grammar.first)), np.int32)
@@ -140,6 +141,6 @@ def random_text(
 
 
 def tokens_of(mask: np.ndarray) -> list[int]:
-    """The tokens in a packed set."""
+    """Return the tokens in a packed bitmask."""
     found: list[int] = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
     return found

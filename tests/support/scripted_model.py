@@ -1,7 +1,7 @@
-"""A real model that says what a test has written: each token of a script is followed by the next, whatever came before.
+"""Write a real model that generates scripts of a test: each token of a script is followed by the next.
 
-Attention and feed-forward layers add nothing: the hidden state is the embedding of the last token, and the LM head is
-solved for the logits that follow each token of a script. Pieces of scripts are tokens of their own.
+Attention and feed-forward layers add nothing, so that the hidden state is the embedding of the last token. The LM head
+is solved for the logits that follow each token of a script. Pieces of scripts are tokens of their own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from support.tiny_models import make_model
 from support.tiny_tokenizer import SPECIAL_TOKENS
 
 VOCABULARY = 512
-CERTAIN = 60.0  # the logit of the next token of a script; all others' are drawn from a standard normal distribution
+CERTAIN = 60.0  # the logit of the next token of a script; the others come from a standard normal distribution
 
-# In the manner of Qwen3's: tools and calls in tags, think blocks, and a switch for them. `script` begins the answer.
+# Like Qwen3's template: tools and calls in tags, think blocks, and a switch for them. `script` begins the answer.
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- if tools %}[tools]
 {%- for tool in tools %}{{ tool | tojson }}
@@ -41,9 +41,9 @@ CHAT_TEMPLATE = """{{ bos_token }}
 
 
 def make_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]], template: str = CHAT_TEMPLATE) -> Path:
-    """Writes a model whose answer to a prompt that ends with the key of a script is its pieces; returns `directory`.
+    """Write a model that answers a prompt that ends with the key of a script with its pieces; return `directory`.
 
-    No piece may have two successors, nor be a token already. At any temperature up to 1 the script is followed.
+    No piece may have two successors or be a token already. The model follows scripts at any temperature up to 1.
     """
     make_model("llama-untied", directory, vocab_size=VOCABULARY, layers=1)
     follows = _add_tokens(directory, scripts)
@@ -54,7 +54,7 @@ def make_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]], t
 
 
 def _add_tokens(directory: Path, scripts: Mapping[str, Sequence[str]]) -> dict[int, int]:
-    """Gives every piece a token; which follows which."""
+    """Add a token for every piece; return the successor of each token."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     follows: dict[int, int] = {}
     for tag, script in scripts.items():
@@ -78,9 +78,9 @@ def _set_weights(file: Path, follows: Mapping[int, int]) -> None:
         elif name.endswith("norm.weight"):
             tensor.fill_(1)
     before = embeddings[list(follows)]
-    states = before / before.pow(2).mean(-1, keepdim=True).sqrt()  # as they come from the last norm
+    states = before / before.pow(2).mean(-1, keepdim=True).sqrt()  # the output of the last norm
     head = weights["lm_head.weight"]
-    # Equal logits would leave it to rounding which token is the second most likely.
+    # Random logits, since with equal logits rounding would decide which token is second.
     wanted = torch.randn((len(states), len(head)), generator=torch.Generator().manual_seed(0))
     wanted[torch.arange(len(states)), list(follows.values())] = CERTAIN
     head += (torch.linalg.pinv(states) @ (wanted - states @ head.T)).T

@@ -1,4 +1,4 @@
-"""Sequences fed to a model by hand, over a paged cache, as steps do it.
+"""Feed sequences to a model over a paged cache, as steps do.
 
 Axes: S slots, P pages a slot, T tokens of the step.
 """
@@ -15,7 +15,7 @@ from tok_kernels import AttentionBatch, LayerCache
 
 
 class Sequences:
-    """A few sequences over one paged cache: every forward feeds a chunk to some of them, one slot each.
+    """A few sequences over one paged cache, one per slot; every forward feeds chunks to some of them.
 
     Pages are handed out in random order and hold NaN until written.
     """
@@ -35,7 +35,7 @@ class Sequences:
         ]
 
     def feed(self, chunks: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None) -> Tensor:
-        """Logits after `(slot, tokens)` chunks; those of one token come first and run as decodes."""
+        """Return logits after `(slot, tokens)` chunks; chunks of one token come first and run as decodes."""
         with torch.inference_mode():
             return self.model.logits(self.forward(chunks, rows))
 
@@ -45,7 +45,7 @@ class Sequences:
         rows: Sequence[int] | None = None,
         stream: Tensor | None = None,
     ) -> Tensor:
-        """What the model makes of the chunks, or of the stream of the stage before."""
+        """Run the model on the chunks, or on the residual stream of the previous stage."""
         decodes = sum(1 for _, tokens in chunks if len(tokens) == 1)
         assert all(len(tokens) == 1 for _, tokens in chunks[:decodes])
         positions = [torch.arange(self.length[slot], self.length[slot] + len(t)) for slot, t in chunks]

@@ -1,4 +1,4 @@
-"""A real server on a real port, for tests: engine, application and event loop in a thread of the test process."""
+"""Run a real server on a real port: engine, application and event loop in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Answer:
     body: bytes
 
     def json(self) -> dict[str, object]:
-        """The body, which is to be a JSON object."""
+        """Return the body, which must be a JSON object."""
         found = json.loads(self.body, parse_constant=_refuse)
         assert isinstance(found, dict)
         return found
 
     def error(self) -> dict[str, object]:
-        """The error object, which is to have all four members."""
+        """Return the error object, which must have all four members."""
         found = self.json()["error"]
         assert isinstance(found, dict)
         assert found.keys() == {"message", "type", "param", "code"}
         return found
 
     def events(self) -> list[str]:
-        """Data of the server-sent events."""
+        """Return the data of the server-sent events."""
         assert self.headers["content-type"].startswith("text/event-stream")
         blocks = self.body.decode().split("\n\n")
         assert blocks.pop() == ""
@@ -58,7 +58,7 @@ class Answer:
         return [block.removeprefix("data: ") for block in blocks]
 
     def chunks(self) -> list[dict[str, object]]:
-        """The events of a stream that ended well."""
+        """Return the events of a stream, which must end with [DONE]."""
         *events, done = self.events()
         assert done == "[DONE]"
         return [json.loads(event, parse_constant=_refuse) for event in events]
@@ -79,11 +79,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Base URL for clients."""
+        """The base URL for clients."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def call(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
-        """One request; a body that is not bytes is sent as JSON."""
+        """Send one request; a body that is not bytes is sent as JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
@@ -96,11 +96,11 @@ class Server:
             connection.close()
 
     def complete(self, **fields: object) -> Answer:
-        """POST /v1/completions."""
+        """Send POST /v1/completions."""
         return self.call("POST", "/v1/completions", {"model": NAME, **fields})
 
     def chat(self, **fields: object) -> Answer:
-        """POST /v1/chat/completions."""
+        """Send POST /v1/chat/completions."""
         return self.call("POST", "/v1/chat/completions", {"model": NAME, **fields})
 
 
@@ -115,9 +115,9 @@ def serving(
     send_buffer: int | None = None,
     **options: Any,
 ) -> Iterator[Server]:
-    """Serves `model` under `name` on the CPU while the context lasts. `options`: of `Settings`.
+    """Serve `model` under `name` on the CPU while the context lasts, with `options` of `Settings`.
 
-    send_buffer  bytes that the system holds for a client that does not read; None: megabytes
+    send_buffer  bytes that the kernel buffers for a client that does not read; None: megabytes
     """
     sizes: dict[str, Any] = {"kv_cache_tokens": 16_384, "max_running": 64} | (engine_options or {})
     config = EngineConfig(model=str(model), device="cpu", **sizes)
@@ -156,7 +156,7 @@ def serving(
 
 
 def free_port() -> int:
-    """A port at which another process may listen later: below those that the system gives to whoever names none."""
+    """Return a port for another process to listen on later, below the range of ephemeral ports."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in range(lowest - 1 - os.getpid() % (lowest // 2), 1024, -1):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

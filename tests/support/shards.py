@@ -1,7 +1,7 @@
-"""Ranks of a cut vocabulary played one after the other, without processes: each is begun anew until it has heard all.
+"""Simulate ranks of a sharded vocabulary one after another, without processes.
 
-What a rank computes does not depend on how often it is begun, so that a rank can be run up to the first thing it does
-not know yet, which is what the others tell at that point.
+A rank is deterministic. It runs up to the first gather that lacks values of other ranks, and is restarted until all
+gathers are complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tok_kernels import Exchange, Sampled
 
 
 class _Unheard(Exception):
-    """The others have not told yet."""
+    """Other ranks have not sent their values yet."""
 
 
 class _Shards:
@@ -38,7 +38,7 @@ class _Shards:
 
 
 def draw_together(logits_RV: Tensor, cuts: list[int], draw: Callable[[Tensor, _Shards], Sampled]) -> list[Sampled]:
-    """What each rank draws; `cuts` are the entries at which the vocabulary is cut."""
+    """Return what each rank samples; `cuts` are the entries at which the vocabulary is split."""
     bounds = [0, *cuts, logits_RV.shape[1]]
     ranks, heard = len(bounds) - 1, list[list[Tensor]]()
     while True:

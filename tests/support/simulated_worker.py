@@ -1,10 +1,10 @@
-"""A worker without a model: its next token is a hash of the context that it finds through the page table.
+"""A worker without a model: its next token is a hash of the context that it reads through the page table.
 
-Every wrong page, stale page table entry, lost copy or wrong position changes the hash, so what a sequence generates is
-right exactly if the manager handed out its pages rightly. Steps are carried out as on a device: pages are copied before
-anything is written, all keys of a step are written before any is read, and a sequence that has drawn an end id computes
-nothing more. What a step draws is taken over when a later step says so, as at the first stage of a pipeline; until then
-its sequences cannot decode.
+Any wrong page, stale page-table entry, lost copy or wrong position changes the hash, so that a sequence has the right
+tokens exactly if the manager handed out its pages correctly. Steps run as on a device: pages are copied before anything
+is written, all keys of a step are written before any is read, and a sequence that sampled an EOS id computes nothing
+more. Sampled tokens take effect when a later step says so, as at the first stage of a pipeline; until then their
+sequences cannot decode.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tok_core.messages import (
 
 
 def next_token(context: np.ndarray, sample: int, vocab: int) -> int:
-    """The token that follows `context` in sample `sample`."""
+    """Return the token that follows `context` in sample `sample`."""
     return zlib.crc32(context.astype(np.int32).tobytes(), sample) % vocab
 
 
 def score(context: np.ndarray, token: int) -> float:
-    """The log-probability of `token` after `context`."""
+    """Return the log-probability of `token` after `context`."""
     return -float(zlib.crc32(context.astype(np.int32).tobytes(), token) % 1000)
 
 
 def hidden(context: np.ndarray) -> np.ndarray:
-    """The hidden state after `context`: two whole numbers, whose sums are exact."""
+    """Return the hidden state after `context`: two whole numbers, whose sums are exact."""
     found = zlib.crc32(context.astype(np.int32).tobytes())
     return np.array([found % 97, found // 97 % 89], np.float32)
 
 
 NOTHING = -5
-"""What is returned for sequences that have ended."""
+"""The token returned for ended sequences."""
 
 
 class SimulatedWorker:
@@ -60,11 +60,11 @@ class SimulatedWorker:
         self.sample = np.zeros(info.max_running, np.int64)
         self.eos_from_position = np.zeros(info.max_running, np.int64)
         self.ended = np.zeros(info.max_running, np.bool_)
-        self.renewed = np.zeros(info.max_running, np.int64)  # the step that gave each slot to its present owner
-        self.drawn: deque[tuple[int, int, int]] = deque()  # step, slot and token of draws to be taken over
+        self.renewed = np.zeros(info.max_running, np.int64)  # the step that gave each slot to its current sequence
+        self.drawn: deque[tuple[int, int, int]] = deque()  # step, slot and token of samples that have not taken effect
 
     def run(self, step: StepInput) -> StepOutput:
-        """Carries out one step."""
+        """Run one step."""
         self._take_over(step.sampled_upto)
         self._apply(step)
         owed = {slot for number, slot, _ in self.drawn if self.renewed[slot] <= number}
@@ -154,7 +154,7 @@ class SimulatedWorker:
         assert length <= step.max_kv
         position = np.arange(length)
         reader = np.full(length, slot)
-        shared = 0  # levels follow on one another without a gap
+        shared = 0  # keys covered by levels so far; levels are contiguous
         for level in step.levels:
             (group,) = np.flatnonzero((level.start <= row) & (row < level.start + level.count)).tolist() or [None]
             if group is not None:
@@ -169,7 +169,7 @@ class SimulatedWorker:
 
 
 class SimulatedPorts:
-    """Ports of a manager over a simulated worker; tokens come back `delay` steps late, or when nothing else is left."""
+    """Ports of a manager over a simulated worker; tokens return `delay` steps late, or when the manager is idle."""
 
     def __init__(self, info: EngineInfo, delay: int) -> None:
         self.worker = SimulatedWorker(info)
@@ -204,7 +204,7 @@ class SimulatedPorts:
 
 
 def collect(reports: list[Progress]) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], Any]]:
-    """Tokens and endings by request and sample."""
+    """Return tokens and endings by request and sample."""
     tokens: dict[tuple[int, int], list[int]] = {}
     ends: dict[tuple[int, int], Any] = {}
     for report in reports:

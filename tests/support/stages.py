@@ -1,4 +1,4 @@
-"""The steps of a manager, recorded as one worker carries them out, and carried out again by stages of a pipeline."""
+"""Record the steps of a manager over one worker, and replay them by the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tok_kernels import choose
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES, SLOTS, LENGTH, STEP_TOKENS = 8, 96, 12, 96, 40
 
-_KEPT: list[Runner] = []  # gloo drops what it has yet to send of a buffer that is given up
+_KEPT: list[Runner] = []  # keeps send buffers alive: gloo drops unsent data of a freed buffer
 
 
 def stage_runner(path: Path, peers: ProcessGroups) -> Runner:
-    """The worker of a stage, in fp32 on the reference backend."""
+    """Return the worker of a stage, in fp32 on the reference backend."""
     config, backend, place = read_config(path), choose(CPU), peers.place
     model = build(config, backend, CPU, torch.float32, place)
     load(model, path)
@@ -45,7 +45,7 @@ def stage_runner(path: Path, peers: ProcessGroups) -> Runner:
 
 
 class RecordingPorts(LocalPorts):
-    """Keeps what passes."""
+    """Ports that record steps, outputs and reports."""
 
     def __init__(self, runner: Runner, run_ahead: int) -> None:
         super().__init__(runner, run_ahead, self._keep)
@@ -69,7 +69,7 @@ class RecordingPorts(LocalPorts):
 def record(
     path: Path, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, pp: int, run_ahead: int
 ) -> RecordingPorts:
-    """What a manager for `pp` stages sends, and what comes back from one worker that has the whole model."""
+    """Record what a manager for `pp` stages sends and what one worker with the whole model returns."""
     config = read_config(path)
     ports = RecordingPorts(stage_runner(path, ProcessGroups(RankCoordinates(), CPU)), run_ahead)
     info = EngineInfo(
@@ -97,7 +97,7 @@ def record(
 
 
 def carry_out(peers: ProcessGroups, path: Path, steps: Sequence[StepInput], in_flight: int) -> list[StepOutput]:
-    """The outputs of this stage's worker, which has so many steps under way."""
+    """Return the outputs of this stage's worker, which keeps up to `in_flight` steps in flight."""
     runner, launched, outputs = stage_runner(path, peers), [], []
     _KEPT.append(runner)
     for step in steps:

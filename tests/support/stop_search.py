@@ -1,4 +1,4 @@
-"""The meaning of stop strings, by the plain definition: join the bytes of all tokens, or of shown ones, and search."""
+"""Find stop strings by their definition: join the bytes of all tokens, or of shown tokens, and search."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tok_core.manager.stops.stop_sets import StopHit
 def whole_text_search(
     pieces: Sequence[bytes], stops: Sequence[str], min_tokens: int = 0, shown: Sequence[bytes] | None = None
 ) -> StopHit | None:
-    """The first to end of `stops` in a sample's `pieces`, and of those that end at once the one that begins first.
+    """Return the hit of `stops` in a sample's `pieces` that ends first; among equal ends, the one that begins first.
 
-    Those that end within the first `min_tokens` pieces do not count. `shown`: what of each piece is shown, all or none.
+    Hits that end within the first `min_tokens` pieces do not count. `shown` has the shown bytes of each piece: all or
+    none.
     """
     ends = [len(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
     every = list(range(ends[-1]))

@@ -1,7 +1,7 @@
-"""Tiny random models that wander, written as whole model directories, and what transformers answers for them.
+"""Write tiny random models as whole model directories, and compute transformers' answers for them.
 
-With transformers' own initialisation greedy decoding repeats one token and errors hide; with norm weights
-near 1, embeddings of std 1 and linears of std 0.25 every position matters.
+With transformers' own initialisation greedy decoding repeats one token, which hides errors. With norm weights near 1,
+embeddings of std 1 and linears of std 0.25 every position matters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
 }
 BIASES = {"llama": ("attention_bias", "mlp_bias"), "mistral": (), "qwen2": (), "qwen3": ("attention_bias",)}
 UNTIED = ("llama-untied", "qwen3")
-# Windows of every layer, of the last one, and of the first: no multiple of a page, shorter than most prompts.
+# Sliding windows of every layer, of the last one, and of the first: no multiple of a page, shorter than most prompts.
 WINDOWS: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 37},
     "qwen2-window": {"sliding_window": 21, "use_sliding_window": True, "max_window_layers": 1},
@@ -78,11 +78,11 @@ def make_model(
     generation_config: bool = True,
     rope: Mapping[str, object] | None = None,
 ) -> Path:
-    """Writes a random model of one of `CONFIGS`, tokenizer and chat template included; returns `directory`.
+    """Write a random model of one of `CONFIGS`, with tokenizer and chat template; return `directory`.
 
-    Hidden size 64, 4 query and 2 key/value heads of size 16 (qwen3: 32), equal seeds giving equal weights.
-    `biases` adds them to every projection that can have one (qwen2 always has them on q, k and v).
-    `rope` replaces the kind's own rotary settings. `<|end_of_text|>` and `<|eot_id|>` both end a text.
+    The hidden size is 64, with 4 query and 2 key/value heads of size 16 (qwen3: 32). Equal seeds give equal weights.
+    `biases` adds a bias to every projection that can have one (qwen2 always has biases on q, k and v).
+    `rope` replaces the kind's own RoPE settings. `<|end_of_text|>` and `<|eot_id|>` both end a text.
     """
     first_special = write_tokenizer(directory, vocab_size)
     begin, *ends = range(first_special, first_special + len(SPECIAL_TOKENS))
@@ -114,7 +114,7 @@ def make_model(
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Norm weights 1 + 0.1·n, embeddings n, matrices and biases 0.25·n, for standard normal n."""
+    """Set norm weights to 1 + 0.1·n, embeddings to n, matrices and biases to 0.25·n, for standard normal n."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -128,7 +128,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def write_checkpoint(model: nn.Module, directory: Path, shards: int = 1) -> None:
-    """Writes the parameters as safetensors: one file, or `shards` files and their index."""
+    """Write the parameters as safetensors: one file, or `shards` files and their index."""
     tensors: dict[str, Tensor] = {name: value.contiguous() for name, value in model.named_parameters()}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -145,7 +145,7 @@ def write_checkpoint(model: nn.Module, directory: Path, shards: int = 1) -> None
 
 
 def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """Changes the weights of a model of one file in place; returns `directory`."""
+    """Change the weights of a single-file model in place; return `directory`."""
     file = directory / "model.safetensors"
     weights = load_file(file)
     change(weights)
@@ -158,7 +158,7 @@ def reference_greedy(
 ) -> list[tuple[list[int], list[float]]]:
     """Return greedy tokens and their log-probabilities by transformers, past any EOS.
 
-    Answers are kept for the life of the process, by directory and prompt: the directory must not change.
+    Answers are cached for the life of the process, by directory and prompt: the directory must not change.
     """
     asked = [tuple(map(int, prompt)) for prompt in prompts]
     missing = [one for one in dict.fromkeys(asked) if (path, one, new_tokens, dtype) not in _ANSWERS]
@@ -171,7 +171,7 @@ def reference_greedy(
 
 
 def reference_logits(path: Path, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Logits `[T, V]` by transformers after each of `tokens`."""
+    """Return transformers' logits `[T, V]` after each of `tokens`."""
     with torch.inference_mode():
         logits: Tensor = reference_model(path, dtype)(torch.tensor([list(tokens)])).logits[0]
     return logits
@@ -179,7 +179,7 @@ def reference_logits(path: Path, tokens: Sequence[int], dtype: torch.dtype = tor
 
 @lru_cache(maxsize=8)
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The directory's model as transformers loads it, with eager attention."""
+    """Return the directory's model as loaded by transformers, with eager attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
@@ -190,7 +190,7 @@ _ANSWERS: dict[tuple[Path, tuple[int, ...], int, torch.dtype], tuple[list[int], 
 
 
 def _together(path: Path, dtype: torch.dtype) -> int:
-    """Return how many prompts transformers computes at once: one where frequencies depend on the longest of them."""
+    """Return the batch size for transformers: 1 if RoPE frequencies depend on the longest prompt of a batch."""
     rope = str(getattr(reference_model(path, dtype).config, "rope_parameters", ""))
     return 1 if "dynamic" in rope or "longrope" in rope else 16
 
@@ -204,7 +204,7 @@ def _greedy(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     steps = []
     with torch.inference_mode():
-        model(inputs[:1, -1:])  # undoes what dynamic rope scaling remembers of longer passes
+        model(inputs[:1, -1:])  # resets the frequencies that dynamic RoPE scaling keeps from longer passes
         for _ in range(new_tokens):
             out = model(inputs, attention_mask=mask, position_ids=positions, past_key_values=past, use_cache=True)
             past, logprobs = out.past_key_values, out.logits[:, -1].float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a Llama-3-like chat template, as the files of a model directory."""
+"""Write a small byte-level BPE tokenizer with a Llama-3-like chat template into a model directory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> int:
-    """Writes tokenizer.json and tokenizer_config.json; returns the id of the first of `SPECIAL_TOKENS`.
+    """Write tokenizer.json and tokenizer_config.json; return the id of the first of `SPECIAL_TOKENS`.
 
-    Ids 0 to 255 are the bytes in their alphabet's order, then come merges and the special tokens; a model's
+    Ids 0 to 255 are the bytes in the order of the byte-level alphabet, followed by merges and special tokens. A model's
     vocabulary may be larger.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> int:
 
 
 def add_merges(directory: Path, texts: Sequence[str], most: int) -> None:
-    """Adds tokens to a directory's tokenizer: the first two, three, ... `most` bytes of each text."""
+    """Add tokens to a directory's tokenizer: the first two, three, ... `most` bytes of each text."""
     file = directory / "tokenizer.json"
     found = json.loads(file.read_text())
     vocab, merges = found["model"]["vocab"], found["model"]["merges"]
@@ -66,7 +66,7 @@ def add_merges(directory: Path, texts: Sequence[str], most: int) -> None:
 
 
 def _train(vocab_size: int) -> Tokenizer:
-    """Merges learned from the text above, as many as the vocabulary has room for."""
+    """Train merges on `TRAINING_TEXT`, at most as many as fit in the vocabulary."""
     size = min(256 + MERGES, vocab_size - len(SPECIAL_TOKENS))
     if size < 256:
         raise ValueError(f"vocab_size is {vocab_size}; allowed: at least {256 + len(SPECIAL_TOKENS)}")

@@ -1,4 +1,4 @@
-"""What the workspace consists of: its root, its packages, its files, and the uv that runs it."""
+"""Find the root, packages and files of the workspace, and uv."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _NOT_OURS = {".git", ".venv", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cac
 
 
 def sources(package: str) -> list[Path]:
-    """The Python files that `package` installs."""
+    """Return the Python files that `package` installs."""
     return sorted((ROOT / "packages" / package / "src").rglob("*.py"))
 
 
 def git(*arguments: str) -> str | None:
-    """What git prints about this checkout; None where this is no checkout, or git refuses."""
+    """Return git's output about this checkout; None if this is no checkout, or git fails."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return None
-    # A checkout that another user owns (a mounted volume) is still only read here.
+    # Accept a checkout that another user owns, such as a mounted volume: these commands only read.
     command = ["git", "-c", "safe.directory=*", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
 
 
 def files() -> list[Path]:
-    """Every file of ours, as git sees it; outside a checkout, every file that no tool has left."""
+    """Return every tracked or unignored file; outside a checkout, every file outside the folders of tools."""
     listed = git("ls-files", "--cached", "--others", "--exclude-standard", "-z")
     found = (ROOT / name for name in listed.split("\0") if name) if listed is not None else _walk()
     return sorted(path for path in found if path.is_file())
 
 
 def uv() -> str:
-    """The path of the uv that runs this process, or else of the one on PATH."""
+    """Return the path of the uv that runs this process, or of uv on PATH."""
     found = os.environ.get("UV") or shutil.which("uv")
     if found is None:
         raise FileNotFoundError("uv is not on PATH; install it with: python3 -m pip install uv")

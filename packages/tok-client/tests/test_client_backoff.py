@@ -1,4 +1,4 @@
-"""Retries wait as long as they should, by an injected clock."""
+"""Tests of retry waits with an injected clock, of which errors are retried, and of error messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def after(retry_after: str) -> APIStatusError:
 
 
 @pytest.mark.parametrize(("luck", "waits"), [(0.0, [0.5, 1, 2, 4, 5, 5]), (1.0, [1, 2, 4, 8, 10, 10])])
-def test_waits_double_up_to_the_most_with_jitter_between_half_and_whole(luck: float, waits: list[float]) -> None:
+def test_backoff_doubles_up_to_the_limit_with_half_to_full_jitter(luck: float, waits: list[float]) -> None:
     backoff = Backoff(first=1, most=10, uniform=lambda: luck)
     assert [backoff.delay(retry, BROKEN) for retry in range(1, 7)] == waits
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
-def test_a_wait_is_never_longer_than_the_most(retry: int, luck: float) -> None:
+def test_backoff_never_exceeds_the_limit(retry: int, luck: float) -> None:
     assert 0 < Backoff(uniform=lambda: luck).delay(retry, BROKEN) <= 8
 
 
@@ -51,7 +51,7 @@ def test_a_wait_is_never_longer_than_the_most(retry: int, luck: float) -> None:
         ("soon", 0.25),
     ],
 )
-def test_a_wait_is_no_shorter_than_retry_after_in_seconds_or_as_a_date(header: str, wait: float) -> None:
+def test_backoff_honours_retry_after_in_seconds_or_as_a_date(header: str, wait: float) -> None:
     backoff = Backoff(first=0.5, uniform=lambda: 0.0, clock=lambda: 40.0)
     assert backoff.delay(1, after(header)) == wait
 
@@ -67,7 +67,7 @@ def test_a_wait_is_no_shorter_than_retry_after_in_seconds_or_as_a_date(header: s
         *((status_error(status, {}, b""), False) for status in (302, 400, 401, 403, 404, 405, 413, 422, 501)),
     ],
 )
-def test_only_what_may_pass_is_tried_again(error: TokError, expected: bool) -> None:
+def test_only_transient_errors_are_retried(error: TokError, expected: bool) -> None:
     assert may_retry(error) is expected
 
 
@@ -75,7 +75,7 @@ def test_only_what_may_pass_is_tried_again(error: TokError, expected: bool) -> N
     ("error", "expected"),
     [(BROKEN, False), *((status_error(status, {}, b""), status in (429, 503)) for status in (408, 409, 429, 500, 503))],
 )
-def test_what_may_not_be_done_twice_is_tried_again_only_after_a_refusal(error: TokError, expected: bool) -> None:
+def test_non_idempotent_calls_are_retried_only_after_429_or_503(error: TokError, expected: bool) -> None:
     assert may_retry(error, repeatable=False) is expected
 
 
@@ -93,7 +93,7 @@ def test_what_may_not_be_done_twice_is_tried_again_only_after_a_refusal(error: T
         (b"[1]", ("no message", None, None, None)),
     ],
 )
-def test_error_bodies_of_any_form_are_told(body: bytes, told: tuple[str | None, ...]) -> None:
+def test_error_bodies_of_any_form_become_error_messages(body: bytes, told: tuple[str | None, ...]) -> None:
     error = status_error(400, {"x-request-id": "r1"}, body)
     assert (str(error), error.type, error.param, error.code) == (f"400: {told[0]}", *told[1:])
     assert (error.status_code, error.request_id) == (400, "r1")

@@ -1,4 +1,4 @@
-"""Endpoints beside completions against a server that misbehaves: uploads, downloads, batches, health, responses."""
+"""Tests of uploads, downloads, batches, health and responses against a misbehaving server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Odd:
-    """Answers whatever it is asked as `script` says, in turn; the last answer goes on."""
+    """A server that answers requests with the answers in `script` in turn, and repeats the last one."""
 
     def __init__(self) -> None:
         self.script: list[Answer] = []
@@ -73,7 +73,7 @@ def says(body: bytes = b"", status: int = 200, kind: str = "application/json") -
 
 
 def slowly(body: bytes, kind: str = "application/json") -> Answer:
-    """A byte at a time, from one turn of the event loop to the next."""
+    """Return an answer that sends one byte per turn of the event loop."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": kind})
@@ -106,7 +106,7 @@ async def drops(request: web.Request) -> web.StreamResponse:
 
 @pytest.mark.parametrize("as_path", [True, False])
 @pytest.mark.parametrize("size", [5, 3 << 20])
-async def test_an_upload_is_tried_again_from_its_beginning(
+async def test_an_upload_is_retried_from_its_beginning(
     odd: Odd, client: AsyncClient, tmp_path: Path, as_path: bool, size: int
 ) -> None:
     odd.script = [says(b"{}", 503), drops, says(FILE)]
@@ -121,7 +121,7 @@ async def test_an_upload_is_tried_again_from_its_beginning(
         assert body.index(b'name="purpose"') < body.index(b'name="file"')
 
 
-async def test_a_file_that_is_not_there_is_not_uploaded(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
+async def test_a_missing_file_is_not_uploaded(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await client.files.create(file=tmp_path / "none")
     assert odd.bodies == []
@@ -143,14 +143,14 @@ async def test_a_file_is_saved_whole_or_not_at_all(odd: Odd, client: AsyncClient
     assert len(odd.bodies) == 1
 
 
-async def test_a_batch_that_may_have_begun_is_not_begun_again(odd: Odd, client: AsyncClient) -> None:
+async def test_batch_creation_is_not_retried_after_a_dropped_connection(odd: Odd, client: AsyncClient) -> None:
     odd.script = [drops]
     with pytest.raises(APIConnectionError):
         await client.batches.create(input_file_id="f", endpoint="/v1/completions")
     assert len(odd.bodies) == 1
 
 
-async def test_health_is_told_in_whatever_form_it_comes(odd: Odd, client: AsyncClient) -> None:
+async def test_health_parses_reports_and_raises_on_other_bodies(odd: Odd, client: AsyncClient) -> None:
     odd.script = [says(b"")]
     assert (await client.health()).status == "ready"
     odd.script = [says(HEALTHY, 503)]
@@ -161,7 +161,7 @@ async def test_health_is_told_in_whatever_form_it_comes(odd: Odd, client: AsyncC
             await client.health()
 
 
-async def test_a_slow_answer_that_keeps_coming_is_waited_for(odd: Odd) -> None:
+async def test_a_slow_body_that_keeps_arriving_does_not_time_out(odd: Odd) -> None:
     odd.script = [slowly(HEALTHY + b" " * 300)]
     async with AsyncClient(str(odd.server.make_url("/v1")), timeout=PATIENCE, max_retries=0) as client:
         assert (await client.health()).status == "draining"
@@ -170,7 +170,7 @@ async def test_a_slow_answer_that_keeps_coming_is_waited_for(odd: Odd) -> None:
             assert [type(event).__name__ async for event in stream] == ["OutputTextDelta", "ResponseCompleted"]
 
 
-async def test_a_response_is_whole_with_its_last_event(odd: Odd, client: AsyncClient) -> None:
+async def test_a_responses_stream_ends_at_response_completed(odd: Odd, client: AsyncClient) -> None:
     for rest in (b"", b"data: [DONE]\n\n", b": bye\n\n"):
         odd.script = [says(DELTA + NEWS + LAST + rest, kind="text/event-stream")]
         async with await client.responses.create(model="m", input="a", stream=True) as stream:
@@ -187,7 +187,7 @@ async def test_a_response_is_whole_with_its_last_event(odd: Odd, client: AsyncCl
         (DELTA + b'event: error\ndata: {"type":"error","message":"died"}\n\n', StreamError),
     ],
 )
-async def test_a_response_that_is_not_whole_is_an_error_after_its_events(
+async def test_a_broken_responses_stream_raises_after_its_events(
     odd: Odd, client: AsyncClient, events: bytes, error: type[Exception]
 ) -> None:
     odd.script = [says(events, kind="text/event-stream")]
@@ -213,7 +213,7 @@ MIXED = {
 }  # fmt: skip
 
 
-async def test_items_of_no_known_type_are_kept_as_they_were_sent(odd: Odd, client: AsyncClient) -> None:
+async def test_unknown_response_items_are_kept_as_they_were_sent(odd: Odd, client: AsyncClient) -> None:
     odd.script = [says(msgspec.json.encode(MIXED))]
     response = await client.responses.create(model="m", input="a")
     assert response.output == [SEARCH, SAID, REFUSED]
@@ -233,7 +233,7 @@ async def test_items_of_no_known_type_are_kept_as_they_were_sent(odd: Odd, clien
 
 
 @pytest.mark.parametrize("output", [None, {}, ["text"], [[]], [None]])
-async def test_a_response_whose_items_are_none_is_no_response(odd: Odd, client: AsyncClient, output: object) -> None:
+async def test_a_response_with_malformed_output_items_raises(odd: Odd, client: AsyncClient, output: object) -> None:
     odd.script = [says(msgspec.json.encode({**MIXED, "output": output}))]
     with pytest.raises(APIResponseError):
         await client.responses.create(model="m", input="a")

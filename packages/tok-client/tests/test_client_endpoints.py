@@ -1,4 +1,4 @@
-"""Both clients against the real server: every endpoint, with its types."""
+"""Tests of every endpoint of both clients, and of its types, against the real server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def later(whole: Server) -> AsyncIterator[AsyncClient]:
         yield found
 
 
-async def test_a_tool_call_comes_whole_and_in_pieces(client: Client, later: AsyncClient) -> None:
+async def test_a_tool_call_is_the_same_whole_and_streamed(client: Client, later: AsyncClient) -> None:
     asked = client.chat.completions.create(
         model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}
     )
@@ -73,7 +73,7 @@ async def test_a_tool_call_comes_whole_and_in_pieces(client: Client, later: Asyn
     assert (name, arguments) == ("weather", call.function.arguments)
 
 
-def test_an_answer_to_a_tool_call_can_be_sent_back(client: Client) -> None:
+def test_a_tool_result_can_be_sent_back_with_its_tool_call(client: Client) -> None:
     asked = client.chat.completions.create(
         model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}
     )
@@ -86,7 +86,7 @@ def test_an_answer_to_a_tool_call_can_be_sent_back(client: Client) -> None:
     assert after.choices[0].message.content == "It is."
 
 
-def test_what_was_thought_is_told_apart(client: Client) -> None:
+def test_chat_reasoning_is_returned_as_reasoning_content(client: Client) -> None:
     asked = client.chat.completions.create(model=NAME, messages=USER, chat_template_kwargs={"script": "@think"})
     message = asked.choices[0].message
     assert message.reasoning_content
@@ -96,13 +96,13 @@ def test_what_was_thought_is_told_apart(client: Client) -> None:
     assert asked.usage.completion_tokens_details.reasoning_tokens
 
 
-def test_the_text_follows_a_schema_or_a_pattern(client: Client) -> None:
+def test_structured_outputs_follow_a_json_schema_or_choice(client: Client) -> None:
     schema = wire.JsonSchema(name="yes", schema={"type": "boolean"}, strict=True)
     text = client.chat.completions.create(
         model=NAME,
         messages=USER,
         response_format=wire.JsonSchemaFormat(json_schema=schema),
-        chat_template_kwargs={"script": "@think"},  # else it may think until `max_tokens`
+        chat_template_kwargs={"script": "@think"},  # without the script, the model may think until `max_tokens`
         max_tokens=40,
     )
     assert text.choices[0].message.content in ("true", "false")
@@ -112,7 +112,7 @@ def test_the_text_follows_a_schema_or_a_pattern(client: Client) -> None:
     assert {choice.text for choice in made.choices} <= {"yes", "no"}
 
 
-def test_samples_end_once_enough_is_known(client: Client) -> None:
+def test_stop_when_majority_is_met_and_reported(client: Client) -> None:
     asked = client.completions.create(
         model=NAME,
         prompt="a",
@@ -130,7 +130,7 @@ def test_samples_end_once_enough_is_known(client: Client) -> None:
     assert majority(finished) == next(iter(told.answers))
 
 
-async def test_a_response_comes_whole_and_in_events(client: Client, later: AsyncClient) -> None:
+async def test_a_response_is_the_same_whole_and_streamed(client: Client, later: AsyncClient) -> None:
     asked = client.responses.create(model=NAME, input="the quick", max_output_tokens=6, temperature=0)
     (message,) = asked.output
     assert isinstance(message, wire.OutputMessage)
@@ -154,7 +154,7 @@ async def test_a_response_comes_whole_and_in_events(client: Client, later: Async
     assert again.usage.input_tokens > asked.usage.input_tokens
 
 
-async def test_embeddings_are_the_same_in_either_form(client: Client, later: AsyncClient) -> None:
+async def test_base64_and_float_embeddings_are_equal(client: Client, later: AsyncClient) -> None:
     packed = await later.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean")
     plain = client.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean", encoding_format="float")
     assert isinstance(packed.data[0].embedding, str)
@@ -165,13 +165,13 @@ async def test_embeddings_are_the_same_in_either_form(client: Client, later: Asy
     assert packed.usage.prompt_tokens == plain.usage.prompt_tokens > 2
 
 
-def test_vectors_that_are_none_are_refused() -> None:
+def test_malformed_base64_embeddings_are_refused() -> None:
     for text in ("AAA=", "AAAA", "?"):
         with pytest.raises(ValueError, match=r".+"):
             wire.Embedding(index=0, embedding=text).vector()
 
 
-async def test_tokens_of_texts_and_chats_and_back(client: Client, later: AsyncClient) -> None:
+async def test_tokenize_and_detokenize_texts_and_chats(client: Client, later: AsyncClient) -> None:
     found = client.tokenize(prompt="the quick fox", return_token_strs=True)
     assert found.count == len(found.tokens) == len(found.token_strs or [])
     assert "the quick fox" in (await later.detokenize(found.tokens, model=NAME)).prompt
@@ -183,7 +183,7 @@ async def test_tokens_of_texts_and_chats_and_back(client: Client, later: AsyncCl
         client.detokenize([-1])
 
 
-async def test_the_server_tells_of_itself(client: Client, later: AsyncClient) -> None:
+async def test_status_endpoints_answer_and_admin_endpoints_are_denied(client: Client, later: AsyncClient) -> None:
     assert (await later.health()).status == client.health().status == "ready"
     assert (await later.ready()).ready
     assert client.ready() == wire.ReadyReport(ready=True, status="ready")
@@ -196,7 +196,9 @@ async def test_the_server_tells_of_itself(client: Client, later: AsyncClient) ->
         await later.restart_replica(0)
 
 
-async def test_a_batch_from_its_file_to_its_answers(client: Client, later: AsyncClient, tmp_path: Path) -> None:
+async def test_a_batch_runs_from_its_input_file_to_its_output_file(
+    client: Client, later: AsyncClient, tmp_path: Path
+) -> None:
     lines = [completion_line(number) for number in range(5)]
     source = tmp_path / "naïve.jsonl"
     source.write_bytes(jsonl(lines))
@@ -251,7 +253,7 @@ def test_a_batch_is_cancelled(client: Client) -> None:
     assert client.batches.wait(begun.id, poll=0.02).status == "cancelled"
 
 
-async def test_many_prompts_are_mapped_into_a_file(client: Client, later: AsyncClient, tmp_path: Path) -> None:
+async def test_map_writes_and_resumes_an_output_file(client: Client, later: AsyncClient, tmp_path: Path) -> None:
     asked = [[number + 1, 5] for number in range(40)]
     output = tmp_path / "out.jsonl"
     half = [one async for one in later.completions.map(asked[:20], model=NAME, max_tokens=3, seed=1, output=output)]

@@ -1,4 +1,4 @@
-"""The examples and the README's snippets run as they stand, against the real server."""
+"""Tests that run the examples and the README's snippets unchanged against the real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.serving import NAME, Server, serving
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = EXAMPLES.parent / "README.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-# The model calls the tool, and once it has been answered, speaks.
+# The model first calls the tool, and answers in words once the result is in the messages.
 SCRIPTS = {
     "@call": ["<tool_call>", '{"name": "weather", ', '"arguments": {"city": ', '"Paris"}}', "</tool_call>"],
     "@words": ["It is", " sunny", ": 42", "."],
@@ -41,7 +41,7 @@ def run(example: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_file_of_prompts_is_answered_and_gone_on_with(scripted: Server, tmp_path: Path) -> None:
+def test_map_file_example_answers_prompts_and_resumes(scripted: Server, tmp_path: Path) -> None:
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("the quick\nfox\n")
     first = run("map_file.py", scripted.url, str(source), str(target))
@@ -50,19 +50,19 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(scripted: Server, tmp_pa
     assert sorted(json.loads(line)["index"] for line in target.read_text().splitlines()) == [0, 1, 2]
 
 
-def test_a_majority_is_found_and_scored(scripted: Server) -> None:
+def test_best_of_n_example_finds_and_scores_the_majority(scripted: Server) -> None:
     shown = run("best_of_n.py", scripted.url, "What is 6 times 7?", "42").splitlines()
     assert re.fullmatch(r"\d+ of 64 samples say 42", shown[0])
     assert shown[1] == "pass@1: 1.000"
 
 
-def test_a_tool_is_called_and_its_result_answered(scripted: Server) -> None:
+def test_tools_example_calls_the_tool_and_answers(scripted: Server) -> None:
     called, said = run("tools.py", scripted.url, "What is the weather in Paris?").splitlines()
     assert called.startswith("weather {")
     assert said == "It is sunny: 42."
 
 
-def test_a_batch_is_sent_and_fetched(scripted: Server, tmp_path: Path) -> None:
+def test_batch_example_sends_and_fetches_a_batch(scripted: Server, tmp_path: Path) -> None:
     lines = [completion_line(number) for number in range(3)]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl(lines))
@@ -71,9 +71,7 @@ def test_a_batch_is_sent_and_fetched(scripted: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_the_readmes_snippets_run(
-    scripted: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snippet: str
-) -> None:
+def test_readme_snippets_run(scripted: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snippet: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requests.jsonl").write_bytes(jsonl(map(completion_line, range(3))))
     (tmp_path / "prompts.txt").write_text("the quick\nfox\n")
@@ -81,7 +79,7 @@ def test_the_readmes_snippets_run(
     exec(compile(code, str(README), "exec"), {"__name__": "snippet"})
 
 
-def test_every_example_is_run_here_and_named_in_the_readme() -> None:
+def test_every_example_is_tested_and_named_in_the_readme() -> None:
     readme = README.read_text(encoding="utf-8")
     here = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):

@@ -1,4 +1,4 @@
-"""Both clients against a server that misbehaves: what is tried again, what is raised, that nothing hangs."""
+"""Tests of both clients against a misbehaving server: retries, errors and timeouts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Bad:
-    """A server that answers its requests as the handlers in `script` do, in turn; the last one goes on."""
+    """A server that answers requests with the handlers in `script` in turn, and repeats the last one."""
 
     def __init__(self) -> None:
         self.script: list[Handler] = []
         self.requests = 0
-        self.chunks = 0  # that the client has seen
+        self.chunks = 0  # received by the client
         app = web.Application()
         app[BAD] = self
         app.router.add_post("/v1/completions", self.handle)
@@ -81,7 +81,7 @@ def streams(*pieces: bytes, then: str = "end") -> Handler:
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
-        # A reset connection may lose what the client has not read yet.
+        # Wait for the client: a reset connection may lose data that it has not read yet.
         await until(lambda: then != "abort" or request.app[BAD].chunks == b"".join(pieces).count(CHUNK))
         await ending(request, then)
         return response
@@ -118,7 +118,7 @@ async def ending(request: web.Request, how: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to: how many chunks or answers, the waits before retries, and the error."""
+    """The outcome of a call: the number of chunks or answers, the waits before retries, and the error."""
 
     chunks: int
     waits: list[float]
@@ -193,7 +193,7 @@ def good(stream: bool) -> Handler:
         (breaks_off, [0.5]),
     ],
 )
-async def test_what_may_pass_is_tried_again(
+async def test_transient_errors_are_retried(
     bad: Bad, call: Call, stream: bool, first: Handler, waits: list[float]
 ) -> None:
     bad.script = [first, good(stream)]
@@ -223,7 +223,7 @@ async def test_after_the_last_retry_the_error_is_raised(bad: Bad, call: Call, st
         (405, APIStatusError),
     ],
 )
-async def test_a_refusal_is_raised_at_once(
+async def test_a_client_error_status_is_raised_without_retry(
     bad: Bad, call: Call, stream: bool, status: int, kind: type[APIStatusError]
 ) -> None:
     bad.script = [says(b"{}", status, x_request_id="r1")]
@@ -242,7 +242,7 @@ async def test_a_retry_after_longer_than_the_timeout_is_not_waited_for(bad: Bad,
 
 
 @both
-async def test_a_redirect_is_told_and_not_followed(bad: Bad, call: Call) -> None:
+async def test_a_redirect_is_raised_and_not_followed(bad: Bad, call: Call) -> None:
     bad.script = [says(b"", 307, Location="https://elsewhere/v1")]
     outcome = await call(bad)
     assert isinstance(outcome.error, APIStatusError)
@@ -251,7 +251,7 @@ async def test_a_redirect_is_told_and_not_followed(bad: Bad, call: Call) -> None
 
 
 @both
-async def test_half_a_body_is_tried_again_and_never_taken_for_an_answer(bad: Bad, call: Call) -> None:
+async def test_a_truncated_body_is_retried_and_never_returned(bad: Bad, call: Call) -> None:
     bad.script = [half_a_body]
     outcome = await call(bad)
     assert type(outcome.error) is APIConnectionError
@@ -260,7 +260,7 @@ async def test_half_a_body_is_tried_again_and_never_taken_for_an_answer(bad: Bad
 
 @both
 @streamed_or_not
-async def test_where_no_server_listens_there_is_no_connection(bad: Bad, call: Call, stream: bool) -> None:
+async def test_a_refused_connection_is_retried_and_raised(bad: Bad, call: Call, stream: bool) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         outcome = await call(bad, url=f"http://127.0.0.1:{held.getsockname()[1]}/v1", stream=stream)
@@ -271,7 +271,7 @@ async def test_where_no_server_listens_there_is_no_connection(bad: Bad, call: Ca
 @both
 @pytest.mark.parametrize("then", ["abort", "end"])
 @pytest.mark.parametrize("rest", [b"", CHUNK[:30], b"data: [DONE]"])
-async def test_a_stream_cut_short_is_an_error_after_its_chunks_and_not_tried_again(
+async def test_a_truncated_stream_raises_after_its_chunks_without_retry(
     bad: Bad, call: Call, then: str, rest: bytes
 ) -> None:
     bad.script = [streams(CHUNK, CHUNK + rest, then=then)]
@@ -288,9 +288,7 @@ async def test_a_stream_cut_short_is_an_error_after_its_chunks_and_not_tried_aga
         b'event: error\ndata: {"message":"died","type":"server_error","code":"x"}\n\n',
     ],
 )
-async def test_an_error_within_a_stream_is_raised_after_the_chunks_before_it(
-    bad: Bad, call: Call, event: bytes
-) -> None:
+async def test_an_error_event_is_raised_after_the_chunks_before_it(bad: Bad, call: Call, event: bytes) -> None:
     bad.script = [streams(CHUNK + event + CHUNK + DONE)]
     outcome = await call(bad, stream=True)
     assert isinstance(outcome.error, StreamError)
@@ -300,7 +298,7 @@ async def test_an_error_within_a_stream_is_raised_after_the_chunks_before_it(
 
 @both
 @pytest.mark.parametrize("garbage", [b"data: {\n\n", b'data: {"id":1}\n\n', b"data: \xff\n\n", b"data: []\n\n"])
-async def test_an_event_that_is_no_chunk_is_an_error(bad: Bad, call: Call, garbage: bytes) -> None:
+async def test_a_malformed_stream_event_raises(bad: Bad, call: Call, garbage: bytes) -> None:
     bad.script = [streams(CHUNK, garbage, DONE)]
     outcome = await call(bad, stream=True)
     assert isinstance(outcome.error, APIResponseError)
@@ -309,7 +307,7 @@ async def test_an_event_that_is_no_chunk_is_an_error(bad: Bad, call: Call, garba
 
 @both
 @pytest.mark.parametrize("garbage", [b"", b"{", b"<html>", b'{"id":1}', b"\xff"])
-async def test_an_answer_that_is_no_completion_is_an_error(bad: Bad, call: Call, garbage: bytes) -> None:
+async def test_a_malformed_completion_raises_with_its_body(bad: Bad, call: Call, garbage: bytes) -> None:
     bad.script = [says(garbage)]
     outcome = await call(bad)
     assert isinstance(outcome.error, APIResponseError)
@@ -317,7 +315,7 @@ async def test_an_answer_that_is_no_completion_is_an_error(bad: Bad, call: Call,
 
 
 @both
-async def test_a_server_that_does_not_stream_is_told_from_an_empty_stream(bad: Bad, call: Call) -> None:
+async def test_a_json_answer_to_a_streamed_request_raises(bad: Bad, call: Call) -> None:
     bad.script = [says()]
     outcome = await call(bad, stream=True)
     assert isinstance(outcome.error, APIResponseError)
@@ -326,7 +324,7 @@ async def test_a_server_that_does_not_stream_is_told_from_an_empty_stream(bad: B
 
 @both
 @streamed_or_not
-async def test_a_silent_server_is_a_timeout_and_not_asked_again(bad: Bad, call: Call, stream: bool) -> None:
+async def test_a_silent_server_times_out_without_retry(bad: Bad, call: Call, stream: bool) -> None:
     bad.script = [silent]
     outcome = await call(bad, stream=stream, timeout=0.2)
     assert isinstance(outcome.error, APITimeoutError)
@@ -335,7 +333,7 @@ async def test_a_silent_server_is_a_timeout_and_not_asked_again(bad: Bad, call: 
 
 
 @both
-async def test_a_stream_that_falls_silent_is_a_timeout_after_its_chunks(bad: Bad, call: Call) -> None:
+async def test_a_stalled_stream_times_out_after_its_chunks(bad: Bad, call: Call) -> None:
     bad.script = [streams(CHUNK, then="stall")]
     outcome = await call(bad, stream=True, timeout=0.2)
     assert isinstance(outcome.error, APITimeoutError)
@@ -343,13 +341,13 @@ async def test_a_stream_that_falls_silent_is_a_timeout_after_its_chunks(bad: Bad
 
 
 @both
-async def test_a_stream_is_whole_at_done_though_the_server_holds_the_connection(bad: Bad, call: Call) -> None:
+async def test_a_stream_ends_at_done_while_the_connection_stays_open(bad: Bad, call: Call) -> None:
     bad.script = [streams(CHUNK, DONE, then="stall")]
     outcome = await call(bad, stream=True)
     assert (outcome.error, outcome.chunks) == (None, 1)
 
 
-async def test_the_request_id_of_a_stream_is_known(bad: Bad) -> None:
+async def test_a_stream_has_the_request_id_of_its_response(bad: Bad) -> None:
     bad.script = [streams(CHUNK, DONE)]
     async with (
         AsyncClient(str(bad.server.make_url("/v1"))) as client,

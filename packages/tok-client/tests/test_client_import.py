@@ -1,4 +1,4 @@
-"""Importing the package is cheap, and its public names are those it means to have."""
+"""Tests of the package's import cost, dependencies and public names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.patience import PATIENCE
 from tok_client import types
 
 IMPORT = "import sys; before = set(sys.modules); import tok_client; print(*set(sys.modules) - before)"
-MAX_MODULES = 260  # 194 on Python 3.11, nearly all of asyncio and ssl; a library more that counts would be a hundred
+MAX_MODULES = 260  # modules; 194 on Python 3.11, mostly of asyncio and ssl; one more heavy library adds about 100
 
 
-def test_importing_loads_little_and_neither_an_engine_nor_the_http_library() -> None:
+def test_importing_tok_client_loads_neither_torch_nor_aiohttp() -> None:
     shown = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     modules = shown.stdout.split()
     assert len(modules) < MAX_MODULES
@@ -26,7 +26,7 @@ def test_importing_loads_little_and_neither_an_engine_nor_the_http_library() -> 
     assert not loaded & heavy
 
 
-def test_the_only_dependencies_are_aiohttp_and_msgspec() -> None:
+def test_tok_client_depends_only_on_aiohttp_and_msgspec() -> None:
     assert sorted(line.partition(">")[0] for line in requires("tok-client") or []) == ["aiohttp", "msgspec"]
 
 
@@ -37,7 +37,7 @@ def test_every_public_name_exists_and_is_listed_once(module: object) -> None:
     assert all(hasattr(module, name) for name in names)
 
 
-def test_a_program_that_never_closes_its_client_ends_quietly() -> None:
+def test_a_program_with_an_unclosed_client_exits_without_warnings() -> None:
     code = (
         "from tok_client import APIConnectionError, Client\n"
         "client = Client('http://127.0.0.1:1/v1', max_retries=0)\n"

@@ -1,4 +1,4 @@
-"""The event loop behind the blocking client: what interrupts a call, and whose timeout it raises."""
+"""Tests of the event-loop thread behind the blocking client: interrupts and timeouts of calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def loop() -> Iterator[LoopThread]:
     one.stop()
 
 
-def test_an_interrupt_that_does_not_wake_the_waiting_thread_ends_the_call_all_the_same(loop: LoopThread) -> None:
-    # Like a signal that comes just before the wait, one that another thread receives interrupts no system call here.
+def test_sigint_in_another_thread_interrupts_a_blocking_call(loop: LoopThread) -> None:
+    # A signal that another thread receives interrupts no system call here, like a signal just before the wait.
     waiting = threading.main_thread().ident
     assert waiting is not None
     uninterrupted: list[bool] = []
@@ -43,7 +43,7 @@ def test_an_interrupt_that_does_not_wake_the_waiting_thread_ends_the_call_all_th
     assert not uninterrupted
 
 
-def test_a_timeout_of_the_call_itself_is_raised_and_a_slow_call_is_waited_for(
+def test_blocking_calls_wait_and_raise_only_their_own_timeouts(
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_thread, "_SIGNAL_SECONDS", 0.001)

@@ -1,4 +1,4 @@
-"""`map`: a window over any number of prompts, results in either order, and a file that a later run goes on with."""
+"""Tests of `map`: its window of open requests, result order, errors, memory and progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from support.mill import Mill, endless, prompts
+from support.echo_server import EchoServer, endless, prompts
 from support.patience import until
 from tok_client import (
     BadRequestError,
@@ -30,10 +30,10 @@ from tok_client.requests.params import Conversation
 
 
 @pytest_asyncio.fixture
-async def mill() -> AsyncIterator[Mill]:
-    mill = Mill()
-    async with mill.server:
-        yield mill
+async def echo() -> AsyncIterator[EchoServer]:
+    echo = EchoServer()
+    async with echo.server:
+        yield echo
 
 
 def texts(results: Iterable[MapResult[object, Completion]]) -> list[str]:
@@ -46,12 +46,12 @@ def gone_through(items: Iterable[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", [list, gone_through])
-async def test_every_prompt_is_answered_once(
-    mill: Mill, ordered: bool, kind: Callable[[Iterable[str]], Iterable[str]]
+async def test_map_answers_every_prompt_once(
+    echo: EchoServer, ordered: bool, kind: Callable[[Iterable[str]], Iterable[str]]
 ) -> None:
     asked = prompts(100)
-    mill.gate = lambda prompt: mill.most_open == 7
-    async with mill.client() as client:
+    echo.gate = lambda prompt: echo.most_open == 7
+    async with echo.client() as client:
         run = client.completions.map(kind(asked), model="m", max_tokens=5, concurrency=7, ordered=ordered)
         found = [one async for one in run]
     assert sorted(one.index for one in found) == list(range(100))
@@ -59,13 +59,13 @@ async def test_every_prompt_is_answered_once(
     assert sorted(texts(found)) == sorted(prompt.upper() for prompt in asked)
     if ordered:
         assert [one.index for one in found] == list(range(100))
-    assert mill.asked == Counter(asked)
-    assert mill.most_open == 7
+    assert echo.asked == Counter(asked)
+    assert echo.most_open == 7
 
 
-def test_the_blocking_client_maps_too() -> None:
+def test_blocking_map_answers_all_prompts_within_its_concurrency() -> None:
     async def serve() -> tuple[list[str], int, set[str]]:
-        mill = Mill()
+        echo = EchoServer()
         threads: set[str] = set()
 
         def run() -> list[str]:
@@ -74,20 +74,20 @@ def test_the_blocking_client_maps_too() -> None:
                     threads.add(threading.current_thread().name)
                     yield prompt
 
-            with Client(mill.url) as client, client.completions.map(source(), model="m", concurrency=4) as found:
+            with Client(echo.url) as client, client.completions.map(source(), model="m", concurrency=4) as found:
                 return texts(found)
 
-        async with mill.server:
-            return await asyncio.to_thread(run), mill.most_open, threads
+        async with echo.server:
+            return await asyncio.to_thread(run), echo.most_open, threads
 
     found, most_open, threads = asyncio.run(serve())
     assert found == [prompt.upper() for prompt in prompts(50)]
     assert most_open <= 4
-    assert "tok-client" not in threads  # a generator that blocks holds up no connection
+    assert "tok-client" not in threads  # so that a blocking generator holds up no connection
 
 
-async def test_conversations_and_inputs_of_embeddings_are_mapped_alike(mill: Mill) -> None:
-    async with mill.client() as client:
+async def test_map_takes_conversations_and_embedding_inputs(echo: EchoServer) -> None:
+    async with echo.client() as client:
         talks: list[Conversation] = ["hello", [{"role": "system", "content": "s"}, {"role": "user", "content": "bye"}]]
         said = [one.result() async for one in client.chat.completions.map(talks, model="m")]
         vectors = [one.result() async for one in client.embeddings.map(["a", "abc"], model="m")]
@@ -97,7 +97,7 @@ async def test_conversations_and_inputs_of_embeddings_are_mapped_alike(mill: Mil
     assert all(isinstance(answer, EmbeddingList) for answer in vectors)
 
 
-async def test_no_more_prompts_are_taken_than_the_window_holds(mill: Mill) -> None:
+async def test_map_takes_no_more_prompts_than_its_window_holds(echo: EchoServer) -> None:
     taken = 0
 
     async def source() -> AsyncIterator[str]:
@@ -106,20 +106,20 @@ async def test_no_more_prompts_are_taken_than_the_window_holds(mill: Mill) -> No
             taken += 1
             yield prompt
 
-    mill.gate = lambda prompt: prompt != "prompt 3"  # all others are answered, none may be told
-    async with mill.client() as client:
+    echo.gate = lambda prompt: prompt != "prompt 3"  # the results of all later prompts must wait for prompt 3
+    async with echo.client() as client:
         async with client.completions.map(source(), model="m", concurrency=5) as run:
             assert texts([await anext(run) for _ in range(3)]) == ["PROMPT 0", "PROMPT 1", "PROMPT 2"]
-            await until(lambda: mill.answered.total() == 3 + 4 * 5 - 1)
+            await until(lambda: echo.answered.total() == 3 + 4 * 5 - 1)
             await asyncio.sleep(0.05)
-            assert mill.answered.total() == 3 + 4 * 5 - 1
+            assert echo.answered.total() == 3 + 4 * 5 - 1
             assert taken == 3 + 4 * 5 + 1
-        await until(lambda: mill.open == 0)  # closing disconnects
+        await until(lambda: echo.open == 0)  # closing the run disconnects
 
 
-async def test_a_slow_prompt_does_not_hold_up_results_as_they_come(mill: Mill) -> None:
-    mill.gate = lambda prompt: prompt != "prompt 0" or mill.answered.total() == 99
-    async with mill.client() as client:
+async def test_unordered_map_is_not_held_up_by_a_slow_prompt(echo: EchoServer) -> None:
+    echo.gate = lambda prompt: prompt != "prompt 0" or echo.answered.total() == 99
+    async with echo.client() as client:
         run = client.completions.map(prompts(100), model="m", concurrency=3, ordered=False)
         found = [one.index async for one in run]
     assert found[-1] == 0
@@ -127,10 +127,10 @@ async def test_a_slow_prompt_does_not_hold_up_results_as_they_come(mill: Mill) -
 
 
 @pytest.mark.parametrize("way", ["break", "close", "error"])
-async def test_leaving_a_run_disconnects_what_is_open(mill: Mill, way: str) -> None:
-    mill.gate = lambda prompt: prompt == "prompt 0"
-    mill.fault = lambda prompt, tries: "400" if way == "error" else None
-    async with mill.client() as client:
+async def test_leaving_a_map_run_disconnects_its_open_requests(echo: EchoServer, way: str) -> None:
+    echo.gate = lambda prompt: prompt == "prompt 0"
+    echo.fault = lambda prompt, tries: "400" if way == "error" else None
+    async with echo.client() as client:
         run = client.completions.map(endless(), model="m", concurrency=5)
         if way == "error":
             with pytest.raises(BadRequestError):
@@ -141,27 +141,27 @@ async def test_leaving_a_run_disconnects_what_is_open(mill: Mill, way: str) -> N
             await run.close()
             assert [one async for one in run] == []
         del run
-        await until(lambda: mill.open == 0)
+        await until(lambda: echo.open == 0)
 
 
 FAULTS = ["drop", "half", "500", "503 0", "429 0", "502"]
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-async def test_against_a_server_that_misbehaves_every_prompt_is_answered_once(mill: Mill, ordered: bool) -> None:
-    mill.fault = lambda prompt, tries: FAULTS[(int(prompt.split()[1]) + tries) % len(FAULTS)] if tries <= 3 else None
-    async with mill.client() as client:
+async def test_map_answers_every_prompt_once_despite_server_faults(echo: EchoServer, ordered: bool) -> None:
+    echo.fault = lambda prompt, tries: FAULTS[(int(prompt.split()[1]) + tries) % len(FAULTS)] if tries <= 3 else None
+    async with echo.client() as client:
         run = client.completions.map(prompts(60), model="m", concurrency=16, ordered=ordered)
         found = [one async for one in run]
     assert sorted(texts(found)) == sorted(prompt.upper() for prompt in prompts(60))
-    assert mill.answered == Counter(prompts(60))
-    assert set(mill.asked.values()) == {4}
+    assert echo.answered == Counter(prompts(60))
+    assert set(echo.asked.values()) == {4}
 
 
-async def test_errors_are_raised_in_their_place_or_returned(mill: Mill) -> None:
-    mill.fault = lambda prompt, tries: {"prompt 3": "400", "prompt 5": "garbage"}.get(prompt)
+async def test_map_errors_are_raised_in_order_or_returned(echo: EchoServer) -> None:
+    echo.fault = lambda prompt, tries: {"prompt 3": "400", "prompt 5": "garbage"}.get(prompt)
     asked = [*prompts(8), "lone \ud800"]
-    async with mill.client() as client:
+    async with echo.client() as client:
         found = [one async for one in client.completions.map(asked, model="m", on_error="return")]
         assert [one.index for one in found if one.error] == [3, 5, 8]
         kinds = [type(one.error).__name__ for one in found if one.error]
@@ -175,20 +175,20 @@ async def test_errors_are_raised_in_their_place_or_returned(mill: Mill) -> None:
         assert [one async for one in run] == []
 
 
-async def test_retries_end(mill: Mill) -> None:
-    mill.fault = lambda prompt, tries: "500"
-    async with mill.client() as client:
+async def test_map_gives_up_after_max_retries(echo: EchoServer) -> None:
+    echo.fault = lambda prompt, tries: "500"
+    async with echo.client() as client:
         with pytest.raises(InternalServerError):
             await anext(client.completions.map(["a"], model="m", max_retries=2))
-    assert mill.asked["a"] == 3
+    assert echo.asked["a"] == 3
 
 
-async def test_what_the_iterable_raises_is_raised(mill: Mill) -> None:
+async def test_map_raises_the_error_of_its_prompt_iterable(echo: EchoServer) -> None:
     def source() -> Iterator[str]:
         yield "a"
         raise LookupError("no more")
 
-    async with mill.client() as client:
+    async with echo.client() as client:
         with pytest.raises(LookupError, match="no more"):
             [one async for one in client.completions.map(source(), model="m")]
 
@@ -204,7 +204,7 @@ async def test_what_the_iterable_raises_is_raised(mill: Mill) -> None:
         ({"timeout": 0}, "timeout is 0"),
     ],
 )
-def test_arguments_that_are_not_allowed_are_named_at_once(given: dict[str, object], message: str) -> None:
+def test_map_refuses_invalid_arguments_by_name(given: dict[str, object], message: str) -> None:
     with Client() as client:
         with pytest.raises(ValueError, match=message):
             client.completions.map(["a"], model="m", **given)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_arguments_that_are_not_allowed_are_named_at_once(given: dict[str, objec
             client.completions.map(["a"], model="m", colour="red")  # type: ignore[call-arg]
 
 
-async def test_many_prompts_take_no_more_memory_than_few(mill: Mill, tmp_path: Path) -> None:
+async def test_map_memory_does_not_grow_with_the_number_of_prompts(echo: EchoServer, tmp_path: Path) -> None:
     sizes = []
     process = psutil.Process()
 
@@ -222,13 +222,13 @@ async def test_many_prompts_take_no_more_memory_than_few(mill: Mill, tmp_path: P
         for number in range(1500):
             if number in (300, 1499):
                 sizes.append(process.memory_info().rss)
-            yield f"{number} " + "x" * 20_000  # 24 MB from the one size to the other
+            yield f"{number} " + "x" * 20_000  # 24 MB between the two measurements
 
-    async with mill.client() as client:
+    async with echo.client() as client:
         run = client.completions.map(source(), model="m", concurrency=16, output=tmp_path / "out.jsonl")
         async for one in run:
-            mill.asked.clear()
-            mill.answered.clear()
+            echo.asked.clear()
+            echo.answered.clear()
             assert one.error is None
     assert sizes[1] - sizes[0] < 10e6
 
@@ -238,13 +238,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_one_line_that_tells_count_rate_and_time_left() -> None:
+def test_map_progress_line_shows_count_rate_and_time_left() -> None:
     now = 0.0
     shown = Terminal()
     progress = MappingProgress(shown, 1000, lambda: now)
     progress.skipped = 200
     for _ in range(100):
-        now += 0.0625  # a binary fraction
+        now += 0.0625  # a binary fraction, so that sums are exact
         progress.answered += 1
         progress.tell()
     progress.failed += 1
@@ -254,7 +254,7 @@ def test_progress_is_one_line_that_tells_count_rate_and_time_left() -> None:
     assert shown.getvalue().endswith("43 s left\n")
 
 
-def test_progress_in_a_file_is_a_line_every_ten_seconds() -> None:
+def test_map_progress_in_a_file_is_a_line_every_ten_seconds() -> None:
     now = 0.0
     shown = io.StringIO()
     progress = MappingProgress(shown, None, lambda: now)
@@ -265,16 +265,16 @@ def test_progress_in_a_file_is_a_line_every_ten_seconds() -> None:
     assert shown.getvalue() == "40, 4.0/s\n80, 4.0/s\n"
 
 
-async def test_progress_goes_to_stderr_when_asked_for(mill: Mill, capsys: pytest.CaptureFixture[str]) -> None:
-    async with mill.client() as client:
+async def test_map_progress_goes_to_stderr_when_requested(echo: EchoServer, capsys: pytest.CaptureFixture[str]) -> None:
+    async with echo.client() as client:
         [one async for one in client.completions.map(prompts(5), model="m")]
         assert capsys.readouterr().err == ""
         [one async for one in client.completions.map(prompts(5), model="m", progress=True)]
     assert capsys.readouterr().err.startswith("5/5 (100%), ")
 
 
-async def test_closing_the_client_ends_a_run(mill: Mill) -> None:
-    client = mill.client()
+async def test_closing_the_client_ends_a_map_run(echo: EchoServer) -> None:
+    client = echo.client()
     run = client.completions.map(endless(), model="m", concurrency=3, on_error="return")
     await anext(run)
     await client.close()

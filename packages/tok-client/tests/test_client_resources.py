@@ -1,4 +1,4 @@
-"""The blocking resources are those for an event loop, but for the waiting."""
+"""Test that the code of sync and async resources differs only in `await` and class names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASS = re.compile(r"^class (?P<name>\w+).*?(?=^class |\Z)", re.MULTILINE | re.D
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem != "resource"], ids=lambda file: file.stem)
-def test_both_kinds_of_a_resource_read_the_same(file: Path) -> None:
+def test_sync_and_async_resources_have_the_same_code(file: Path) -> None:
     found = {one["name"]: one[0].strip() for one in CLASS.finditer(file.read_text(encoding="utf-8"))}
     twins = [name for name in found if f"Async{name}" in found]
     assert len(found) == 2 * len(twins) > 0
@@ -27,5 +27,5 @@ def test_both_kinds_of_a_resource_read_the_same(file: Path) -> None:
 
 
 def plain(code: str) -> str:
-    """However its lines are broken."""
+    """Return the code without async keywords, names and line breaks."""
     return ast.unparse(ast.parse(SAME.sub("", code)))

@@ -1,4 +1,4 @@
-"""Both clients against a well-behaved server."""
+"""Tests of both clients against a well-behaved server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = wire.Model(id="org/model", created=1, owned_by="me")
 
 
 class Good:
-    """A server that answers every prompt with WORDS, and remembers what it was sent."""
+    """A server that answers every prompt with WORDS and records requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, object]] = []
@@ -111,7 +111,7 @@ class Good:
             while True:
                 await response.write(event(chunk))
                 await asyncio.sleep(0.001)
-        finally:  # it ends only when the client has gone
+        finally:  # reached only when the client disconnects
             self.disconnected.set()
 
 
@@ -124,7 +124,7 @@ def event(made: msgspec.Struct) -> bytes:
 
 
 async def streamed(request: web.Request, chunks: list[msgspec.Struct]) -> web.StreamResponse:
-    """All chunks and [DONE], in writes of 50 bytes, which cut events and characters."""
+    """Stream all chunks and [DONE] in writes of 50 bytes, which split events and characters."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     data = b": hello\n\n" + b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
@@ -142,7 +142,7 @@ async def good() -> AsyncIterator[Good]:
 
 
 async def blocking(function: Callable[[Client], object], good: Good, api_key: str | None = None) -> object:
-    """`function` with a blocking client, on a thread, while the server runs on the test's loop."""
+    """Call `function` with a blocking client on a thread, while the server runs on the test's loop."""
 
     def run() -> object:
         with Client(good.url, api_key) as client:
@@ -151,7 +151,7 @@ async def blocking(function: Callable[[Client], object], good: Good, api_key: st
     return await asyncio.to_thread(run)
 
 
-async def test_a_completion_comes_whole_from_both_clients(good: Good) -> None:
+async def test_sync_and_async_clients_return_the_same_completion(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         ours = await client.completions.create(model="m", prompt="a", n=2)
     theirs = await blocking(lambda client: client.completions.create(model="m", prompt="a", n=2), good)
@@ -161,7 +161,7 @@ async def test_a_completion_comes_whole_from_both_clients(good: Good) -> None:
     assert ours.usage == USAGE
 
 
-async def test_a_chat_completion_comes_whole_from_both_clients(good: Good) -> None:
+async def test_sync_and_async_clients_return_the_same_chat_completion(good: Good) -> None:
     messages = [{"role": "user", "content": "a"}]
     async with AsyncClient(good.url) as client:
         ours = await client.chat.completions.create(model="m", messages=messages)
@@ -171,7 +171,7 @@ async def test_a_chat_completion_comes_whole_from_both_clients(good: Good) -> No
     assert ours.choices[0].message.content == "".join(WORDS)
 
 
-async def test_only_what_is_given_is_sent(good: Good) -> None:
+async def test_only_given_parameters_are_sent(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         await client.completions.create(model="m", prompt=(1, 2))
         await client.completions.create(
@@ -197,7 +197,7 @@ async def test_only_what_is_given_is_sent(good: Good) -> None:
     ]
 
 
-async def test_an_answer_can_be_sent_back_among_messages_of_both_kinds(good: Good) -> None:
+async def test_a_chat_answer_can_be_sent_back_as_a_message(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         question = wire.UserMessage(content=[wire.TextPart(text="a")])
         answer = await client.chat.completions.create(model="m", messages=[question])
@@ -210,7 +210,7 @@ async def test_an_answer_can_be_sent_back_among_messages_of_both_kinds(good: Goo
     ]
 
 
-async def test_parameters_that_cannot_be_sent_are_refused_here(good: Good) -> None:
+async def test_invalid_parameters_are_refused_before_sending(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         with pytest.raises(TypeError, match="colour"):
             await client.completions.create(model="m", prompt="a", colour="red")  # type: ignore[call-overload]
@@ -223,7 +223,7 @@ async def test_parameters_that_cannot_be_sent_are_refused_here(good: Good) -> No
     assert good.bodies == []
 
 
-async def test_text_that_is_no_unicode_is_refused_by_name(good: Good) -> None:
+async def test_lone_surrogates_are_refused_by_name(good: Good) -> None:
     half = "a\ud800"
     async with AsyncClient(good.url) as client:
         with pytest.raises(ValueError, match="prompt has a lone surrogate"):
@@ -239,7 +239,7 @@ async def test_text_that_is_no_unicode_is_refused_by_name(good: Good) -> None:
     assert good.bodies == []
 
 
-async def test_the_api_key_is_sent_as_bearer_where_there_is_one(good: Good) -> None:
+async def test_the_api_key_is_sent_as_a_bearer_token(good: Good) -> None:
     await blocking(lambda client: client.completions.create(model="m", prompt="a"), good)
     await blocking(lambda client: client.completions.create(model="m", prompt="a"), good, api_key="k1")
     assert [headers.get("authorization") for headers in good.headers] == [None, "Bearer k1"]
@@ -257,7 +257,7 @@ async def test_models_are_listed_and_found_by_ids_with_slashes(good: Good) -> No
     assert await blocking(lambda client: client.models.retrieve("org/model"), good) == MODEL
 
 
-async def test_a_refused_field_is_named(good: Good) -> None:
+async def test_a_bad_request_error_names_the_field(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         with pytest.raises(BadRequestError, match="400: n is 0") as caught:
             await client.completions.create(model="m", prompt="a", n=0)
@@ -265,7 +265,7 @@ async def test_a_refused_field_is_named(good: Good) -> None:
     assert len(good.bodies) == 1
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces(good: Good) -> None:
+async def test_streamed_chunks_join_to_the_whole_completion(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         async with await client.completions.create(model="m", prompt="a", stream=True) as stream:
             ours = [chunk async for chunk in stream]
@@ -277,7 +277,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(good: Good) -> None:
     assert good.bodies[0]["stream"] is True
 
 
-async def test_a_chat_stream_is_the_whole_answer_in_pieces(good: Good) -> None:
+async def test_streamed_chat_chunks_join_to_the_whole_answer(good: Good) -> None:
     def read(client: Client) -> list[ChatCompletionChunk]:
         with client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "a"}], stream=True
@@ -295,7 +295,7 @@ async def test_a_chat_stream_is_the_whole_answer_in_pieces(good: Good) -> None:
     assert deltas[0].role == "assistant"
 
 
-async def test_one_connection_serves_one_call_after_another_streamed_or_not(good: Good) -> None:
+async def test_one_connection_is_reused_by_streamed_and_whole_calls(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         for stream in (True, False, True, False):
             got = await client.completions.create(model="m", prompt="a", stream=stream)
@@ -313,7 +313,7 @@ async def test_closing_an_async_stream_disconnects(good: Good) -> None:
 
 
 @pytest.mark.parametrize("way", ["close", "drop"])
-async def test_closing_or_dropping_a_stream_disconnects(good: Good, way: str) -> None:
+async def test_closing_or_dropping_a_blocking_stream_disconnects(good: Good, way: str) -> None:
     closed = threading.Event()
 
     def read(client: Client) -> None:
@@ -323,7 +323,7 @@ async def test_closing_or_dropping_a_stream_disconnects(good: Good, way: str) ->
             stream.close()
             assert list(stream) == []
         del stream
-        assert closed.wait(PATIENCE)  # the client itself stays open until the server has seen it
+        assert closed.wait(PATIENCE)  # keep the client open until the server has seen the disconnect
 
     reading = asyncio.ensure_future(blocking(read, good))
     await asyncio.wait_for(good.disconnected.wait(), 60)
@@ -369,7 +369,7 @@ async def test_a_closed_async_client_refuses_calls(good: Good) -> None:
         await client.models.list()
 
 
-async def test_a_stream_of_a_closed_client_is_an_error_and_not_a_short_answer(good: Good) -> None:
+async def test_a_stream_of_a_closed_client_raises_instead_of_ending(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         stream = await client.completions.create(model="m", prompt="a", user="endless", stream=True)
         await anext(stream)
@@ -388,14 +388,14 @@ async def test_a_stream_of_a_closed_client_is_an_error_and_not_a_short_answer(go
         await asyncio.to_thread(read)
 
 
-async def test_an_async_client_belongs_to_one_loop(good: Good) -> None:
+async def test_an_async_client_refuses_another_event_loop(good: Good) -> None:
     async with AsyncClient(good.url) as client:
         await client.models.list()
         with pytest.raises(RuntimeError, match="another event loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.models.list()))
 
 
-async def test_a_dropped_client_ends_its_thread_but_not_before_its_streams(good: Good) -> None:
+async def test_a_dropped_client_ends_its_thread_after_its_streams(good: Good) -> None:
     def threads() -> int:
         return sum(thread.name == "tok-client" for thread in threading.enumerate())
 
@@ -411,11 +411,11 @@ async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
     code = (
         "import signal, sys\n"
         "from tok_client import Client\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits none
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs inherit an ignored SIGINT
         "client = Client(sys.argv[1])\n"
         "try: client.completions.create(model='m', prompt='a', user='endless')\n"
         "except KeyboardInterrupt: print('interrupted', flush=True)\n"
-        "sys.stdin.read()\n"  # the client stays open: it is the call that disconnects
+        "sys.stdin.read()\n"  # keep the client open: the call itself must disconnect
     )
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, good.url, stdin=pipe, stdout=pipe)
@@ -434,7 +434,7 @@ async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
             await child.wait()
 
 
-def test_a_client_taken_through_a_fork_says_so() -> None:
+def test_a_client_used_after_a_fork_raises() -> None:
     code = (
         "import os\n"
         "from tok_client import APIConnectionError, Client\n"
@@ -462,7 +462,7 @@ def test_a_client_taken_through_a_fork_says_so() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_arguments_that_are_not_allowed_are_named(
+def test_clients_refuse_invalid_arguments_by_name(
     kind: Callable[..., object], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -472,7 +472,7 @@ def test_arguments_that_are_not_allowed_are_named(
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-async def test_the_readmes_snippets_print_what_the_server_said(good: Good, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_readme_snippets_print_the_answers_of_the_server(good: Good, capsys: pytest.CaptureFixture[str]) -> None:
     for snippet in SNIPPETS[:3]:
         code = snippet.replace("http://127.0.0.1:10210/v1", good.url)
         await asyncio.to_thread(exec, compile(code, str(README), "exec"), {"__name__": "snippet"})

@@ -1,4 +1,4 @@
-"""The decoder of server-sent events gives the same events however the bytes are cut."""
+"""Tests of the decoder of server-sent events, which yields the same events for any chunking."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def test_a_stream_in_one_piece_gives_its_events() -> None:
+def test_sse_stream_in_one_chunk_yields_its_events() -> None:
     assert decode([WHOLE]) == EVENTS
 
 
-def test_one_cut_at_any_byte_changes_nothing() -> None:
+def test_sse_stream_cut_at_any_byte_yields_the_same_events() -> None:
     for place in range(len(WHOLE) + 1):
         assert decode(cut(WHOLE, [place])) == EVENTS, place
 
 
-def test_byte_by_byte_changes_nothing() -> None:
+def test_sse_stream_byte_by_byte_yields_the_same_events() -> None:
     assert decode([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EVENTS
 
 
 @given(st.lists(st.integers(0, len(WHOLE)), max_size=12))
-def test_any_cuts_change_nothing(places: list[int]) -> None:
+def test_sse_stream_in_any_chunks_yields_the_same_events(places: list[int]) -> None:
     assert decode(cut(WHOLE, places)) == EVENTS
 
 
@@ -68,12 +68,12 @@ LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"
     st.lists(st.sampled_from(["\n", "\r", "\r\n"]), min_size=16, max_size=16),
     st.lists(st.integers(0, 300), max_size=8),
 )
-def test_any_data_with_any_line_ends_comes_through(events: list[list[str]], ends: list[str], places: list[int]) -> None:
+def test_sse_data_with_any_line_endings_is_decoded(events: list[list[str]], ends: list[str], places: list[int]) -> None:
     text = ""
     end = iter(ends)
     for lines in events:
         text += "".join(f"data: {line}{next(end)}" for line in lines)
-        # After a lone CR an LF would be the second half of the same line end.
+        # An LF after a lone CR would belong to the same line ending.
         last = next(end)
         text += "\r" if text.endswith("\r") and last == "\n" else last
     data = text.encode()
@@ -81,12 +81,12 @@ def test_any_data_with_any_line_ends_comes_through(events: list[list[str]], ends
     assert decode(cut(data, [min(place, len(data)) for place in places])) == expected
 
 
-def test_only_the_first_byte_order_mark_is_dropped() -> None:
+def test_sse_decoder_drops_only_a_leading_byte_order_mark() -> None:
     assert decode([b"\xef\xbb", b"\xbfdata: a\n\n", b"\xef\xbb\xbfdata: b\n\n"]) == [("message", "a")]
     assert decode([b"\xef\xbb", b"x: not a mark\n", b"data: a\n\n"]) == [("message", "a")]
 
 
-def test_an_event_is_given_out_before_the_lf_of_its_last_crlf() -> None:
+def test_sse_event_is_yielded_before_the_lf_of_its_last_crlf() -> None:
     decoder = SSEDecoder()
     assert decoder.feed(b"data: a\r\n\r") == [ServerSentEvent("message", b"a")]
     assert decoder.feed(b"\ndata: b\r\n\r\n") == [ServerSentEvent("message", b"b")]
@@ -97,11 +97,11 @@ def test_an_event_is_given_out_before_the_lf_of_its_last_crlf() -> None:
     [b"data: " + b"x" * 100, b"data: xxxxxxxx\n" * 20, b": " + b"x" * 200, b"data: xxxxxxxx\n" * 20 + b"\n"],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_an_event_larger_than_the_bound_is_an_error(data: bytes, size: int) -> None:
+def test_sse_event_larger_than_the_bound_is_an_error(data: bytes, size: int) -> None:
     with pytest.raises(APIResponseError, match="more than 64 bytes"):
         decode(cut(data, list(range(size, len(data), size))), max_event_bytes=64)
 
 
-def test_the_bound_is_for_one_event_and_not_for_the_stream() -> None:
+def test_sse_bound_applies_to_one_event_and_not_to_the_stream() -> None:
     decoder = SSEDecoder(max_event_bytes=64)
     assert len(decoder.feed(b"data: 0123456789\n\n" * 1000)) == 1000

@@ -1,4 +1,4 @@
-"""The wire types say what OpenAI's reference says, and come through JSON unchanged."""
+"""Tests that wire types agree with OpenAI's reference and survive a JSON round trip."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CHUNK = wire.ChatCompletionChunk(
 )
 MODEL = wire.Model(id="m", created=1, owned_by="me")
 
-# OpenAI's API reference 2.3.0: the members that each object must have.
+# The required members of each object in OpenAI's API reference 2.3.0.
 REQUIRED: list[tuple[msgspec.Struct, str]] = [
     (COMPLETION, "id object created model choices"),
     (COMPLETION.choices[0], "finish_reason index logprobs text"),
@@ -121,7 +121,7 @@ REQUIRED: list[tuple[msgspec.Struct, str]] = [
 
 
 @pytest.mark.parametrize(("made", "required"), REQUIRED)
-def test_an_object_always_has_its_required_members(made: msgspec.Struct, required: str) -> None:
+def test_wire_objects_always_have_their_required_members(made: msgspec.Struct, required: str) -> None:
     members = msgspec.json.decode(msgspec.json.encode(made), type=dict[str, object])
     assert set(required.split()) <= set(members)
 
@@ -136,8 +136,8 @@ def test_an_object_always_has_its_required_members(made: msgspec.Struct, require
         (USAGE, openai_types.CompletionUsage),
     ],
 )
-def test_openais_own_models_accept_the_objects(made: msgspec.Struct, theirs: type[BaseModel]) -> None:
-    # Strict but for numbers: JSON's 0 is a float where one is asked for.
+def test_openai_models_accept_the_wire_objects(made: msgspec.Struct, theirs: type[BaseModel]) -> None:
+    # Strict except for numbers: JSON's 0 is accepted as a float.
     model = theirs.model_validate_json(msgspec.json.encode(made), strict=True)
     assert msgspec.json.decode(model.model_dump_json(exclude_unset=True)) == msgspec.to_builtins(made)
 
@@ -149,7 +149,7 @@ def test_openais_own_models_accept_the_objects(made: msgspec.Struct, theirs: typ
         (wire.ChatCompletionRequest, OpenAIChatParams, OF_CHATS),
     ],
 )
-def test_requests_have_openais_fields_and_the_extensions(
+def test_requests_have_the_openai_fields_and_the_extensions(
     ours: type[msgspec.Struct], theirs: type, more: set[str]
 ) -> None:
     assert known_fields(ours) == frozenset(get_type_hints(theirs)) | EXTENSIONS | more | {"stream"}
@@ -167,7 +167,7 @@ def test_known_fields_include_the_tag_of_a_message() -> None:
     assert known_fields(wire.ToolMessage) == {"role", "content", "tool_call_id"}
 
 
-def test_absent_null_and_a_value_are_three_different_things() -> None:
+def test_request_fields_distinguish_absent_null_and_zero() -> None:
     decode = msgspec.json.Decoder(wire.CompletionRequest).decode
     absent, null, zero = (decode(b'{"prompt":"a"%s}' % more) for more in (b"", b',"logprobs":null', b',"logprobs":0'))
     assert (absent.logprobs, null.logprobs, zero.logprobs) == (UNSET, None, 0)
@@ -178,7 +178,7 @@ def test_absent_null_and_a_value_are_three_different_things() -> None:
     ]
 
 
-def test_extensions_are_absent_from_a_response_that_was_not_asked_for_them() -> None:
+def test_responses_omit_extensions_that_were_not_requested() -> None:
     members = msgspec.to_builtins(wire.CompletionChoice(index=0, text=""))
     assert "token_ids" not in members
     assert "usage" not in msgspec.to_builtins(msgspec.structs.replace(CHUNK, usage=UNSET))
@@ -252,7 +252,7 @@ def test_a_chat_request_of_wrong_types_names_the_field(body: bytes, message: str
         msgspec.json.decode(body, type=wire.ChatCompletionRequest)
 
 
-def test_messages_of_every_role_are_told_apart() -> None:
+def test_chat_messages_of_every_role_are_decoded() -> None:
     body = b"""{"messages":[
         {"role":"system","content":"s"}, {"role":"developer","content":[{"type":"text","text":"d"}]},
         {"role":"user","content":[{"type":"text","text":"u"},{"type":"image_url","image_url":{"url":"x"}}]},
@@ -267,14 +267,14 @@ def test_messages_of_every_role_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", [wire.CompletionRequest, wire.ChatCompletionRequest])
-def test_fields_that_nobody_defines_are_ignored(kind: type[msgspec.Struct]) -> None:
+def test_unknown_request_fields_are_ignored(kind: type[msgspec.Struct]) -> None:
     body = b'{"prompt":"a","messages":[{"role":"user","content":"a","x":1}],"x":1}'
     msgspec.json.decode(body, type=kind)
     assert "x" not in known_fields(kind)
 
 
 @pytest.mark.parametrize("made", [COMPLETION, CHAT, CHUNK, MODEL])
-def test_objects_of_lenient_servers_can_be_read(made: msgspec.Struct) -> None:
+def test_responses_of_lenient_servers_are_decoded(made: msgspec.Struct) -> None:
     lenient = msgspec.to_builtins(made) | {
         "system_fingerprint": None,
         "kv_transfer_params": None,
@@ -294,14 +294,14 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
     "kind", [wire.CompletionRequest, wire.Completion, wire.ChatCompletion, wire.ChatCompletionChunk]
 )
 @given(data=st.data())
-def test_any_object_comes_through_json_unchanged(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+def test_wire_objects_survive_a_json_round_trip(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     made = data.draw(struct(kind))
     assert msgspec.json.decode(msgspec.json.encode(made), type=kind) == made
 
 
 @cache
 def struct(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    """Any instance of `kind`: each field drawn from its type."""
+    """Return a strategy for any instance of `kind`, with each field drawn from its type."""
     fields = {field.name: of_type(field.name, field.type) for field in msgspec.structs.fields(kind)}
     return st.builds(kind, **fields)
 

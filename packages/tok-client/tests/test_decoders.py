@@ -1,4 +1,4 @@
-"""Decoders may be made in many threads at once."""
+"""Test that decoders can be made in many threads at once."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ for turn in range(150):
 """
 
 
-def test_a_type_that_many_threads_meet_first_at_once_is_decoded_by_all() -> None:
-    # In a process of its own: without the lock it would end this one.
+def test_decoders_of_a_new_type_can_be_made_in_many_threads() -> None:
+    # Run in a process of its own: without the lock, msgspec would crash the process.
     subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=PATIENCE)

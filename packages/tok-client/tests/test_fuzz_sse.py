@@ -1,4 +1,4 @@
-"""Streams made at random: events come out whole however they are cut, and junk ends in an error of the client."""
+"""Fuzz tests of server-sent events: chunking changes no event, and junk raises an error of the client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cut(data: bytes, places: Sequence[int]) -> Iterator[bytes]:
 
 
 def reference(data: bytes) -> list[tuple[str, bytes]]:
-    """The events of a whole stream, as WHATWG HTML says, section 9.2, on one page."""
+    """Return the events of a whole stream by WHATWG HTML, section 9.2."""
     found, name, lines = list[tuple[str, bytes]](), "", list[bytes]()
     text = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     for line in text.split(b"\n")[:-1]:
@@ -61,14 +61,14 @@ def reference(data: bytes) -> list[tuple[str, bytes]]:
 
 @fuzzed(200)
 @given(STREAMS, st.lists(st.integers(0, 500), max_size=12))
-def test_events_are_those_of_the_standard_wherever_the_bytes_are_cut(data: bytes, places: list[int]) -> None:
+def test_sse_decoder_equals_the_whatwg_standard_at_any_chunking(data: bytes, places: list[int]) -> None:
     decoder = SSEDecoder()
     assert [tuple(event) for piece in cut(data, places) for event in decoder.feed(piece)] == reference(data)
 
 
 @fuzzed(100)
 @given(STREAMS, st.integers(1, 40), st.integers(1, 60))
-def test_an_event_is_never_larger_than_the_bound(data: bytes, most: int, step: int) -> None:
+def test_sse_decoder_never_yields_events_above_the_bound(data: bytes, most: int, step: int) -> None:
     decoder = SSEDecoder(most)
     try:
         for piece in cut(data, range(step, len(data), step)):
@@ -78,18 +78,18 @@ def test_an_event_is_never_larger_than_the_bound(data: bytes, most: int, step: i
 
 
 @pytest.mark.parametrize("line", [b"data: ", b": ", b"", b"event: "])
-def test_a_huge_line_costs_its_length(line: bytes) -> None:
+def test_sse_decoder_reads_a_huge_line_in_linear_time(line: bytes) -> None:
     decoder, began = SSEDecoder(8 << 20), time.process_time()
     assert not decoder.feed(line)
     for _ in range((8 << 20) // 512 - 1):
         assert not decoder.feed(b"x" * 512)
     with pytest.raises(APIResponseError):
         decoder.feed(b"x" * 1024)
-    assert time.process_time() - began < 20  # pieces of a line that were copied each time would take minutes
+    assert time.process_time() - began < 20  # copying a line's pieces each time would take minutes
 
 
 class Response:
-    """What a stream reads of an aiohttp response: its content, fed already."""
+    """The parts of an aiohttp response that a stream reads, over given chunks."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self.headers: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
@@ -101,10 +101,10 @@ class Response:
         return next((piece for piece in self._pieces if piece), b"")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 CALLS: list[Call[Any]] = [
@@ -121,9 +121,7 @@ DATA = VALUES.map(lambda value: b"data: " + json.dumps(value).encode() + b"\n\n"
     data=torn(SAID) | STREAMS | DATA | st.tuples(st.sampled_from(SAID), DATA).map(b"".join),
     places=st.lists(st.integers(0, 500), max_size=6),
 )
-async def test_a_stream_of_junk_ends_or_raises_an_error_of_the_client(
-    call: Call[Any], data: bytes, places: list[int]
-) -> None:
+async def test_a_stream_of_junk_ends_or_raises_a_tok_error(call: Call[Any], data: bytes, places: list[int]) -> None:
     stream = AsyncStream(Response(cut(data, places)), call)  # type: ignore[arg-type]
     try:
         found = [chunk async for chunk in stream]

@@ -1,4 +1,4 @@
-"""Several replicas answer like one, share the work, and outlive each other."""
+"""Data parallelism: replicas give the tokens of one engine, share the load, and survive each other's death."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
-from support.gates import gated
 from support.patience import PATIENCE, until
+from support.paused_engine import gated
 from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info, expected
 from support.tiny_models import make_model
@@ -54,12 +54,14 @@ def ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def wanted(path: Path) -> list[list[list[list[int]]]]:
-    """What one replica generates."""
+    """Return the tokens that one replica generates."""
     with cpu_engine(path) as one:
         return [ids(one.generate(PROMPTS, params)) for params in ASKED]
 
 
-def test_two_threads_answer_like_one_and_share_the_work(path: Path, wanted: list[list[list[list[int]]]]) -> None:
+def test_two_thread_replicas_share_the_load_and_give_the_tokens_of_one(
+    path: Path, wanted: list[list[list[list[int]]]]
+) -> None:
     with cpu_engine(path, dp=2) as two:
         assert two.info.num_pages == 2 * 65_536 // 16
         assert two.info.max_running == 2 * 64
@@ -72,11 +74,11 @@ def test_two_threads_answer_like_one_and_share_the_work(path: Path, wanted: list
         for name in ("output_tokens", "steps", "requests_finished", "device_seconds", "pages_total"):
             assert whole[name] == sum(one[name] for one in each)
         assert whole["output_tokens"] == sum(len(one) for outputs in wanted for output in outputs for one in output)
-        # The hundred samples were shared out: one request more than there were.
+        # The request for 100 samples is split between the replicas, so it counts twice.
         assert whole["requests_finished"] == 2 * len(PROMPTS) + 1
 
 
-def test_siblings_of_a_prompt_meet_in_one_cache(path: Path) -> None:
+def test_prompts_that_share_a_prefix_hit_one_replicas_prefix_cache(path: Path) -> None:
     with cpu_engine(path, dp=2) as two:
         for prompt in random_prompts((200, 200, 200, 200), seed=3):
             for _ in range(2):
@@ -114,7 +116,7 @@ def test_samples_of_one_request_stream_from_both_replicas(path: Path) -> None:
 
 
 class Failing:
-    """Makes the steps of one replica fail."""
+    """Fault that makes the steps of one replica fail."""
 
     def __init__(self) -> None:
         self.runner: Runner | None = None
@@ -133,9 +135,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     return one
 
 
-async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with_it(
-    path: Path, failing: Failing
-) -> None:
+async def test_replica_death_fails_only_requests_whose_tokens_were_streamed(path: Path, failing: Failing) -> None:
     engine = AsyncEngine(config(path), in_process=True)
     await engine.start()
     try:
@@ -161,7 +161,7 @@ async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with
                 assert result.outputs[0].token_ids == wanted[i].outputs[0].token_ids
         assert [one["restarts"] for one in engine.replica_stats()] == [0, 1]
         await until(lambda: engine.stats()["replicas_ready"] == 2)
-        failing.runner = manager_of(engine, 1).ports._runner  # type: ignore[attr-defined]  # once too often
+        failing.runner = manager_of(engine, 1).ports._runner  # type: ignore[attr-defined]  # one death more than max_restarts
         await asyncio.gather(*(engine.generate(prompt, SHORT, stream=False).output() for prompt in prompts))
         await until(lambda: engine.health().replicas[1].state == "failed")
         health = engine.health()
@@ -173,7 +173,7 @@ async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with
         assert engine.replica_stats()[1] == before[1]
         assert [one.tokens for one in engine._core._router.loads] == [0, 0]
         assert engine._core._token_store.blocks_used == 0
-        # The other may still be started anew once; after that none can come back.
+        # Replica 0 may be restarted once more; after that, no replica can come back.
         for state in ("ready", "failed"):
             failing.runner = manager_of(engine, 0).ports._runner  # type: ignore[attr-defined]
             with pytest.raises(EngineDead, match="the device is gone"):
@@ -185,9 +185,7 @@ async def test_a_replica_that_ends_takes_only_what_was_told_of_its_requests_with
         await engine.close()
 
 
-def test_a_start_that_fails_in_one_replica_is_told_and_ends_the_other(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_start_of_one_replica_raises_and_stops_the_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_up, started = setup.set_up, threading.Event()
 
     def set_up_but_for_one(config: EngineConfig, replica: int = 0) -> object:
@@ -206,10 +204,10 @@ def test_a_start_that_fails_in_one_replica_is_told_and_ends_the_other(
     assert {one for one in threading.enumerate() if one.name == "replica"} <= before
 
 
-async def test_two_process_replicas_answer_like_one_and_one_of_them_may_be_killed(
+async def test_two_process_replicas_give_the_tokens_of_one_and_survive_a_kill(
     path: Path, wanted: list[list[list[list[int]]]]
 ) -> None:
-    before = set(psutil.Process().children())  # multiprocessing, once used, keeps some of its own
+    before = set(psutil.Process().children())  # multiprocessing keeps processes of its own once it is used
     engine = AsyncEngine(config(path))
     await engine.start()
     try:
@@ -224,7 +222,7 @@ async def test_two_process_replicas_answer_like_one_and_one_of_them_may_be_kille
             hit = [engine._core._open.by_rid[stream._request.rid].parts[0].replica == number for stream in running]
             assert sum(hit) == 4
             os.kill(replica(engine, number).children[role].pid, signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE):  # the step timeout is longer
+            async with asyncio.timeout(PATIENCE):  # shorter than the step timeout
                 for stream, dies in zip(running, hit, strict=True):
                     if dies:
                         with pytest.raises(EngineDead, match=role):
@@ -234,7 +232,7 @@ async def test_two_process_replicas_answer_like_one_and_one_of_them_may_be_kille
             assert health.detail.startswith(f"replica {number} is restarting: the {role} process")
             assert ids([await engine.generate(PROMPTS[0], GREEDY).output()]) == wanted[0][:1]
             for stream, dies in zip(running, hit, strict=True):
-                if not dies:  # it goes on
+                if not dies:  # its replica is alive
                     async with asyncio.timeout(PATIENCE):
                         assert sum([len((await anext(aiter(stream))).token_ids) for _ in range(50)]) >= 50
                     stream.abort()
@@ -255,7 +253,7 @@ def replica(engine: AsyncEngine, number: int) -> ProcessReplica:
     return one
 
 
-def test_what_was_computed_but_not_told_is_computed_anew() -> None:
+def test_unreported_tokens_of_a_dead_replica_are_recomputed_by_another() -> None:
     core = simulated_core(engine_info(), dp=2)
     for number in range(2):
         replica_of(core, number).be_ready()
@@ -277,7 +275,7 @@ def test_what_was_computed_but_not_told_is_computed_anew() -> None:
     core.close()
 
 
-def test_counters_never_fall_when_a_replica_starts_anew() -> None:
+def test_counters_do_not_decrease_when_a_replica_restarts() -> None:
     core = simulated_core(engine_info(), dp=2)
     replicas = [replica_of(core, number) for number in range(2)]
     for one in replicas:
@@ -301,7 +299,7 @@ def test_counters_never_fall_when_a_replica_starts_anew() -> None:
     core.close()
 
 
-def test_a_second_death_within_the_window_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_pause_doubles_with_each_replica_death_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     core = simulated_core(engine_info(), dp=2, max_restarts=3)
     monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.25)
     pauses, pause = list[float](), ReplicaRecord.pause

@@ -1,4 +1,4 @@
-"""Requests go where their prompt's beginning is known, unless there is too much to do, and else to who has least."""
+"""Routing: a request goes to a replica that caches its prefix, or to the least loaded one if that is overloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replicas(shares: list[Assignment]) -> list[int]:
     return [share.replica for share in shares]
 
 
-def test_requests_with_nothing_in_common_are_levelled_by_their_work() -> None:
+def test_router_balances_requests_without_common_prefixes_by_load() -> None:
     router = Router(3, PAGE)
     for rid in range(300):
         params = SamplingParams(max_tokens=random.Random(rid).randint(1, 500), ignore_eos=True)
@@ -42,7 +42,7 @@ def test_requests_with_nothing_in_common_are_levelled_by_their_work() -> None:
     assert max(loads) - min(loads) <= 540
 
 
-def test_among_equals_the_one_that_waited_longest_comes_first() -> None:
+def test_router_breaks_ties_by_the_least_recently_used_replica() -> None:
     router = Router(3, PAGE)
     found = []
     for rid in range(6):
@@ -53,7 +53,7 @@ def test_among_equals_the_one_that_waited_longest_comes_first() -> None:
     assert found[:3] == found[3:]
 
 
-def test_siblings_go_together_until_their_replica_has_too_much_to_do() -> None:
+def test_router_follows_a_cached_prefix_until_the_replica_is_overloaded() -> None:
     router = Router(2, PAGE)
     first = place(router, 0, tokens(400))
     assert replicas(place(router, 1, tokens(400))) == replicas(first)
@@ -61,15 +61,15 @@ def test_siblings_go_together_until_their_replica_has_too_much_to_do() -> None:
     while replicas(place(router, rid, tokens(400))) == replicas(first):
         rid += 1
     full, other = router.loads[first[0].replica].tokens, router.loads[1 - first[0].replica].tokens
-    most = SPARE * 384  # of the 400 tokens are found
+    most = SPARE * 384  # 384 of the 400 prompt tokens are a known prefix
     assert full - 500 <= BOUND * (full - 500) / 2 + most
     assert full > BOUND * full / 2 + most
     assert other == 500
-    # Now both have the prompt, and the other less to do.
+    # Now both replicas cache the prompt, and the other one has less load.
     assert replicas(place(router, rid + 1, tokens(400))) != replicas(first)
 
 
-def test_the_longest_beginning_decides() -> None:
+def test_router_prefers_the_replica_with_the_longest_cached_prefix() -> None:
     router = Router(2, PAGE)
     short = place(router, 0, tokens(64))[0].replica
     longer = np.concatenate([tokens(64), tokens(448, seed=1)])
@@ -78,7 +78,7 @@ def test_the_longest_beginning_decides() -> None:
     assert replicas(place(router, 2, longer)) == [1 - short]
 
 
-def test_prompts_with_different_salts_are_no_reason_to_prefer_a_replica() -> None:
+def test_prefix_affinity_ignores_prefixes_with_another_cache_salt() -> None:
     affinity, prompt = PrefixAffinity(PAGE), tokens(64)
     affinity.add(affinity.prefixes(prompt, b"one"), 3)
     assert next(affinity.find(affinity.prefixes(prompt, b"one"), range(4)), None) == (64, [3])
@@ -86,18 +86,18 @@ def test_prompts_with_different_salts_are_no_reason_to_prefer_a_replica() -> Non
         assert next(affinity.find(affinity.prefixes(prompt, salt), range(4)), None) is None
 
 
-def test_a_dead_replica_has_no_beginnings() -> None:
+def test_router_forgets_the_cached_prefixes_of_a_dead_replica() -> None:
     router = Router(2, PAGE)
     (share,) = place(router, 0, tokens(400))
     router.remove(share.replica, 0)
     router.forget(share.replica)
     assert len(router.affinity) == 0
     (again,) = place(router, 1, tokens(400))
-    assert again.replica != share.replica  # it waited longer
+    assert again.replica != share.replica  # the least recently used of two idle replicas
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([1, 8, 16]))
-def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, more: int, page: int) -> None:
+def test_prefix_affinity_finds_two_thirds_of_the_common_prefix(common: int, more: int, page: int) -> None:
     affinity = PrefixAffinity(page)
     one = np.concatenate([tokens(common), np.array([2000], np.int32), tokens(more, seed=1)])
     other = np.concatenate([tokens(common), np.array([2001], np.int32), tokens(more, seed=2)])
@@ -108,24 +108,24 @@ def test_what_is_found_is_in_common_and_at_least_two_thirds_of_it(common: int, m
     assert found[1] == ([5] if found[0] else [])
 
 
-def test_beginnings_used_last_are_remembered() -> None:
+def test_prefix_affinity_evicts_least_recently_used_prefixes() -> None:
     affinity = PrefixAffinity(PAGE, most=100)
     kept = affinity.prefixes(tokens(64))
     for seed in range(200):
         affinity.add(kept, 1)
         affinity.add(affinity.prefixes(tokens(64, seed)), 0)
     assert len(affinity) == 100
-    assert next(affinity.find(kept, [0, 1])) == (64, [0, 1])  # seed 0 is the same prompt
+    assert next(affinity.find(kept, [0, 1])) == (64, [0, 1])  # the prompt of seed 0 is the same
     assert list(affinity.find(affinity.prefixes(tokens(64, 1)), [0, 1])) == []
 
 
-def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> None:
+def test_router_splits_many_samples_that_would_overload_one_replica() -> None:
     router = Router(2, PAGE)
     many = SamplingParams(n=1024, max_tokens=100, ignore_eos=True)
     assert [len(share.samples) for share in place(router, 0, tokens(100), many)] == [512, 512]
     few = SamplingParams(n=2 * MIN_SPLIT_SAMPLES - 1, max_tokens=100, ignore_eos=True)
     assert len(place(router, 1, tokens(100, seed=1), few)) == 1
-    # Little beside what there is already: the prompt is computed once.
+    # Few tokens beside the present load: the request is not split, so its prompt is computed once.
     small = SamplingParams(n=2 * MIN_SPLIT_SAMPLES, max_tokens=2, ignore_eos=True)
     assert len(place(router, 2, tokens(100, seed=2), small)) == 1
     assert router.loads[0].tokens + router.loads[1].tokens == 102_500 + 100 + 6300 + 100 + 128 + 100
@@ -137,7 +137,9 @@ def test_many_samples_are_shared_out_where_one_replica_would_have_too_much() -> 
     st.integers(0, 5000),
     st.lists(st.integers(0, 10**6), min_size=1, max_size=8),
 )
-def test_shares_are_whole_large_and_level(count: int, each: int, prompt: int, loads: list[int]) -> None:
+def test_spread_assigns_each_sample_once_and_levels_the_loads(
+    count: int, each: int, prompt: int, loads: list[int]
+) -> None:
     shares = spread(range(count), each, prompt, dict(enumerate(loads)))
     assert [sample for share in shares for sample in share.samples] == list(range(count))
     assert len(set(replicas(shares))) == len(shares)
@@ -145,20 +147,20 @@ def test_shares_are_whole_large_and_level(count: int, each: int, prompt: int, lo
         assert min(len(share.samples) for share in shares) >= MIN_SPLIT_SAMPLES - 1
         after = [loads[share.replica] + prompt + len(share.samples) * each for share in shares]
         assert max(after) - min(after) <= 2 * each
-        assert max(after) <= min(loads) + prompt + count * each  # not more than with one of them
+        assert max(after) <= min(loads) + prompt + count * each  # not higher than without the split
 
 
-def test_what_is_expected_is_counted_down_as_it_comes() -> None:
+def test_replica_load_falls_with_reported_tokens_and_ended_samples() -> None:
     one = ReplicaLoad()
     one.add(7, prompt=50, samples=2, each=10)
     one.add(8, prompt=5, samples=1, each=3)
-    one.report([7, 9], np.array([2, 1]))  # 9 is not open
+    one.report([7, 9], np.array([2, 1]))  # request 9 is not open
     assert one.tokens == 18 + 8
     one.end(7, 1)
     assert one.tokens == 10 + 8
     for _ in range(20):
         one.report([7, 8], np.array([1, 1]))
-    assert one.tokens == 1 + 1  # they run on: one more at least
+    assert one.tokens == 1 + 1  # both run longer than expected and count as one token each
     one.end(7, 1)
     one.remove(7)
     one.remove(8)
@@ -166,7 +168,7 @@ def test_what_is_expected_is_counted_down_as_it_comes() -> None:
     assert (one.tokens, len(one)) == (0, 0)
 
 
-def test_there_is_room_for_any_number_of_requests() -> None:
+def test_replica_load_grows_to_any_number_of_requests() -> None:
     one = ReplicaLoad()
     for rid in range(1000):
         one.add(rid, prompt=rid, samples=1, each=1)
@@ -177,7 +179,7 @@ def test_there_is_room_for_any_number_of_requests() -> None:
 
 
 @pytest.mark.parametrize("mean", [20, 3000])
-def test_output_lengths_are_learned_from_samples_that_were_cut_off_as_well(mean: int) -> None:
+def test_output_lengths_learn_from_samples_cut_off_by_their_limit(mean: int) -> None:
     lengths, rng, limit = OutputLengths(), np.random.default_rng(0), 512
     for life in rng.geometric(1 / mean, 4000).tolist():
         lengths.learn(min(life, limit), ended=life <= limit)
@@ -185,7 +187,7 @@ def test_output_lengths_are_learned_from_samples_that_were_cut_off_as_well(mean:
     assert lengths.expected(1) == 1
 
 
-def test_the_router_learns_only_from_samples_that_may_end() -> None:
+def test_router_learns_lengths_only_from_samples_without_ignore_eos() -> None:
     router = Router(2, PAGE)
     for rid, ignore_eos in enumerate([True] * 500 + [False] * 2000):
         params = SamplingParams(max_tokens=100, ignore_eos=ignore_eos)
@@ -198,14 +200,14 @@ def test_the_router_learns_only_from_samples_that_may_end() -> None:
     assert 9 <= router.lengths.expected(100) <= 15
 
 
-def test_outputs_that_never_end_of_their_own_stay_countable() -> None:
+def test_output_lengths_stay_finite_when_no_sample_ends_on_its_own() -> None:
     lengths = OutputLengths()
     for _ in range(800_000):
         lengths.learn(1, ended=False)
     assert lengths.expected(7) == 7
 
 
-def test_the_router_learns_nothing_from_samples_without_a_token() -> None:
+def test_router_learns_no_length_from_samples_without_tokens() -> None:
     router = Router(2, PAGE)
     params = SamplingParams(max_tokens=100)
     expected = router.lengths.expected(100)

@@ -1,6 +1,4 @@
-"""Whatever becomes of requests and replicas: each request ends, with its own tokens or an error, and counts for nothing
-after that.
-"""
+"""Random requests, aborts and replica deaths: each request ends with its tokens or an error, and leaves no load."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tok_core.engine.requests.request_state import OpenRequest
 REPLICAS = 3
 INFO = engine_info(num_pages=400, max_running=160, max_step_tokens=256)
 STEMS = [[(start + token) % VOCAB for token in range(40)] for start in (10, 20, 30)]
-CHOSEN = st.integers(0, REPLICAS - 1)  # among those that there are
+CHOSEN = st.integers(0, REPLICAS - 1)  # index into the replicas in question, modulo their number
 REQUESTS = st.tuples(
     st.integers(0, len(STEMS) - 1),
     st.integers(1, 40),
@@ -36,14 +34,14 @@ REQUESTS = st.tuples(
 
 
 class Machine(RuleBasedStateMachine):
-    """A core of simulated replicas, and what its requests' owners know."""
+    """A core of simulated replicas, and the samples of which each request's owner has received tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.core = simulated_core(INFO, dp=REPLICAS, max_restarts=1000)
         for number in range(REPLICAS):
             replica_of(self.core, number).be_ready()
-        self.told: dict[int, set[int]] = {}  # samples of which the owner has heard, by rid
+        self.told: dict[int, set[int]] = {}  # samples of which the owner has received tokens, by rid
         self.open: list[OpenRequest] = []
 
     def heard(self, requests: Sequence[OpenRequest]) -> None:
@@ -134,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         self.core.close()
 
 
-def test_every_request_ends_and_counts_for_nothing_after_that(
+def test_every_request_ends_and_leaves_no_load_when_replicas_die(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)

@@ -1,4 +1,4 @@
-"""Engine and AsyncEngine as those who embed them see it: what may be asked, what comes back, what is refused."""
+"""The public API of Engine and AsyncEngine: parameters, outputs and errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
-from support.gates import gated
 from support.patience import PATIENCE
-from support.teaching import PROMPT, SHORT
+from support.paused_engine import gated
+from support.short_lengths import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineClosed, EngineConfig, EngineDead, InvalidField, SamplingParams
 
@@ -46,14 +46,14 @@ def tokens(engine: Engine, prompt: list[int] | str, **values: Any) -> list[int]:
     return engine.generate([prompt], params(**values))[0].outputs[0].token_ids
 
 
-def test_a_tenant_that_is_no_short_string_is_refused(engine: Engine) -> None:
+def test_submit_refuses_a_tenant_that_is_no_short_string(engine: Engine) -> None:
     prompt: list[int] = [1, 2, 3]
     for tenant in ("a" * 257, None, 3):
         with pytest.raises(InvalidField, match="tenant"):
             engine._core.submit(prompt, params(), None, lambda _: None, stream=False, tenant=tenant)  # type: ignore[arg-type]
 
 
-def test_an_output_says_everything_about_its_request(engine: Engine, prompt: list[int]) -> None:
+def test_output_has_prompt_samples_logprobs_timings_and_text(engine: Engine, prompt: list[int]) -> None:
     (output,) = engine.generate([prompt], params(n=3, temperature=1.0, seed=7, logprobs=2))
     assert output.prompt_token_ids == prompt
     assert [sample.index for sample in output.outputs] == [0, 1, 2]
@@ -73,13 +73,13 @@ def test_an_output_says_everything_about_its_request(engine: Engine, prompt: lis
         assert sample.text == engine.tokenizer.decode(sample.token_ids)
 
 
-def test_text_and_its_token_ids_are_the_same_prompt(engine: Engine) -> None:
+def test_text_prompt_and_its_token_ids_give_the_same_tokens(engine: Engine) -> None:
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode("the cat sat")
     assert tokens(engine, "the cat sat") == tokens(engine, ids)
 
 
-def test_each_prompt_may_have_its_own_parameters(engine: Engine, prompt: list[int]) -> None:
+def test_each_prompt_may_have_its_own_sampling_params(engine: Engine, prompt: list[int]) -> None:
     outputs = engine.generate([prompt, prompt], [params(max_tokens=3), params(max_tokens=5)], progress=True)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
     done = [index for index, _ in engine.stream([prompt, prompt], [params(max_tokens=40), params(max_tokens=2)])]
@@ -87,7 +87,7 @@ def test_each_prompt_may_have_its_own_parameters(engine: Engine, prompt: list[in
 
 
 @pytest.mark.parametrize("extra", [{}, {"top_k": 40}, {"top_p": 0.9}, {"frequency_penalty": 0.5}, {"min_p": 0.01}])
-def test_a_seed_repeats_its_tokens_alone_and_in_a_batch(
+def test_seeded_request_repeats_its_tokens_alone_and_in_a_batch(
     engine: Engine, prompt: list[int], extra: dict[str, float]
 ) -> None:
     seeded = params(temperature=0.9, seed=11, n=2, **extra)
@@ -99,9 +99,9 @@ def test_a_seed_repeats_its_tokens_alone_and_in_a_batch(
     assert [s.token_ids for s in engine.generate([prompt], params(temperature=0.9, seed=12, n=2))[0].outputs] != alone
 
 
-def test_a_seed_repeats_its_tokens_after_preemption(path: Path, engine: Engine) -> None:
+def test_seeded_requests_repeat_their_tokens_after_preemption(path: Path, engine: Engine) -> None:
     asked = random_prompts((60, 70, 80, 90, 100, 110), seed=4)
-    # An end that is possible, and never comes: nobody knows that they run to their limit.
+    # A stop token that is possible but never sampled: the scheduler cannot know that samples run to max_tokens.
     ending = {"stop_token_ids": (0,), "logit_bias": {0: -100.0}}
     seeded = params(temperature=0.8, seed=5, max_tokens=64, presence_penalty=0.5, **ending)
     with cpu_engine(path, kv_cache_tokens=256, page_size=4, max_model_len=256) as small:
@@ -112,12 +112,12 @@ def test_a_seed_repeats_its_tokens_after_preemption(path: Path, engine: Engine) 
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
 
 
-def test_without_a_seed_no_two_requests_are_alike(engine: Engine, prompt: list[int]) -> None:
+def test_requests_without_a_seed_sample_different_tokens(engine: Engine, prompt: list[int]) -> None:
     first, second = engine.generate([prompt, prompt], params(temperature=1.0))
     assert first.outputs[0].token_ids != second.outputs[0].token_ids
 
 
-def test_end_ids_and_stop_ids_end_a_sample_where_they_stand(engine: Engine, prompt: list[int]) -> None:
+def test_eos_and_stop_token_ids_end_the_sample(engine: Engine, prompt: list[int]) -> None:
     free = tokens(engine, prompt)
     stop = free[10]
     first = free.index(stop)
@@ -131,10 +131,10 @@ def test_end_ids_and_stop_ids_end_a_sample_where_they_stand(engine: Engine, prom
     sample = output.outputs[0]
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([EOS[0]], "stop", None)
     assert sample.text == ""
-    assert tokens(engine, prompt, logit_bias=bias, max_tokens=4) == [EOS[0]] * 4  # ignored
+    assert tokens(engine, prompt, logit_bias=bias, max_tokens=4) == [EOS[0]] * 4  # ignore_eos is set
 
 
-def test_min_tokens_holds_every_kind_of_end_back(engine: Engine, prompt: list[int]) -> None:
+def test_min_tokens_delays_eos_stop_token_ids_and_stop_strings(engine: Engine, prompt: list[int]) -> None:
     bias = {EOS[0]: 100.0}
     held = tokens(engine, prompt, logit_bias=bias, ignore_eos=False, min_tokens=5)
     assert len(held) == 6
@@ -149,7 +149,7 @@ def test_min_tokens_holds_every_kind_of_end_back(engine: Engine, prompt: list[in
     assert len(tokens(engine, prompt, stop=(text[0],), min_tokens=20)) >= 20
 
 
-def test_a_stop_string_ends_the_text_before_it(engine: Engine, prompt: list[int]) -> None:
+def test_stop_string_ends_the_sample_and_is_cut_from_the_text(engine: Engine, prompt: list[int]) -> None:
     assert engine.tokenizer is not None
     free = tokens(engine, prompt)
     pieces = [engine.tokenizer.piece(token) for token in free]
@@ -167,7 +167,7 @@ def test_a_stop_string_ends_the_text_before_it(engine: Engine, prompt: list[int]
         assert stop.encode() not in b"".join(pieces[: len(sample.token_ids) - 1])
 
 
-def test_penalties_and_biases_change_what_they_should(engine: Engine, prompt: list[int]) -> None:
+def test_penalties_and_logit_bias_change_the_sampled_tokens(engine: Engine, prompt: list[int]) -> None:
     free = tokens(engine, prompt, max_tokens=48)
     assert len(set(free)) < 48
     never_twice = tokens(engine, prompt, max_tokens=48, presence_penalty=2.0, logit_bias={free[0]: -100.0})
@@ -175,7 +175,7 @@ def test_penalties_and_biases_change_what_they_should(engine: Engine, prompt: li
     assert len(set(tokens(engine, prompt, max_tokens=48, repetition_penalty=1000.0))) > len(set(free))
 
 
-def test_a_request_stops_at_the_models_length(path: Path) -> None:
+def test_request_without_max_tokens_stops_at_max_model_len(path: Path) -> None:
     with cpu_engine(path, max_model_len=48) as one:
         (output,) = one.generate(random_prompts((40,)), params(max_tokens=None))
         assert len(output.outputs[0].token_ids) == 8
@@ -212,7 +212,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "ids", "values"), REFUSED)
-def test_what_cannot_be_served_is_refused_by_name_and_the_next_request_works(
+def test_invalid_request_is_refused_by_field_and_the_next_one_is_served(
     engine: Engine, prompt: list[int], field: str, ids: list[int], values: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidField, match=field) as caught:
@@ -253,7 +253,7 @@ async def test_deltas_add_up_to_the_output(serving: AsyncEngine, prompt: list[in
     count = 0
     with gated(serving, steps=8) as gate:
         async for delta in stream:
-            gate.open()  # in the middle of all answers: what comes faster than it is read comes together
+            gate.open()  # no sample has ended; deltas that are not read in time are merged
             ids[delta.index] += delta.token_ids
             texts[delta.index] += delta.text
             count += 1
@@ -263,7 +263,7 @@ async def test_deltas_add_up_to_the_output(serving: AsyncEngine, prompt: list[in
     assert [sample.text for sample in whole.outputs] == list(texts.values())
 
 
-async def test_aborting_frees_whatever_a_request_holds_in_every_state(serving: AsyncEngine, prompt: list[int]) -> None:
+async def test_abort_frees_slots_and_pages_of_requests_in_every_state(serving: AsyncEngine, prompt: list[int]) -> None:
     rng = np.random.default_rng(0)
     asked = [random_prompts((int(rng.integers(1, 400)),), seed)[0] for seed in range(24)]
     streams = [serving.generate(one, params(n=1 + i % 4, max_tokens=200)) for i, one in enumerate(asked)]
@@ -275,7 +275,7 @@ async def test_aborting_frees_whatever_a_request_holds_in_every_state(serving: A
     assert len((await serving.generate(prompt, params(max_tokens=3)).output()).outputs[0].token_ids) == 3
 
 
-async def test_first_come_is_first_served(serving: AsyncEngine) -> None:
+async def test_requests_start_in_order_of_arrival(serving: AsyncEngine) -> None:
     order: list[int] = []
 
     async def one(i: int) -> None:
@@ -287,7 +287,7 @@ async def test_first_come_is_first_served(serving: AsyncEngine) -> None:
     assert order == sorted(order)
 
 
-async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, prompt: list[int]) -> None:
+async def test_request_stream_output_can_be_read_again(serving: AsyncEngine, prompt: list[int]) -> None:
     async with asyncio.timeout(PATIENCE):
         stream = serving.generate(prompt, params(n=2))
         async for _ in stream:
@@ -300,13 +300,11 @@ async def test_a_stream_can_be_read_again_to_its_end(serving: AsyncEngine, promp
         assert [s.token_ids for s in (await early.output()).outputs] == [s.token_ids for s in whole.outputs]
 
 
-async def test_several_may_wait_for_one_stream_and_leave_without_the_others(
-    serving: AsyncEngine, prompt: list[int]
-) -> None:
+async def test_cancelled_waiter_of_a_stream_does_not_affect_the_others(serving: AsyncEngine, prompt: list[int]) -> None:
     async with asyncio.timeout(PATIENCE):
         stream = serving.generate(prompt, params(n=2))
         waiting = [asyncio.create_task(stream.output()) for _ in range(3)]
-        await asyncio.sleep(0)  # all of them wait now
+        await asyncio.sleep(0)  # all tasks wait now
         waiting[1].cancel()
         first, _, last = await asyncio.gather(*waiting, return_exceptions=True)
         assert waiting[1].cancelled()
@@ -314,7 +312,7 @@ async def test_several_may_wait_for_one_stream_and_leave_without_the_others(
         assert not await stream.batch()
 
 
-async def test_a_request_id_may_be_used_again_and_its_old_handle_harms_nobody(
+async def test_request_id_may_be_reused_and_the_old_stream_cannot_abort_it(
     serving: AsyncEngine, prompt: list[int]
 ) -> None:
     old = serving.generate(prompt, params(), request_id="mine")
@@ -326,7 +324,7 @@ async def test_a_request_id_may_be_used_again_and_its_old_handle_harms_nobody(
     assert (await new.output()).outputs[0].finish_reason == "length"
 
 
-async def test_an_owner_that_fails_harms_no_other_request(serving: AsyncEngine, prompt: list[int]) -> None:
+async def test_callback_that_raises_does_not_affect_other_requests(serving: AsyncEngine, prompt: list[int]) -> None:
     def fail(*news: object) -> None:
         raise RuntimeError("the owner's own")
 
@@ -334,7 +332,7 @@ async def test_an_owner_that_fails_harms_no_other_request(serving: AsyncEngine, 
     assert len((await serving.generate(prompt, params()).output()).outputs[0].token_ids) == 32
 
 
-async def test_an_engine_serves_from_its_start_to_its_close_only(path: Path, prompt: list[int]) -> None:
+async def test_async_engine_refuses_requests_before_start_and_a_second_start(path: Path, prompt: list[int]) -> None:
     engine = AsyncEngine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024), in_process=True)
     with pytest.raises(EngineDead, match="starting"):
         engine.generate(prompt)
@@ -346,7 +344,7 @@ async def test_an_engine_serves_from_its_start_to_its_close_only(path: Path, pro
 
 
 @pytest.mark.parametrize("prompt", [b"abc", 5, [True], [1.0], np.array([1, 2]), ["a"]])
-def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+def test_generate_refuses_values_that_are_no_prompt(engine: Engine, prompt: Any) -> None:
     with pytest.raises(InvalidField, match="prompt"):
         engine.generate([prompt])
 
@@ -364,7 +362,7 @@ BAD_TYPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", BAD_TYPES)
-def test_a_value_of_a_wrong_type_is_refused_before_it_is_sent(values: dict[str, Any]) -> None:
+def test_sampling_params_refuse_values_of_a_wrong_type(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=next(iter(values))):
         SamplingParams(**values)
 
@@ -391,7 +389,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", CONFIGURATIONS)
-def test_a_configuration_is_checked_when_it_is_made(values: dict[str, Any]) -> None:
+def test_engine_config_refuses_invalid_values(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=next(iter(values))):
         EngineConfig(model="m", **values)
 
@@ -404,12 +402,12 @@ def test_a_configuration_is_checked_when_it_is_made(values: dict[str, Any]) -> N
         ("max_step_tokens", {"max_step_tokens": 4, "max_running": 8}),
     ],
 )
-def test_an_engine_that_could_serve_nothing_does_not_start(path: Path, field: str, values: dict[str, Any]) -> None:
+def test_engine_start_refuses_unusable_configurations(path: Path, field: str, values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=field):
         Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024, **values), in_process=True)
 
 
-def test_filters_and_penalties_of_many_rows_are_drawn_in_portions(path: Path, prompt: list[int]) -> None:
+def test_sampling_many_filtered_rows_in_portions_changes_no_token(path: Path, prompt: list[int]) -> None:
     asked = params(n=600, max_tokens=3, temperature=1.0, seed=2, top_p=0.9, presence_penalty=0.5, logprobs=1)
     with cpu_engine(path, max_running=600, max_step_tokens=1024) as wide, cpu_engine(path, max_running=8) as narrow:
         (one,), (other,) = wide.generate([prompt], asked), narrow.generate([prompt], asked)

@@ -1,4 +1,4 @@
-"""In bfloat16 the engine stays close to transformers in fp32: layers as wide as those of real models, if fewer."""
+"""In bfloat16 the engine stays close to transformers in fp32, for models of two layers as wide as real ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WIDTHS = {
 
 @pytest.fixture(params=WIDTHS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Two layers of normal weights that keep the size of what passes through them.
+    """Write a model of two layers, with normal weights that preserve the magnitude of activations.
 
-    Rows of the LM head differ in length, as trained ones do, so that the likeliest tokens stand out: among equals
-    rounding alone would choose.
+    Rows of the LM head differ in norm, as trained rows do, so that top-1 tokens stand out. Among equal logits, rounding
+    alone would decide.
     """
     config = LlamaConfig(
         vocab_size=128_256,
@@ -60,7 +60,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def scored(path: Path, dtype: torch.dtype, texts: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token after its prompt, by transformers in `dtype`: whether it is the likeliest, and its
+    """Return by transformers in `dtype`, for each answer token: whether it is the top-1 token, and its
     log-probability."""
     model = LlamaForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).cuda().eval()
     best, found = [], []
@@ -73,7 +73,7 @@ def scored(path: Path, dtype: torch.dtype, texts: list[tuple[list[int], list[int
     return np.concatenate(best), np.concatenate(found)
 
 
-def test_most_tokens_are_those_of_fp32_and_log_probabilities_close(path: Path) -> None:
+def test_bfloat16_tokens_and_log_probabilities_are_close_to_fp32(path: Path) -> None:
     source = np.random.default_rng(0)
     prompts = [source.integers(0, 128_000, length).tolist() for length in LENGTHS]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
@@ -87,6 +87,6 @@ def test_most_tokens_are_those_of_fp32_and_log_probabilities_close(path: Path) -
     size, error, theirs = np.abs(expected).mean(), np.abs(got - expected).mean(), np.abs(rounded - expected).mean()
     assert np.mean(likeliest) >= 0.95
     assert error <= 0.1 * size
-    # How much rounding moves a log-probability depends on the weights and the texts: it is measured on the same ones.
-    # The engine rounds in fewer places than transformers does, so it is closer, but for chance: hence a tenth.
+    # Rounding errors depend on weights and texts, so those of transformers in bfloat16 are measured on the same ones.
+    # The engine rounds in fewer places than transformers does, so it is closer; 10% allow for chance.
     assert error <= 1.1 * theirs

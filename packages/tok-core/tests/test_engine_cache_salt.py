@@ -1,4 +1,4 @@
-"""Requests with different cache salts share nothing in the prefix cache, and are answered the same."""
+"""Requests with different cache salts share nothing in the prefix cache, and their tokens do not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_core.messages import Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT, OTHER = random_prompts((100, 100))
-WHOLE = 96  # tokens of the prompt's whole pages, but for its last token's
+WHOLE = 96  # tokens of the prompt's full pages, without the page of its last token
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def cached(engine: Engine, salt: str | None, n: int = 1) -> tuple[int, list[list
     return output.cached_tokens, [one.token_ids for one in output.outputs]
 
 
-def test_a_prompt_is_found_in_the_cache_by_requests_of_the_same_salt_only(model: Path) -> None:
+def test_cached_prompt_is_found_only_by_requests_with_the_same_salt(model: Path) -> None:
     with cpu_engine(model) as engine:
         first, tokens = cached(engine, None)
         assert first == 0
@@ -43,7 +43,7 @@ def test_a_prompt_is_found_in_the_cache_by_requests_of_the_same_salt_only(model:
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_salted_requests_that_run_together_share_no_page_and_no_token_changes(model: Path, n: int) -> None:
+def test_concurrent_requests_with_different_salts_keep_their_tokens(model: Path, n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)
     prompts = [PROMPT[:length] for length in (100, 100, 64, 80)]
     with cpu_engine(model) as engine:
@@ -51,7 +51,7 @@ def test_salted_requests_that_run_together_share_no_page_and_no_token_changes(mo
     with cpu_engine(model, max_step_tokens=64) as engine:  # prompts are computed in several chunks
         manager = manager_of(engine)
         group_eagerly(manager)
-        # Streams are begun by their first `next`: let all run at once.
+        # A stream starts at its first `next`: start all of them, so that they run at once.
         streams = [engine.stream(prompts, params, cache_salt=salt) for salt in ("one", "other", "third")]
         heads = [next(stream) for stream in streams]
         for stream, head in zip(streams, heads, strict=True):
@@ -59,7 +59,7 @@ def test_salted_requests_that_run_together_share_no_page_and_no_token_changes(mo
             assert [[one.token_ids for one in outputs[index].outputs] for index in range(len(prompts))] == wanted
 
 
-def test_embeddings_are_salted_too(model: Path) -> None:
+def test_embeddings_use_only_cached_prompts_of_the_same_salt(model: Path) -> None:
     with cpu_engine(model) as engine:
         plain = engine.embed([PROMPT])[0]
         for salt, wanted in (("one", 0), ("one", WHOLE), ("other", 0)):
@@ -68,7 +68,7 @@ def test_embeddings_are_salted_too(model: Path) -> None:
             np.testing.assert_allclose(found.embedding, plain.embedding, atol=1e-4)
 
 
-async def test_an_asynchronous_engine_takes_a_salt(model: Path) -> None:
+async def test_async_engine_applies_cache_salts_to_generate_and_embed(model: Path) -> None:
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=4096, max_running=4)
     engine = AsyncEngine(config, in_process=True)
     await engine.start()
@@ -85,20 +85,20 @@ async def test_an_asynchronous_engine_takes_a_salt(model: Path) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "x" * (MAX_CACHE_SALT + 1), b"bytes", 5])
-def test_what_is_no_salt_is_refused_by_its_name(model: Path, salt: object) -> None:
+def test_invalid_cache_salt_is_refused(model: Path, salt: object) -> None:
     with cpu_engine(model) as engine:
         for ask in (engine.generate, engine.embed):
             with pytest.raises(InvalidField, match=r"cache_salt is .*; allowed: a string of 1 to"):
                 ask([PROMPT], cache_salt=salt)  # type: ignore[arg-type]
 
 
-def test_salts_reach_the_manager_as_digests_of_one_length() -> None:
+def test_cache_salts_are_hashed_to_digests_of_one_length() -> None:
     assert salt_of(None) == b""
     assert {len(salt_of(salt)) for salt in ("a", "a" * 1000, "é", "\ud800")} == {16}
     assert salt_of("a") != salt_of("b")
 
 
-def test_replicas_are_preferred_for_prefixes_of_the_same_salt_only() -> None:
+def test_router_prefers_replicas_by_prefixes_of_the_same_salt_only() -> None:
     core = simulated_core(engine_info(max_model_len=512, num_pages=1024), dp=2)
     for number in range(2):
         replica_of(core, number).be_ready()
@@ -112,13 +112,13 @@ def test_replicas_are_preferred_for_prefixes_of_the_same_salt_only() -> None:
         return request.parts[0].replica
 
     first = placed("one")
-    assert placed("two") == 1 - first  # as nobody has its prefix, the replica that waited longest
+    assert placed("two") == 1 - first  # no replica has its prefix: the least recently used one is chosen
     assert [placed("one") for _ in range(4)] == [first] * 4
     assert [placed("two") for _ in range(4)] == [1 - first] * 4
     core.close()
 
 
-def test_a_part_that_is_computed_anew_keeps_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_keeps_its_cache_salt_when_dispatched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     core, seen = simulated_core(engine_info(), dp=2), list[bytes]()
     for number in range(2):
         replica_of(core, number).be_ready()

@@ -28,7 +28,7 @@ time.time_ns = lambda: int(time.time() * 1e9)
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path: Path = make_model("llama", tmp_path_factory.mktemp("clock") / "llama")
-    # A step that seems to take an hour would be taken for a stuck worker.
+    # The watchdog takes a step that seems to last an hour for a stuck worker.
     return EngineConfig(
         model=str(path), device="cpu", dtype="float32", kv_cache_tokens=4096, max_running=4, step_timeout=60
     )
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture
 def backwards(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
-    """Each look at the wall clock finds it an hour earlier than the last."""
+    """Set the wall clock back by an hour at each read."""
     asked = itertools.count()
     monkeypatch.setattr(time, "time", lambda: 2e9 - 3600.0 * next(asked))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
@@ -44,7 +44,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
 
 
 def turn_clocks(monkeypatch: pytest.MonkeyPatch, hours: Callable[[int], int], *names: str) -> None:
-    """From now on the i-th look at any of these clocks finds it `hours(i)` off."""
+    """Replace these clocks: their i-th read, counted over all of them, is `hours(i)` off."""
     asked = itertools.count()
 
     def seconds() -> float:
@@ -63,12 +63,12 @@ WALL, STEADY = ("time", "time_ns"), ("monotonic", "monotonic_ns", "perf_counter"
         (lambda i: i, WALL + STEADY),
         (lambda i: i > 40, WALL + STEADY),
         (lambda i: 0, WALL + STEADY),
-        (lambda i: -i, WALL),  # no other clock goes back
+        (lambda i: -i, WALL),  # other clocks never run backwards
         (lambda i: (-1) ** i, WALL),
     ],
     ids=["runs ahead", "jumps once", "stands still", "runs back", "jumps to and fro"],
 )
-def test_an_engine_whose_clocks_go_wrong_serves_as_before(
+def test_engine_keeps_tokens_and_timings_when_clocks_jump_or_stop(
     hours: Callable[[int], int], names: tuple[str, ...], config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cpu_engine(Path(config.model), step_timeout=60, max_running=4) as engine:
@@ -105,7 +105,7 @@ def assert_sane(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> No
         assert 0 <= timings.first_token - timings.submitted <= timings.finished - timings.submitted < 60
 
 
-def test_a_wall_clock_that_steps_backwards_harms_nothing(
+def test_wall_clock_running_backwards_changes_no_token_or_duration(
     config: EngineConfig, backwards: itertools.count[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert time.time() - time.time() == 3600
@@ -115,7 +115,7 @@ def test_a_wall_clock_that_steps_backwards_harms_nothing(
     (tmp_path / "sitecustomize.py").write_text(BACKWARDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Engine(config) as engine:
-        assert len(list(tmp_path.glob("*.backwards"))) == 2  # in the manager and in the worker
+        assert len(list(tmp_path.glob("*.backwards"))) == 2  # one from the manager, one from the worker
         assert_sane(engine.generate(PROMPTS, PARAMS, progress=True), wanted)
         assert engine.health().ok
         assert engine.stats()["restarts"] == 0

@@ -36,14 +36,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def rope_of(name: str, head_dim: int) -> dict[str, object]:
-    """The setting of ROPES, with factors of as many columns as there are."""
+    """Return the configuration of ROPES[name]; longrope gets factors for `head_dim // 2` columns."""
     columns = range(head_dim // 2)
     factors = {"short_factor": [1.0 + c / 16 for c in columns], "long_factor": [2.0 + c / 4 for c in columns]}
     return {**ROPES[name], "rope_theta": 1000.0, **(factors if name == "longrope" else {})}
 
 
 def assert_exact(path: Path, lengths: tuple[int, ...], new: int = NEW, **options: object) -> None:
-    """The engine's greedy tokens and log-probabilities are transformers', also from cached prompts and forks."""
+    """Assert that greedy tokens and log-probabilities equal transformers', also from cached prompts and forks."""
     prompts = random_prompts(lengths, seed=3)
     expected = reference_greedy(path, prompts, new)
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=0, n=2)
@@ -58,7 +58,7 @@ def assert_exact(path: Path, lengths: tuple[int, ...], new: int = NEW, **options
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_scaling_of_every_family_is_exact(rope: str, family: str, tmp_path: Path) -> None:
+def test_rope_scalings_of_every_model_family_equal_transformers(rope: str, family: str, tmp_path: Path) -> None:
     grows = rope in ("linear", "dynamic", "yarn")
     own = rope_of(rope, 32 if family == "qwen3" else 16)
     path = make_model(family, tmp_path, rope=own, max_positions=ORIGINAL if grows else 4 * ORIGINAL)
@@ -68,13 +68,13 @@ def test_every_rope_scaling_of_every_family_is_exact(rope: str, family: str, tmp
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2-window", "qwen3-window"])
-def test_sliding_windows_are_exact(kind: str, tmp_path: Path) -> None:
+def test_sliding_window_attention_equals_transformers(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path)
     for chunk in (16, 512):
         assert_exact(path, (1, 20, 33, 38, 150), max_step_tokens=chunk, max_running=16, page_size=4)
 
 
-def test_a_window_that_holds_all_is_none(tmp_path: Path) -> None:
+def test_sliding_window_as_long_as_max_model_len_is_exact(tmp_path: Path) -> None:
     path = make_model("mistral", tmp_path)
     prompts = random_prompts((5, 30))
     expected = reference_greedy(path, prompts, 7)
@@ -86,8 +86,8 @@ def test_a_window_that_holds_all_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_prompts_rotated_otherwise_share_no_keys(rope: str, tmp_path: Path) -> None:
-    """A prompt longer than the original context finds keys of short ones in the cache, or of others as long as none."""
+def test_prefix_cache_is_exact_with_length_dependent_rope_factors(rope: str, tmp_path: Path) -> None:
+    """Rope factors depend on the length of the prompt: keys rotated for another length must not be reused."""
     positions = ORIGINAL if rope == "dynamic" else 4 * ORIGINAL
     path = make_model("llama", tmp_path, rope=rope_of(rope, 16), max_positions=positions)
     (whole,) = random_prompts((150,), seed=4)

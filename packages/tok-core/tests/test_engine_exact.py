@@ -1,8 +1,8 @@
-"""The engine's greedy tokens and log-probabilities equal transformers' in fp32, whatever way they are computed.
+"""The engine's greedy tokens and log-probabilities equal transformers' in fp32, however they are computed.
 
-Tokens in chunks of any size are shown for every kind of model, other properties for three. The prompts are one shared
-set, since transformers' answers take most of the time: an answer also serves the prompt grown by its own first tokens,
-which is a prompt of its own.
+Chunks of any size are tested for every kind of model, other properties for three kinds. All tests share one set of
+prompts, because transformers' answers take most of the time. The answer to a prompt also serves for that prompt
+extended by the first tokens of the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
-from support.teaching import PROMPT, SHORT, unsampled
+from support.short_lengths import PROMPT, SHORT, unsampled
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import RequestOutput, SamplingParams
 
@@ -23,12 +23,12 @@ LENGTHS = (1, 2, 4, 5, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = dict(zip(LENGTHS, random_prompts(LENGTHS), strict=True))
 GROWN = (0, 1, 3, 4, 7, 8)
 NEW = 64
-SOME_KINDS = ("llama3", "qwen2", "qwen3")  # scaled rotation, biases, norms of queries and keys
+SOME_KINDS = ("llama3", "qwen2", "qwen3")  # rope scaling, QKV biases, QK norm
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and what transformers says follows it."""
+    """A prompt, and the greedy tokens and log-probabilities of transformers after it."""
 
     prompt: list[int]
     tokens: list[int]
@@ -56,7 +56,7 @@ def model(directory: Path, kind: str) -> Path:
 
 
 def cases(path: Path, lengths: tuple[int, ...] = LENGTHS, grown: tuple[int, ...] = (0,)) -> list[Case]:
-    """Prompts of those lengths, each grown by each of so many of the tokens that follow it."""
+    """Return cases of prompts with these lengths, each extended by as many tokens of its answer as `grown` lists."""
     prompts = [PROMPTS[length] for length in lengths]
     answers = reference_greedy(path, prompts, NEW + max(GROWN))
     return [
@@ -75,7 +75,7 @@ def greedy(n: int = 1, stops: tuple[int, ...] = ()) -> SamplingParams:
 
 
 def open_ended(wanted: list[Case], n: int = 1) -> SamplingParams:
-    """The same of samples that are not known to run to their limit."""
+    """Return greedy params with a stop token that is never sampled: the scheduler cannot know the length."""
     return greedy(n, (unsampled(case.tokens for case in wanted),))
 
 
@@ -90,7 +90,7 @@ def assert_equal(outputs: list[RequestOutput], wanted: list[Case], n: int = 1) -
             np.testing.assert_allclose([one.logprob for one in sample.logprobs], case.logprobs, atol=1e-3)
 
 
-def test_the_models_wander(any_path: Path) -> None:
+def test_tiny_models_give_varied_greedy_answers(any_path: Path) -> None:
     wanted = cases(any_path)
     assert len({tuple(case.tokens) for case in wanted}) == len(LENGTHS)
     assert np.mean([len(set(case.tokens)) for case in wanted]) > NEW / 4
@@ -100,7 +100,7 @@ def test_the_models_wander(any_path: Path) -> None:
     ("chunk", "running", "lengths", "page_size"),
     [(1, 1, (1, 5, 33), 16), (7, 7, (2, 16, 64, 200), 4), (64, 64, LENGTHS, 16), (512, 64, LENGTHS, 4)],
 )
-def test_every_kind_of_model_gives_the_tokens_of_transformers_in_chunks_of_any_size(
+def test_chunked_prefill_of_every_model_kind_equals_transformers(
     any_path: Path, chunk: int, running: int, lengths: tuple[int, ...], page_size: int
 ) -> None:
     wanted = cases(any_path, lengths)
@@ -120,35 +120,35 @@ def test_cached_prefixes_change_no_token(path: Path, page_size: int) -> None:
         assert [output.cached_tokens for output in again] == whole_pages
 
 
-def test_generated_tokens_are_cached_too(directory: Path) -> None:
+def test_generated_tokens_are_found_in_the_prefix_cache(directory: Path) -> None:
     path = model(directory, "llama3")
     wanted = cases(path, (33,), (0, max(GROWN)))
     with cpu_engine(path) as one:
         outputs = one.generate(asked(wanted[:1]), greedy())
         longer = [wanted[0].prompt + wanted[0].tokens]
         outputs += one.generate(longer, greedy())
-        assert outputs[1].cached_tokens == 96  # of 97: the last token had no key and value yet
+        assert outputs[1].cached_tokens == 96  # of 97: the last token has no key and value yet
         ((tokens, logprobs),) = reference_greedy(path, longer, NEW)
         assert_equal(outputs, [wanted[0], Case(longer[0], tokens, logprobs)])
-        outputs = one.generate(asked(wanted[1:]), greedy())  # 41 tokens, the cached ones end inside a page
+        outputs = one.generate(asked(wanted[1:]), greedy())  # 41 tokens; the cached ones end inside a page
         assert outputs[0].cached_tokens == 32
         assert_equal(outputs, wanted[1:])
 
 
 @pytest.mark.parametrize("groups", [True, False])
-def test_samples_of_one_prompt_share_it_and_equal_each_other(path: Path, groups: bool) -> None:
+def test_samples_of_a_prompt_share_its_prefill_and_equal_transformers(path: Path, groups: bool) -> None:
     wanted = cases(path, (1, 16, 17, 65, 200))
     with cpu_engine(path, prefix_groups=groups) as one:
         group_eagerly(manager_of(one))
         assert_equal(one.generate(asked(wanted), greedy(n=8)), wanted, n=8)
         stats = one.stats()
         assert (stats["group_rows"] > 0) == groups
-        # Each prompt is computed once, each sample's tokens but its last once.
+        # Each prompt is computed once, and each sample's tokens once, except for the last.
         once = sum(len(case.prompt) for case in wanted) + len(wanted) * 8 * (NEW - 1)
         assert stats["computed_tokens"] - stats["discarded_tokens"] == once
 
 
-def test_more_samples_than_slots_all_arrive_in_order(directory: Path) -> None:
+def test_more_samples_than_slots_keep_their_order_and_tokens(directory: Path) -> None:
     path = model(directory, "llama")
     wanted = cases(path, (33, 17))
     with cpu_engine(path, max_running=3, max_step_tokens=16) as one:
@@ -156,16 +156,16 @@ def test_more_samples_than_slots_all_arrive_in_order(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_far_more_samples_than_slots_have_the_tokens_they_have_with_slots_enough(
-    directory: Path, temperature: float
-) -> None:
+def test_samples_have_the_same_tokens_with_few_and_with_enough_slots(directory: Path, temperature: float) -> None:
     path = model(directory, "llama")
-    prompts = [PROMPTS[length] for length in (4, 16, 17, 33)]  # what is copied of a page: some, all but one, nothing
+    # Entries copied of the last page: some, all but one, none.
+    prompts = [PROMPTS[length] for length in (4, 16, 17, 33)]
     params = SamplingParams(n=40, temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
     found = []
     for running in (160, 3):
         with cpu_engine(path, max_running=running) as one:
-            outputs = [one.generate([prompt], params)[0] for prompt in prompts]  # together they would take turns
+            # In one call, the prompts would take turns.
+            outputs = [one.generate([prompt], params)[0] for prompt in prompts]
             found.append([[sample.token_ids for sample in output.outputs] for output in outputs])
             assert one.stats()["preemptions"] == 0
     assert found[0] == found[1]
@@ -191,10 +191,10 @@ def test_preempted_samples_of_one_prompt_keep_their_tokens(path: Path) -> None:
         assert_equal(outputs, wanted, n=8)
 
 
-def test_64_requests_at_once_equal_each_alone(path: Path) -> None:
+def test_64_concurrent_requests_equal_transformers(path: Path) -> None:
     wanted = cases(path, grown=GROWN)[-64:]
     order = np.random.default_rng(1).permutation(len(wanted))
     wanted = [wanted[i] for i in order]
     with cpu_engine(path, max_running=64) as one:
         assert_equal(one.generate(asked(wanted), greedy()), wanted)
-        assert one.stats()["steps"] < 2 * NEW  # they did run together
+        assert one.stats()["steps"] < 2 * NEW  # the requests ran in the same steps

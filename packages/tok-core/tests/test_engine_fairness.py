@@ -1,4 +1,4 @@
-"""A sequence that gives way to a higher class, or to another caller, continues with the tokens it would have had."""
+"""A sequence preempted for a higher priority or for another tenant continues with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outputs(requests: list[OpenRequest]) -> list[RequestOutput]:
 
 
 def crowd(engine: Engine, low: SamplingParams, high: SamplingParams) -> tuple[list[RequestOutput], list[RequestOutput]]:
-    """Outputs of requests that hold all slots, and of those for which they give way."""
+    """Return outputs of requests that hold all slots, and of those for which they are preempted."""
     table = manager_of(engine).table
     lower = [submit(engine, prompt, low) for prompt in PROMPTS[:4]]
     wait_until(lambda: not table.free_slots)
@@ -63,7 +63,7 @@ def crowd(engine: Engine, low: SamplingParams, high: SamplingParams) -> tuple[li
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_greedy_tokens_equal_transformers_whoever_is_preempted_for_whom(engine: Engine, path: Path, n: int) -> None:
+def test_greedy_tokens_equal_transformers_after_priority_preemption(engine: Engine, path: Path, n: int) -> None:
     low = msgspec.structs.replace(GREEDY, n=n, priority=1)
     for group, prompts in zip(crowd(engine, low, GREEDY), (PROMPTS[:4], PROMPTS[4:]), strict=True):
         for output, (tokens, _) in zip(group, reference_greedy(path, prompts, NEW), strict=True):
@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_transformers_whoever_is_preempted_for_whom(engine: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_asked_for_survives_giving_way(engine: Engine, kind: str) -> None:
+def test_sampling_options_keep_their_results_after_preemption(engine: Engine, kind: str) -> None:
     low = msgspec.structs.replace(GREEDY, n=2, priority=1, **KINDS[kind])
     alone = [outputs([submit(engine, prompt, low)])[0] for prompt in PROMPTS[:4]]
     before = engine.stats()["preemptions"]
@@ -87,11 +87,10 @@ def test_whatever_is_asked_for_survives_giving_way(engine: Engine, kind: str) ->
                     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
-def test_a_huge_request_gives_way_to_another_caller_and_goes_on(engine: Engine, path: Path) -> None:
+def test_huge_request_is_preempted_for_another_tenant_and_completes(engine: Engine, path: Path) -> None:
     manager, ticks = manager_of(engine), itertools.count()
-    manager.scheduler.fair_shares._clock = lambda: (
-        next(ticks) * QUANTUM
-    )  # however fast the machine, everybody waits long
+    # Every tenant has waited long at each read of the clock, however fast the machine.
+    manager.scheduler.fair_shares._clock = lambda: next(ticks) * QUANTUM
     huge = submit(engine, PROMPTS[0], msgspec.structs.replace(GREEDY, n=12, max_tokens=150), "A")
     wait_until(lambda: not manager.table.free_slots)
     other = submit(engine, PROMPTS[1], msgspec.structs.replace(GREEDY, max_tokens=8), "B")

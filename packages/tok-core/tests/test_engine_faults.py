@@ -1,4 +1,4 @@
-"""Processes die, and nobody waits for ever: open requests end with an error, service returns, nothing is orphaned."""
+"""Process deaths: open requests end with an error, the engine restarts, and no process is orphaned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.gates import ENDLESS, ENDLESS_POSITIONS
 from support.patience import PATIENCE, until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, InvalidField, ModelError, SamplingParams
 from tok_core.replicas.replica import ProcessReplica
@@ -34,7 +34,7 @@ def replica(engine: AsyncEngine) -> ProcessReplica:
     return one
 
 
-async def test_a_killed_process_fails_open_requests_at_once_and_service_returns(config: EngineConfig) -> None:
+async def test_killed_process_fails_open_requests_and_the_engine_restarts(config: EngineConfig) -> None:
     engine = AsyncEngine(config)
     await engine.start()
     try:
@@ -44,7 +44,7 @@ async def test_a_killed_process_fails_open_requests_at_once_and_service_returns(
             first = await anext(aiter(streams[0]))
             assert first.token_ids
             os.kill(replica(engine).children[role].pid, signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE):  # the step timeout is longer
+            async with asyncio.timeout(PATIENCE):  # shorter than the step timeout
                 results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
             assert all(isinstance(result, EngineDead) for result in results)
             assert role in str(results[0])
@@ -54,7 +54,7 @@ async def test_a_killed_process_fails_open_requests_at_once_and_service_returns(
         assert engine.stats()["restarts"] == 2
         await anext(aiter(engine.generate([1, 2, 3], LONG)))
         await until(lambda: engine.stats()["steps_in_flight"] > 0)
-        os.kill(replica(engine).children["worker"].pid, signal.SIGKILL)  # once too often
+        os.kill(replica(engine).children["worker"].pid, signal.SIGKILL)  # one death more than max_restarts
         await until(lambda: engine.health().state == "failed")
         assert not engine.health().ok
         gauges = ("requests_running", "sequences_running", "pages_used", "pages_cached", "steps_in_flight")
@@ -65,7 +65,7 @@ async def test_a_killed_process_fails_open_requests_at_once_and_service_returns(
         await engine.close()
 
 
-async def test_closing_ends_open_requests_and_all_processes(config: EngineConfig) -> None:
+async def test_close_drains_open_requests_and_ends_all_processes(config: EngineConfig) -> None:
     engine = AsyncEngine(config)
     await engine.start()
     children = [psutil.Process(child.pid) for child in replica(engine).children.values()]
@@ -97,7 +97,7 @@ def test_no_process_is_left_when_the_parent_is_killed(config: EngineConfig) -> N
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_an_engine_that_cannot_start_says_why(config: EngineConfig, tmp_path: Path) -> None:
+def test_engine_start_error_names_the_bad_file_or_field(config: EngineConfig, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         Engine(EngineConfig(model=str(tmp_path)))
     path = make_model("llama", tmp_path / "torn")

@@ -1,4 +1,4 @@
-"""An engine keeps nothing of requests that have ended, whether they were streamed, awaited or aborted."""
+"""An engine holds no memory for requests that have ended, whether they were streamed, awaited or aborted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _traced() -> Iterator[None]:
 
 
 async def serve(engine: AsyncEngine, number: int, prompt: list[int]) -> None:
-    """A request of one kind or another."""
+    """Send a request whose options depend on `number`; await or abort it."""
     logprobs, samples = 1 if number % 5 == 0 else None, 1 + number % 2
     params = SamplingParams(max_tokens=4, n=samples, logprobs=logprobs, ignore_eos=True)
     stream = engine.generate(prompt, params, stream=number % 3 > 0)
@@ -41,7 +41,7 @@ async def serve(engine: AsyncEngine, number: int, prompt: list[int]) -> None:
 
 
 async def held(engine: AsyncEngine) -> int:
-    """Bytes, once nothing is cached and nothing on its way."""
+    """Return the bytes that Python holds once the prefix cache is empty and no request is open."""
     manager = manager_of(engine)
     await asyncio.to_thread(assert_all_given_back, manager)
     assert manager.paging.room_for(manager.paging.num_pages)
@@ -50,7 +50,7 @@ async def held(engine: AsyncEngine) -> int:
 
 
 @pytest.mark.usefixtures("_traced")
-async def test_an_engine_holds_no_more_after_many_requests_than_after_few(tmp_path: Path) -> None:
+async def test_engine_memory_does_not_grow_with_finished_requests(tmp_path: Path) -> None:
     path, random = make_model("llama", tmp_path / "llama"), np.random.default_rng(0)
     options = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 65_536, "max_running": 256}
     engine = AsyncEngine(EngineConfig(model=str(path), **options), in_process=True)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ async def test_an_engine_holds_no_more_after_many_requests_than_after_few(tmp_pa
 
     try:
         before = await serve_batches(FIRST)
-        for _ in range(TRIES):  # what leaks does so each time; what the interpreter keeps for itself grows now and then
+        for _ in range(TRIES):  # a leak grows each time, the interpreter's own caches now and then
             after = await serve_batches(MORE)
             grown, before = after - before, after
             if grown < MIN_LEAK_BYTES * MORE * TOGETHER:

@@ -1,4 +1,4 @@
-"""Forked processes and engines dropped without `close`: a fork harms nobody, and a dropped engine leaves no process."""
+"""A forked process does not affect the engine, and an engine dropped without `close` leaves no process."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(("script", "last"), [(FORKS, "served"), (DROPPED, "ended")], ids=["forked", "dropped"])
-def test_a_forked_or_forgetful_process_harms_no_engine(script: str, last: str, path: str) -> None:
+def test_engine_serves_after_forks_and_ends_when_dropped_without_close(script: str, last: str, path: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=DEADLINE, check=False
     )

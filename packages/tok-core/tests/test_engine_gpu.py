@@ -1,4 +1,4 @@
-"""The engine on a GPU: fp32 tokens equal transformers', bf16 stays close, nothing waits for the device in between."""
+"""The engine on a GPU: fp32 tokens equal transformers', and no step compiles, allocates or waits for the device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.after_ready import set_up_late
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
+from support.setup_audit import set_up_late
 from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, EngineError, SamplingParams
 
@@ -41,11 +41,11 @@ def engine(path: Path, **options: object) -> Engine:
     return Engine(EngineConfig(model=str(path), **settings), in_process=True)  # type: ignore[arg-type]
 
 
-def test_greedy_tokens_in_fp32_equal_those_of_transformers(path: Path) -> None:
+def test_greedy_tokens_in_fp32_equal_transformers(path: Path) -> None:
     wanted = reference_greedy(path, ASKED, 64)
     for options in ({}, {"page_size": 4, "max_step_tokens": 64}, {"kv_cache_tokens": 512, "max_model_len": 512}):
         with engine(path, dtype="float32", **options) as one:
-            for _ in range(2):  # the second time from the cache
+            for _ in range(2):  # the second time from the prefix cache
                 outputs = one.generate(ASKED, GREEDY)
                 for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
                     assert output.outputs[0].token_ids == list(tokens)
@@ -55,7 +55,7 @@ def test_greedy_tokens_in_fp32_equal_those_of_transformers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-window", "dynamic", "longrope", "yarn"])
-def test_windows_and_rope_scalings_in_fp32_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_sliding_windows_and_rope_scalings_in_fp32_equal_transformers(kind: str, tmp_path: Path) -> None:
     rope = {"rope_theta": 1000.0, "rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 64}
     if kind == "longrope":
         rope |= {"short_factor": [1.0 + c / 16 for c in range(8)], "long_factor": [2.0 + c / 4 for c in range(8)]}
@@ -88,7 +88,7 @@ def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_graphs_change_no_token_in_fp32(path: Path) -> None:
+def test_cuda_graphs_change_no_token_in_fp32(path: Path) -> None:
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20 + 3 * i, n=1 + i % 5, top_p=1 - 0.1 * (i == 4))
         for i in range(len(ASKED))
@@ -103,27 +103,27 @@ def test_graphs_change_no_token_in_fp32(path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_after_ready_nothing_is_compiled_captured_taken_from_the_driver_or_waited_for(path: Path) -> None:
+def test_engine_does_not_compile_capture_allocate_or_sync_after_ready(path: Path) -> None:
     assert set_up_late(path) == ([], 0, 0, set())
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs Linux on x86-64, which FlashInfer runs on")
-def test_nor_is_it_where_flashinfer_plans_every_step(directory: Path) -> None:
+def test_flashinfer_does_not_compile_capture_allocate_or_sync_late(directory: Path) -> None:
     path = make_model("llama", directory / "wide", head_dim=64)
     assert set_up_late(path, "flashinfer") == ([], 0, 0, set())
 
 
-def test_seeded_samples_are_those_of_the_cpu(path: Path) -> None:
+def test_seeded_samples_on_gpu_equal_those_on_cpu(path: Path) -> None:
     params = SamplingParams(temperature=0.9, max_tokens=48, seed=3, ignore_eos=True, top_p=0.95, presence_penalty=0.4)
     with engine(path, dtype="float32") as one:
         here = [output.outputs[0].token_ids for output in one.generate(ASKED, params)]
     with cpu_engine(path) as other:
         there = [output.outputs[0].token_ids for output in other.generate(ASKED, params)]
     same = sum(left == right for left, right in zip(here, there, strict=True))
-    assert same >= len(ASKED) - 1  # rounding may move one draw over the border between two tokens
+    assert same >= len(ASKED) - 1  # rounding may change one sampled token near a threshold
 
 
-def test_an_eight_bit_cache_gives_the_tokens_of_the_cpu_but_where_rounding_decides(path: Path) -> None:
+def test_fp8_kv_cache_on_gpu_gives_mostly_the_tokens_of_the_cpu(path: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=24, n=6, ignore_eos=True)
     with engine(path, dtype="float32", kv_cache_dtype="fp8") as one:
         here = [s.token_ids for output in one.generate(ASKED, params) for s in output.outputs]
@@ -135,10 +135,10 @@ def test_an_eight_bit_cache_gives_the_tokens_of_the_cpu_but_where_rounding_decid
 
 
 @pytest.mark.parametrize("running", [1, 3])
-def test_few_slots_start_with_steps_that_no_context_fills(directory: Path, running: int) -> None:
+def test_max_step_tokens_may_exceed_the_total_context_of_all_slots(directory: Path, running: int) -> None:
     path = made("llama", directory)
     wanted = reference_greedy(path, ASKED, 64)
-    # A fixed cache: what memory is left beside tests that run at the same time says nothing here.
+    # The cache size is fixed, because tests that run at the same time change the free memory.
     with engine(path, dtype="float32", max_running=running) as one:
         assert running * one.info.max_model_len < one.info.max_step_tokens
         outputs = one.generate(ASKED, GREEDY)
@@ -146,21 +146,21 @@ def test_few_slots_start_with_steps_that_no_context_fills(directory: Path, runni
         assert output.outputs[0].token_ids == list(tokens)
 
 
-def test_the_cache_takes_the_memory_it_may(path: Path) -> None:
+def test_kv_cache_uses_the_configured_gpu_memory_fraction(path: Path) -> None:
     with engine(path, kv_cache_tokens=None, gpu_memory_fraction=0.2, max_model_len=512) as one:
         total = torch.cuda.get_device_properties(0).total_memory
         assert 0.1 * total < torch.cuda.memory_allocated() < 0.2 * total
         assert len(one.generate(ASKED, GREEDY)) == len(ASKED)
 
 
-def test_a_share_of_the_memory_that_is_used_already_is_refused_with_who_uses_it(directory: Path) -> None:
+def test_too_small_gpu_memory_fraction_is_refused_with_the_memory_use(directory: Path) -> None:
     path = made("llama", directory)
     wanted = r"of the 0\.\d GiB .* steps take \d+\.\d GiB, and CUDA and other processes \d+\.\d GiB"
     with pytest.raises(EngineError, match=wanted), engine(path, kv_cache_tokens=None, gpu_memory_fraction=0.001):
         pass
 
 
-def test_a_worker_process_serves_from_the_gpu(path: Path) -> None:
+def test_worker_process_on_gpu_gives_the_tokens_of_transformers(path: Path) -> None:
     config = EngineConfig(model=str(path), dtype="float32", kv_cache_tokens=65_536, max_running=64)
     with Engine(config) as one:
         assert one.info.device == "cuda:0"

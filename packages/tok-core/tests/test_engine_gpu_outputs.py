@@ -1,4 +1,4 @@
-"""On a GPU, too: scored prompts, embeddings, guided answers and copied pages are those of the CPU in fp32."""
+"""Prompt log-probabilities, embeddings, guided answers and copied pages on a GPU equal those on the CPU in fp32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engines(path: Path) -> Iterator[tuple[Engine, Engine]]:
         assert_all_given_back(manager_of(one))
 
 
-def test_prompts_are_scored_and_embedded_as_on_the_cpu(
+def test_prompt_logprobs_and_embeddings_on_gpu_equal_the_cpu(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_values, "POOLED", 7)  # rows are pooled in many portions
@@ -61,7 +61,7 @@ def test_prompts_are_scored_and_embedded_as_on_the_cpu(
         np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
 
 
-def test_guided_answers_are_valid_and_those_of_the_cpu(engines: tuple[Engine, Engine]) -> None:
+def test_guided_answers_on_gpu_are_valid_and_mostly_equal_the_cpu(engines: tuple[Engine, Engine]) -> None:
     guided = SamplingParams(
         grammar=Grammar(kind="json_schema", value=json.dumps(SCHEMA)), n=4, seed=1, max_tokens=200, temperature=0.8
     )
@@ -76,7 +76,7 @@ def test_guided_answers_are_valid_and_those_of_the_cpu(engines: tuple[Engine, En
     assert sum(left == right for left, right in zip(here, there, strict=True)) >= 0.9 * len(here)
 
 
-def test_many_samples_get_their_copies_of_a_prompts_last_page_in_small_portions(
+def test_copying_the_last_prompt_page_in_portions_keeps_the_tokens(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "COPIED_BYTES", 4096)

@@ -1,4 +1,4 @@
-"""A replica in a thread of the caller's process dies like one in processes: errors at once, and then service again."""
+"""Faults of an in-process replica: open requests fail at once, and the replica restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 class Fault:
-    """Raises after a number of steps, each time it has been armed."""
+    """Fault that raises once, a number of steps after it is armed."""
 
     def __init__(self) -> None:
         self._left: int | None = None
@@ -39,7 +39,7 @@ class Fault:
 
 @pytest.fixture(params=["launch", "output"])
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fault:
-    """In launching a step, or in waiting for its tokens: where an error of a device surfaces."""
+    """Fail the launch of a step, or the wait for its tokens: errors of a device surface in either."""
     one, launch, output = Fault(), Runner.launch, Launched.output
 
     def launch_or_fail(runner: Runner, step: StepInput) -> Launched:
@@ -63,15 +63,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(model=str(path), device="cpu", kv_cache_tokens=8192, max_running=16, max_restarts=2)
 
 
-async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: EngineConfig, fault: Fault) -> None:
-    await asyncio.to_thread(int)  # starts the thread in which the engine's start and close will run
+async def test_failed_step_fails_open_requests_and_the_replica_restarts(config: EngineConfig, fault: Fault) -> None:
+    await asyncio.to_thread(int)  # start the thread in which the engine's start and close will run
     before = set(threading.enumerate())
     engine = AsyncEngine(config, in_process=True)
     await engine.start()
     try:
         expected = await engine.generate([1, 2, 3], SHORT).output()
         for times in (1, 2):
-            # More than may run at once.
+            # More requests than may run at once.
             fault.arm(steps=20)  # in the middle of the first answers
             streams = [engine.generate([1, 2, 3 + i], LONG, stream=i % 2 == 0) for i in range(24)]
             assert (await anext(aiter(streams[0]))).token_ids
@@ -85,7 +85,7 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
             assert engine.stats()["restarts"] == times
         assert_all_given_back(manager_of(engine))
         assert engine._core._token_store.blocks_used == 0
-        fault.arm(steps=3)  # once too often
+        fault.arm(steps=3)  # one failure more than max_restarts
         last = engine.generate([1, 2, 3], LONG)
         with pytest.raises(EngineDead, match="the device is gone"):
             await last.output()
@@ -99,7 +99,7 @@ async def test_a_step_that_fails_ends_open_requests_and_service_returns(config: 
     await until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_blocking_engine_raises_and_goes_on(config: EngineConfig, fault: Fault) -> None:
+def test_blocking_engine_raises_on_a_failed_step_and_serves_again(config: EngineConfig, fault: Fault) -> None:
     with Engine(config, in_process=True) as engine:
         expected = engine.generate([[7, 8]], SHORT)
         fault.arm()
@@ -111,7 +111,7 @@ def test_a_blocking_engine_raises_and_goes_on(config: EngineConfig, fault: Fault
         assert_all_given_back(manager_of(engine))
 
 
-async def test_requests_and_aborts_between_a_failure_and_its_report_are_told(
+async def test_requests_and_aborts_before_a_failure_report_are_answered(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = AsyncEngine(config, in_process=True)

@@ -1,4 +1,4 @@
-"""An engine that finds too little memory, or loses a process while it starts, says so and leaves nothing behind."""
+"""A start that fails for lack of memory or by the death of a process raises an error and leaves no process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config(path: Path, **options: int) -> EngineConfig:
 
 
 async def started(engine: AsyncEngine) -> None:
-    """Starts in time, or says why not."""
+    """Start the engine in time, or raise its error; close it in both cases."""
     try:
         async with asyncio.timeout(PATIENCE):
             await engine.start()
@@ -52,12 +52,12 @@ async def started(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("tokens", ABSURD)
-async def test_a_cache_beyond_all_memory_is_refused_by_name(path: Path, tokens: int) -> None:
+async def test_kv_cache_larger_than_memory_is_refused(path: Path, tokens: int) -> None:
     with pytest.raises(TokError, match="kv_cache_tokens"):
         await started(AsyncEngine(config(path, kv_cache_tokens=tokens), in_process=True))
 
 
-async def test_a_cache_beyond_all_memory_is_refused_by_the_worker_process_too(path: Path) -> None:
+async def test_worker_process_refuses_a_kv_cache_larger_than_memory(path: Path) -> None:
     engine = AsyncEngine(config(path, kv_cache_tokens=ABSURD[0]))
     with pytest.raises(TokError, match="kv_cache_tokens"):
         await started(engine)
@@ -82,10 +82,10 @@ for room in (tokens, 4096):
 """
 
 
-def test_a_cache_that_only_just_does_not_fit_is_refused_by_name_and_a_smaller_one_is_served(path: Path) -> None:
-    # 516 bytes a token: four gigabytes, where one more is allowed.
+def test_kv_cache_over_a_memory_limit_is_refused_and_a_smaller_one_served(path: Path) -> None:
+    # 516 bytes a token: about 4 GiB, where 1 GiB more is allowed.
     command = [sys.executable, "-c", LIMITED, str(path), str(1 << 23)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # stacks of many threads would count as well
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the limit includes the stacks of threads
     done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=PATIENCE, check=True)
     refused, served = done.stdout.splitlines()
     assert refused.startswith("refused")
@@ -93,7 +93,7 @@ def test_a_cache_that_only_just_does_not_fit_is_refused_by_name_and_a_smaller_on
     assert served == "served 4096"
 
 
-def test_a_cache_too_small_for_two_tokens_is_refused_by_name(path: Path) -> None:
+def test_kv_cache_too_small_for_two_tokens_is_refused(path: Path) -> None:
     with pytest.raises(TokError, match="kv_cache_tokens is 1; allowed"):
         Engine(config(path, kv_cache_tokens=1, page_size=1), in_process=True)
     with Engine(config(path, kv_cache_tokens=2, page_size=1), in_process=True) as engine:
@@ -102,7 +102,7 @@ def test_a_cache_too_small_for_two_tokens_is_refused_by_name(path: Path) -> None
 
 
 def child(engine: AsyncEngine, role: str) -> int | None:
-    """Process id of a child of the engine, once there is one."""
+    """Return the process id of the engine's child with this role, or None before it is started."""
     replica = engine._core._replica_set.records[0].replica
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
@@ -114,9 +114,7 @@ def has_loaded(pid: int | None, library: str) -> bool:
 
 
 @pytest.mark.parametrize(("role", "loaded"), [("worker", "python"), ("worker", "libtorch_cpu"), ("manager", "numpy")])
-async def test_a_process_killed_while_it_starts_ends_the_start_with_an_error(
-    path: Path, role: str, loaded: str
-) -> None:
+async def test_process_killed_during_start_fails_the_start(path: Path, role: str, loaded: str) -> None:
     engine = AsyncEngine(config(path))
     starting = asyncio.create_task(started(engine))
     await until(lambda: has_loaded(child(engine, role), loaded))
@@ -136,7 +134,7 @@ Engine(EngineConfig(model=sys.argv[1], device="cpu", kv_cache_tokens=4096, max_r
 """
 
 
-def test_no_process_is_left_when_the_parent_is_killed_while_they_start(path: Path) -> None:
+def test_no_process_is_left_when_the_parent_is_killed_during_start(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(path)]) as parent:
         started = psutil.Process(parent.pid)
         wait_until(lambda: len(started.children(recursive=True)) >= 2)
@@ -146,7 +144,7 @@ def test_no_process_is_left_when_the_parent_is_killed_while_they_start(path: Pat
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_an_engine_closed_while_it_starts_ends_the_start(path: Path) -> None:
+async def test_closing_an_engine_during_start_fails_the_start(path: Path) -> None:
     engine = AsyncEngine(config(path))
     starting = asyncio.create_task(started(engine))
     await until(lambda: child(engine, "manager") is not None)
@@ -155,8 +153,8 @@ async def test_an_engine_closed_while_it_starts_ends_the_start(path: Path) -> No
         await starting
 
 
-def test_weights_are_freed_before_an_engine_says_that_it_is_closed(path: Path) -> None:
-    """An interpreter that exits waits no longer; a thread that then still frees tensors aborts the process."""
+def test_weights_are_freed_before_the_engine_reports_closed(path: Path) -> None:
+    """A thread that still frees tensors while the interpreter exits would abort the process."""
     engine, freed = Engine(config(path), in_process=True), list[bool]()
     runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
     tensors = [weakref.ref(tensor) for tensor in (next(runner.model.parameters()), runner.state.columns.length)]

@@ -1,4 +1,4 @@
-"""Nested prefix groups give the tokens and log-probabilities of no groups, in fp32."""
+"""Nested prefix groups change no token and no log-probability in fp32."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PARAMS = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=24, ignore_eos=
 
 
 def questions() -> list[list[int]]:
-    """A system prompt that all share, examples that some share, and short questions of their own."""
+    """Return prompts of a common system prompt, examples that half of them share, and a short question each."""
     system, *parts = random_prompts((100, 70, 70, *range(20, 38, 2)))
     return [system + parts[i % 2] + question for i, question in enumerate(parts[2:])]
 
 
 def answers(path: Path, nested: bool, page_size: int, device: str) -> tuple[list[RequestOutput], set[int]]:
-    """What the engine answers, and how many levels its steps had."""
+    """Return the engine's outputs, and the numbers of cascade levels in its steps."""
     levels = set()
     with cpu_engine(path, prefix_groups=nested, page_size=page_size, device=device) as engine:
         manager = manager_of(engine)
@@ -45,7 +45,7 @@ def answers(path: Path, nested: bool, page_size: int, device: str) -> tuple[list
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_nested_groups_change_no_token(tmp_path: Path, kind: str, page_size: int, device: str) -> None:
+def test_nested_prefix_groups_change_no_token(tmp_path: Path, kind: str, page_size: int, device: str) -> None:
     path = make_model(kind, tmp_path / kind)
     (plain, none), (nested, several) = (answers(path, groups, page_size, device) for groups in (False, True))
     assert none == {0}

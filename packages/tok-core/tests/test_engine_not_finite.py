@@ -1,4 +1,4 @@
-"""A request whose logits are not finite fails, whatever it asks for; the log says so once, and others go on."""
+"""A request whose logits are not finite fails, whatever its params; the log reports it once, and others continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_core import Engine, RequestFailed, SamplingParams
 
 BAD = 300  # a token that no random prompt holds, and whose embedding is NaN
 NEW = 24
-# Its answers do not hold the token, either.
+# Keep the token out of answers, too.
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=1, logit_bias={BAD: -100})
 
 
@@ -49,7 +49,7 @@ ASKED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("place", [0, 99])
-def test_it_fails_and_requests_beside_it_have_their_tokens(
+def test_request_with_nan_logits_fails_and_others_keep_their_tokens(
     engine: Engine, asked: dict[str, object], place: int
 ) -> None:
     good = random_prompts((5, 17, 100))
@@ -57,7 +57,7 @@ def test_it_fails_and_requests_beside_it_have_their_tokens(
     bad = random_prompts((100,), seed=place)[0]
     bad[place] = BAD
     beside = engine.stream(good, [replace(GREEDY, max_tokens=1), GREEDY, GREEDY])
-    next(beside)  # the others are under way
+    next(beside)  # the other requests are running
     with pytest.raises(RequestFailed, match=r"logits are not finite: .* the range of float32"):
         engine.generate([bad], SamplingParams(**{"max_tokens": NEW, **asked}))  # type: ignore[arg-type]
     for found in (dict(beside), dict(enumerate(engine.generate(good, GREEDY)))):
@@ -69,7 +69,7 @@ def test_it_fails_and_requests_beside_it_have_their_tokens(
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_that_is_not_finite_fails(engine: Engine, pooling: str) -> None:
+def test_embedding_that_is_not_finite_fails_its_request(engine: Engine, pooling: str) -> None:
     good, bad = random_prompts((20, 30))
     with pytest.raises(RequestFailed, match="not finite"):
         engine.embed([[*bad, BAD]], pooling=pooling)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_an_embedding_that_is_not_finite_fails(engine: Engine, pooling: str) -> 
     assert np.isfinite(found.embedding).all()
 
 
-def test_a_token_of_its_own_answer_can_fail_a_request_later(engine: Engine) -> None:
+def test_request_fails_when_its_sampled_token_causes_nan_logits(engine: Engine) -> None:
     (prompt,) = random_prompts((12,))
     with pytest.raises(RequestFailed):
         engine.generate([prompt], SamplingParams(max_tokens=NEW, logit_bias={BAD: 100.0}, ignore_eos=True))
@@ -91,14 +91,14 @@ def times(name: str, factor: float) -> Callable[[dict[str, Tensor]], object]:
     ("dtype", "change"),
     [
         ("float16", times("lm_head", 2e4)),  # logits overflow
-        ("float16", times("down_proj", 3e4)),  # the residual stream does
+        ("float16", times("down_proj", 3e4)),  # the residual stream overflows
         ("float32", times("k_proj", np.nan)),
         ("float32", times("v_proj", np.inf)),
         ("bfloat16", times("model.norm", np.nan)),
     ],
     ids=["logits", "residual stream", "keys", "values", "norm"],
 )
-def test_nothing_that_overflows_or_is_no_number_is_served(
+def test_models_with_overflow_or_nan_fail_every_request(
     dtype: str, change: Callable[[dict[str, Tensor]], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = change_weights(make_model("llama-untied", tmp_path / "model"), change)
@@ -115,7 +115,7 @@ def test_nothing_that_overflows_or_is_no_number_is_served(
     [{"dtype": "float32"}, {"dtype": "bfloat16", "cuda_graphs": False}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}],
     ids=["graphs", "eager", "fp8"],
 )
-def test_on_a_gpu_they_fail_and_others_do_not(options: dict[str, object], tmp_path: Path) -> None:
+def test_requests_with_nan_logits_fail_on_gpu_and_others_do_not(options: dict[str, object], tmp_path: Path) -> None:
     path = change_weights(make_model("llama-untied", tmp_path / "model"), spoil_embedding)
     good, keys = random_prompts((5, 17, 100)), times("k_proj", np.nan)
     with cpu_engine(path, device="cuda", **options) as engine:
@@ -124,7 +124,7 @@ def test_on_a_gpu_they_fail_and_others_do_not(options: dict[str, object], tmp_pa
             with pytest.raises(RequestFailed, match="not finite"):
                 engine.generate([[*good[2], BAD]], SamplingParams(**{"max_tokens": NEW, **asked}))  # type: ignore[arg-type]
         again = engine.generate(good, GREEDY)
-        for one, other in zip(again, wanted, strict=True):  # rounding may decide in bfloat16, where the cache is used
+        for one, other in zip(again, wanted, strict=True):  # in bfloat16, rounding decides if the cache is used
             tokens = one.outputs[0].token_ids
             assert len(tokens) == NEW
             assert options["dtype"] != "float32" or tokens == other.outputs[0].token_ids

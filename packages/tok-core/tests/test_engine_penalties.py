@@ -15,7 +15,7 @@ from support.tiny_models import make_model
 from tok_core import Engine, SamplingParams
 
 NEW = 6
-RUNNING = 5  # more samples than these start late, from the retained prompt
+RUNNING = 5  # samples beyond this number start late, from the retained prompt
 PAGE_SIZES = (1, 2, 4, 16)
 
 
@@ -26,14 +26,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(path: Path) -> Iterator[Engine]:
-    """An engine that computes one sample at a time, each in pages that nobody had before."""
+    """An engine that computes one sample at a time, each in pages that were not used before."""
     with cpu_engine(path, max_running=1, kv_cache_tokens=1 << 17, page_size=16) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module", params=PAGE_SIZES)
 def shared(request: pytest.FixtureRequest, path: Path) -> Iterator[Engine]:
-    """An engine of few pages, which every example reuses; a sequence may have to be preempted."""
+    """An engine of few pages, which every example reuses; sequences may be preempted."""
     with cpu_engine(path, max_running=RUNNING, max_model_len=64, kv_cache_tokens=160, page_size=request.param) as one:
         yield one
 
@@ -59,7 +59,7 @@ requests = st.tuples(
 
 @settings(max_examples=10, deadline=None)
 @given(asked=st.lists(requests, min_size=1, max_size=4))
-def test_every_sample_of_a_greedy_request_equals_the_single_one(
+def test_penalised_greedy_samples_equal_a_single_sample(
     single: Engine, shared: Engine, asked: list[tuple[int, int, int, float, float, float]]
 ) -> None:
     prompts = [random_prompts((length,), seed)[0] for length, seed, *_ in asked]
@@ -69,8 +69,8 @@ def test_every_sample_of_a_greedy_request_equals_the_single_one(
         assert [sample.token_ids for sample in found.outputs] == [wanted.outputs[0].token_ids] * n
 
 
-def test_the_first_token_of_forks_counts_the_last_page_of_the_prompt_and_no_other_request(path: Path) -> None:
-    """Prompts of a page that is not full hold more than half of the vocabulary: most first tokens are penalised."""
+def test_forks_penalise_tokens_of_the_partial_last_prompt_page(path: Path) -> None:
+    """Each prompt holds over half of the vocabulary in one partial page, so most first tokens are penalised."""
     prompts = [np.random.default_rng(seed).permutation(300).tolist() for seed in range(8)]
     others = random_prompts((100,) * 8, seed=9)
     with cpu_engine(path, page_size=512) as engine:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and embeddings equal transformers' in fp32, whatever way the prompts are computed."""
+"""Prompt log-probabilities and embeddings equal transformers' in fp32, however the prompts are computed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
-from support.gates import gated
 from support.patience import until
+from support.paused_engine import gated
 from support.tiny_models import make_model, reference_greedy, reference_logits, reference_model
 from tok_core import (
     AsyncEngine,
@@ -57,7 +57,7 @@ def model(directory: Path, kind: str) -> Path:
 
 
 def assert_scored(path: Path, found: list[TokenLogprob | None] | None, prompt: list[int], top: int) -> None:
-    """As transformers scores the prompt."""
+    """Assert that the prompt's log-probabilities equal those of transformers."""
     assert found is not None
     assert found[0] is None
     logprobs = reference_logits(path, prompt)[:-1].log_softmax(-1)
@@ -72,7 +72,7 @@ def assert_scored(path: Path, found: list[TokenLogprob | None] | None, prompt: l
 
 
 def states_of(path: Path, prompt: list[int]) -> np.ndarray:
-    """Hidden states `[T, N]` behind the final norm, by transformers."""
+    """Return transformers' hidden states `[T, N]` after the final norm."""
     with torch.inference_mode():
         states: torch.Tensor = reference_model(path).base_model(torch.tensor([prompt])).last_hidden_state[0]
     return states.numpy()
@@ -93,9 +93,7 @@ def assert_embedded(path: Path, found: list[EmbeddingOutput], prompts: list[list
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_STEPS], ids=["whole", "chunks"])
-def test_every_kind_of_model_scores_and_embeds_prompts_as_transformers_does(
-    path: Path, options: dict[str, Any]
-) -> None:
+def test_prompt_logprobs_and_embeddings_equal_transformers(path: Path, options: dict[str, Any]) -> None:
     with cpu_engine(path, **options) as one:
         for output, prompt in zip(one.generate(PROMPTS, SCORED), PROMPTS, strict=True):
             assert_scored(path, output.prompt_logprobs, prompt, 3)
@@ -106,7 +104,7 @@ def test_every_kind_of_model_scores_and_embeds_prompts_as_transformers_does(
         assert one.stats()["output_tokens"] == 0
 
 
-def test_few_rows_are_pooled_at_once_however_many_a_step_has(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_pooling_runs_in_portions_of_few_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model(directory, "llama")
     pooled = Mock(wraps=torch.segment_reduce)
     monkeypatch.setattr(prompt_values, "POOLED", 7)
@@ -116,7 +114,7 @@ def test_few_rows_are_pooled_at_once_however_many_a_step_has(directory: Path, mo
     assert max(len(call.args[0]) for call in pooled.call_args_list) == 7
 
 
-def test_a_prompt_that_is_scored_is_computed_whole_and_then_cached(directory: Path, engine: Engine) -> None:
+def test_scored_prompt_is_computed_whole_and_then_cached(directory: Path, engine: Engine) -> None:
     path, prompt = model(directory, "llama"), PROMPTS[-1]
     for _ in range(2):
         (output,) = engine.generate([prompt], SCORED)
@@ -131,9 +129,7 @@ def test_a_prompt_that_is_scored_is_computed_whole_and_then_cached(directory: Pa
 
 
 @pytest.mark.parametrize("options", [{}, {**SMALL_STEPS, "max_running": 3}], ids=["whole", "chunks"])
-def test_scores_embeddings_and_generation_share_steps_and_change_nothing_of_each_other(
-    directory: Path, options: dict[str, Any]
-) -> None:
+def test_prompt_logprobs_and_generation_share_steps_and_stay_exact(directory: Path, options: dict[str, Any]) -> None:
     path = model(directory, "llama")
     both = SamplingParams(n=5, max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=1, logprobs=0)
     plain = SamplingParams(n=2, max_tokens=8, temperature=0, ignore_eos=True)
@@ -149,7 +145,7 @@ def test_scores_embeddings_and_generation_share_steps_and_change_nothing_of_each
         assert stats["output_tokens"] == 8 * 3 * (5 + 2)
 
 
-async def test_deltas_bring_the_scores_first_and_embeddings_run_beside_them(directory: Path) -> None:
+async def test_prompt_logprobs_come_with_the_first_delta_beside_embeddings(directory: Path) -> None:
     path, prompt = model(directory, "llama"), PROMPTS[4]
     engine = AsyncEngine(
         EngineConfig(model=str(path), device="cpu", kv_cache_tokens=4096, **SMALL_STEPS), in_process=True
@@ -176,7 +172,7 @@ async def test_deltas_bring_the_scores_first_and_embeddings_run_beside_them(dire
         await engine.close()
 
 
-async def test_embeddings_that_nobody_waits_for_any_more_give_everything_back(directory: Path) -> None:
+async def test_cancelled_embeddings_free_their_slots_and_pages(directory: Path) -> None:
     path = model(directory, "llama")
     engine = AsyncEngine(
         EngineConfig(model=str(path), device="cpu", kv_cache_tokens=4096, **SMALL_STEPS), in_process=True
@@ -195,7 +191,7 @@ async def test_embeddings_that_nobody_waits_for_any_more_give_everything_back(di
         await engine.close()
 
 
-def test_a_prompt_may_fill_the_models_length_where_no_token_is_to_follow(directory: Path) -> None:
+def test_prompt_without_output_may_fill_max_model_len(directory: Path) -> None:
     path, (prompt,) = model(directory, "llama"), random_prompts((48,))
     with cpu_engine(path, max_model_len=48) as one:
         (output,) = one.generate([prompt], SCORED)
@@ -208,7 +204,7 @@ def test_a_prompt_may_fill_the_models_length_where_no_token_is_to_follow(directo
                 refused()
 
 
-def test_an_embedding_is_cut_and_normed_as_asked(directory: Path, engine: Engine) -> None:
+def test_embedding_dimensions_and_normalize_are_applied(directory: Path, engine: Engine) -> None:
     prompt = PROMPTS[3]
     whole = states_of(model(directory, "llama"), prompt)[-1]
     (raw,) = engine.embed([prompt], normalize=False)
@@ -230,7 +226,7 @@ def test_an_embedding_is_cut_and_normed_as_asked(directory: Path, engine: Engine
         ("prompts", "text", {}),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(
+def test_invalid_embed_arguments_are_refused_by_field(
     engine: Engine, field: str, prompts: Any, options: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidField) as caught:
@@ -239,6 +235,6 @@ def test_what_cannot_be_embedded_is_refused_by_name(
 
 
 @pytest.mark.parametrize("value", [-1, 21, 1.0, True])
-def test_prompt_logprobs_that_cannot_be_had_are_refused_by_name(value: Any) -> None:
+def test_invalid_prompt_logprobs_are_refused(value: Any) -> None:
     with pytest.raises(InvalidField, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=value)

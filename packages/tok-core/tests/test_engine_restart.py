@@ -1,4 +1,4 @@
-"""A replica restarted while it serves: it ends what it computes, others get the rest, and nothing is lost."""
+"""Restart of a replica while it serves: it drains its requests, others get new ones, and no request is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from support.engines import assert_all_given_back, manager_of, random_prompts
-from support.gates import gated
 from support.patience import PATIENCE, until, wait_until
+from support.paused_engine import gated
 from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
@@ -35,7 +35,7 @@ def config(path: Path, dp: int) -> EngineConfig:
     return EngineConfig(model=str(path), device="cpu", dtype="float32", kv_cache_tokens=8192, max_running=16, dp=dp)
 
 
-async def test_both_replicas_are_restarted_under_load_and_every_answer_is_whole_and_right(tiny: Path) -> None:
+async def test_rolling_restart_under_load_keeps_every_answer_correct(tiny: Path) -> None:
     engine = AsyncEngine(config(tiny, 2), in_process=True)
     await engine.start()
     prompts = random_prompts((5, 9, 17, 33))
@@ -55,18 +55,18 @@ async def test_both_replicas_are_restarted_under_load_and_every_answer_is_whole_
         before = done
         await engine.restart_replica(number)
         assert [one.state for one in engine.health().replicas] == ["ready", "ready"]
-        await until(lambda before=before: done > before)  # type: ignore[misc]  # it serves on
+        await until(lambda before=before: done > before)  # type: ignore[misc]  # the engine keeps serving
     stop.set()
     await asyncio.gather(*asking)
     assert engine.stats()["restarts"] == 2
-    assert engine.stats()["requests_finished"] >= done  # those of the replicas' former lives are counted on
+    assert engine.stats()["requests_finished"] >= done  # counters include the replicas before their restart
     assert engine.open_requests == 0
     for number in (0, 1):
         assert_all_given_back(manager_of(engine, number))
     await engine.close()
 
 
-async def test_the_only_replica_ends_its_requests_and_refuses_new_ones_until_it_is_back(tiny: Path) -> None:
+async def test_draining_only_replica_ends_its_requests_and_refuses_new_ones(tiny: Path) -> None:
     engine = AsyncEngine(config(tiny, 1), in_process=True)
     await engine.start()
     with gated(engine, steps=8):
@@ -85,7 +85,7 @@ async def test_the_only_replica_ends_its_requests_and_refuses_new_ones_until_it_
     await engine.close()
 
 
-async def test_what_is_left_when_the_time_is_over_fails_and_the_replica_is_restarted(tiny: Path) -> None:
+async def test_requests_left_after_the_drain_time_fail_and_the_engine_restarts(tiny: Path) -> None:
     engine = AsyncEngine(config(tiny, 1), in_process=True)
     await engine.start()
     stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True, n=16))
@@ -97,7 +97,7 @@ async def test_what_is_left_when_the_time_is_over_fails_and_the_replica_is_resta
     await engine.close()
 
 
-async def test_a_number_that_no_replica_has_is_refused(tiny: Path) -> None:
+async def test_restart_refuses_an_unknown_replica_number(tiny: Path) -> None:
     engine = AsyncEngine(config(tiny, 1), in_process=True)
     for number in (-1, 1):
         with pytest.raises(InvalidField, match=f"replica is {number}; allowed: integers from 0 to 0"):
@@ -106,7 +106,7 @@ async def test_a_number_that_no_replica_has_is_refused(tiny: Path) -> None:
 
 
 def restarting(core: EngineCore, number: int) -> tuple[threading.Thread, list[Exception]]:
-    """A restart on its way, and what it raises."""
+    """Start a restart in a thread, and return the thread and the errors that it raises."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -127,7 +127,7 @@ def two_replicas() -> EngineCore:
     return core
 
 
-def test_a_replica_that_dies_while_it_drains_is_started_once() -> None:
+def test_replica_that_dies_while_draining_restarts_once() -> None:
     core = two_replicas()
     request = core.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), None, lambda _: None, stream=False)
     (part,) = request.parts
@@ -143,10 +143,10 @@ def test_a_replica_that_dies_while_it_drains_is_started_once() -> None:
     for number in (0, 1):
         replica_of(core, number).settle()
     assert request.ended()
-    assert request.error is None  # the other one has computed it
+    assert request.error is None  # the other replica has computed it
 
 
-def test_while_a_replica_drains_and_starts_the_other_gets_every_request() -> None:
+def test_other_replica_gets_every_request_during_a_restart() -> None:
     core = two_replicas()
     thread, errors = restarting(core, 0)
     params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -166,7 +166,7 @@ def replica_started(core: EngineCore, number: int) -> bool:
     return core._replica_set.records[number].replica is not None
 
 
-def test_an_engine_closed_meanwhile_ends_the_restart() -> None:
+def test_closing_the_engine_ends_a_restart_with_an_error() -> None:
     core = two_replicas()
     thread, errors = restarting(core, 0)
     wait_until(lambda: core.health().replicas[0].state == "restarting" and replica_started(core, 0))
@@ -179,7 +179,7 @@ GUIDED = SamplingParams(max_tokens=4, seed=0, grammar=Grammar(kind="regex", valu
 
 
 class Undecided(Checker):
-    """Says what it is told to say."""
+    """Checker whose verdict the test sets."""
 
     def __init__(self) -> None:
         super().__init__(LocalExaminer(GrammarLimits("", 1, (0,))))
@@ -202,7 +202,7 @@ def checked(core: EngineCore) -> Future[str]:
     return core._checker.answer
 
 
-def test_a_request_whose_grammar_is_checked_during_a_restart_is_computed_after_it(
+def test_request_with_grammar_checked_during_a_restart_runs_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
@@ -221,9 +221,7 @@ def test_a_request_whose_grammar_is_checked_during_a_restart_is_computed_after_i
 
 
 @pytest.mark.parametrize("failure", [OSError("no memory"), CancelledError()])
-def test_a_check_that_fails_in_whatever_way_ends_its_request(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_failed_grammar_check_fails_its_request(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
     checked(core).set_exception(failure)
     assert isinstance(request.error, EngineError)
@@ -231,7 +229,7 @@ def test_a_check_that_fails_in_whatever_way_ends_its_request(
     core.close()
 
 
-def test_a_request_that_waits_for_a_restart_fails_with_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_waiting_for_a_restart_fails_with_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
     core._replica_set.records[0].drain()
@@ -245,7 +243,7 @@ def test_a_request_that_waits_for_a_restart_fails_with_the_replica(monkeypatch: 
     core.close()
 
 
-def test_an_engine_that_is_closed_while_its_replica_drains_waits_for_what_that_computes() -> None:
+def test_closing_the_engine_waits_for_a_draining_replica() -> None:
     core = simulated_core(engine_info(), dp=1)
     replica_of(core, 0).be_ready()
     request = core.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), None, lambda _: None, stream=True)
@@ -261,14 +259,15 @@ def test_an_engine_that_is_closed_while_its_replica_drains_waits_for_what_that_c
     assert request.ended()
 
 
-def test_what_a_replica_cannot_compute_fails_alone() -> None:
+def test_request_failed_by_the_manager_does_not_fail_others() -> None:
     core = two_replicas()
     told: list[OpenRequest] = []
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     requests = [core.submit([1, 2, 3], params, None, told.extend, stream=False) for _ in range(2)]
     (part,) = requests[0].parts
     replica = replica_of(core, part.replica)
-    replica.ports.inbox = [one for one in replica.ports.inbox if one.rid != requests[0].rid]  # as if it had been taken
+    # Drop the message, as if the manager had received it.
+    replica.ports.inbox = [one for one in replica.ports.inbox if one.rid != requests[0].rid]
     replica.manager.grammars.failed.append((requests[0].rid, "broken"))
     for number in (0, 1):
         replica_of(core, number).settle()
@@ -279,7 +278,7 @@ def test_what_a_replica_cannot_compute_fails_alone() -> None:
     core.close()
 
 
-def test_an_embedding_aborted_from_outside_ends_with_an_error() -> None:
+def test_aborted_embedding_ends_with_an_error() -> None:
     core = two_replicas()
     told: list[OpenRequest] = []
     request = core.embed([1, 2], SamplingParams(max_tokens=0, seed=0), "mean", told.extend, array([1, 2]))

@@ -1,4 +1,4 @@
-"""However many steps are queued ahead of their tokens, one at the least, requests end, and with the same tokens."""
+"""Requests end with the same tokens for any number of steps queued ahead of their tokens, one or more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from support.engines import random_prompts
 from support.patience import PATIENCE
-from support.teaching import PROMPT, SHORT
+from support.short_lengths import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, SamplingParams
 
@@ -21,7 +21,7 @@ PROMPTS = random_prompts((1, 3, 16, 17, 33, 40, 64, 90), seed=9)
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of one workload: tokens, finish reasons, and how often a sequence was preempted."""
+    """Results of the workload: tokens, finish reasons, and the number of preemptions."""
 
     tokens: list[list[list[int]]]
     reasons: list[list[str | None]]
@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workload() -> list[SamplingParams]:
-    """Greedy and seeded, one sample and several, ending by length and by a token that comes unforeseen."""
+    """Return greedy and seeded params, of one and several samples, that end by length and by a stop token."""
     stops = tuple(range(0, 300, 40))
     return [
         SamplingParams(
@@ -83,11 +83,11 @@ async def answers(path: Path, run_ahead: int | None, *, in_process: bool) -> Ans
 
 @cache
 def expected(path: Path) -> Answers:
-    """Four steps ahead, within this process."""
+    """Return the answers of an in-process engine with four steps ahead."""
     return asyncio.run(answers(path, 4, in_process=True))
 
 
-def test_the_workload_ends_in_every_way_and_preempts(path: Path) -> None:
+def test_workload_ends_by_length_and_by_stop_and_is_preempted(path: Path) -> None:
     reasons = [reason for one in expected(path).reasons for reason in one]
     assert set(reasons) == {"length", "stop"}
     assert expected(path).preemptions > 0
@@ -96,9 +96,7 @@ def test_the_workload_ends_in_every_way_and_preempts(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run_ahead", "in_process"), [(1, True), (16, True), (None, True), (1, False), (None, False)])
-def test_how_far_steps_run_ahead_changes_no_token_and_blocks_nobody(
-    path: Path, run_ahead: int | None, in_process: bool
-) -> None:
+def test_run_ahead_changes_no_token_and_no_finish_reason(path: Path, run_ahead: int | None, in_process: bool) -> None:
     found = asyncio.run(answers(path, run_ahead, in_process=in_process))
     assert found.tokens == expected(path).tokens
     assert found.reasons == expected(path).reasons

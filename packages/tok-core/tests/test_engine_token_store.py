@@ -1,4 +1,4 @@
-"""A ledger gives back what was written into it, sample by sample, whatever else comes and goes meanwhile."""
+"""TokenStore returns the tokens written to each sample, while other requests open and close."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def report(token_store: TokenStore, rows: list[tuple[int, int]], tokens: np.ndarray) -> list[int]:
-    """Appends one token to each `(rid, sample)`."""
+    """Append one token to each `(rid, sample)`."""
     rids = sorted({rid for rid, _ in rows})
     which = np.array([rids.index(rid) for rid, _ in rows], np.int64)
     return token_store.append(rids, which, np.array([sample for _, sample in rows], np.int32), tokens)
 
 
 class Model(RuleBasedStateMachine):
-    """The ledger beside a dictionary of lists."""
+    """A TokenStore beside a dictionary of lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(RuleBasedStateMachine):
     def appends(self, seed: int, steps: int) -> None:
         rng = np.random.default_rng(seed)
         rows = [(rid, sample) for rid, samples in self.open.items() for sample in samples if rng.random() < 0.5]
-        rows += [(self.next_rid + 5, 0)]  # nobody's
+        rows += [(self.next_rid + 5, 0)]  # not an open request
         rng.shuffle(rows)
         for _ in range(steps):
             begun = {rid for rid, sample in rows if rid in self.open and not self.open[rid][sample]}
@@ -63,7 +63,7 @@ class Model(RuleBasedStateMachine):
     def reads_and_drops(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         every = [(rid, sample) for rid, samples in self.open.items() for sample in samples]
-        wanted = [one for one in every if rng.random() < 0.3] + [(self.next_rid + 6, 0)]  # nobody's
+        wanted = [one for one in every if rng.random() < 0.3] + [(self.next_rid + 6, 0)]  # not an open request
         rng.shuffle(wanted)
         known, tokens, counts = self.ledger.read([rid for rid, _ in wanted], [sample for _, sample in wanted])
         assert [place for place, (rid, _) in enumerate(wanted) if rid in self.open] == known
@@ -100,7 +100,7 @@ TestModel.settings = settings(max_examples=25, stateful_step_count=12, deadline=
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
-def test_rows_of_closed_requests_are_used_again(sizes: list[int]) -> None:
+def test_token_store_reuses_rows_of_closed_requests(sizes: list[int]) -> None:
     token_store = TokenStore()
     token_store.open(0, 3)
     report(token_store, [(0, 2)], np.array([7], np.int32))
@@ -111,7 +111,7 @@ def test_rows_of_closed_requests_are_used_again(sizes: list[int]) -> None:
     assert token_store.take(0, 2).tolist() == [7]
 
 
-def test_requests_that_close_while_others_are_written_leave_these_alone() -> None:
+def test_token_store_keeps_tokens_when_other_requests_close() -> None:
     token_store = TokenStore()
     for rid in range(100):
         token_store.open(rid, 4)

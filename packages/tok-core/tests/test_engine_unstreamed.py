@@ -1,4 +1,4 @@
-"""A request that is not streamed gives what the streamed one adds up to, and its owner hears of each sample once."""
+"""An unstreamed request returns the sum of the streamed deltas, and its owner is notified once per sample."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def engine(path: Path) -> AsyncIterator[AsyncEngine]:
 
 
 def added_up(deltas: list[Delta], n: int) -> list[Completion]:
-    """The samples, put together from what was streamed."""
+    """Return the samples, put together from the streamed deltas."""
     found = []
     for index in range(n):
         mine = [delta for delta in deltas if delta.index == index]
@@ -72,7 +72,7 @@ ASKED = st.builds(
     seed=st.integers(0, 1000),
     stop=st.lists(st.text("the é|<日", min_size=1, max_size=2), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 340), max_size=2).map(tuple),
-    # Special tokens, end tokens, and tokens that are pieces of characters come up often.
+    # Sample special tokens, end tokens and parts of characters often.
     logit_bias=st.dictionaries(st.integers(100, 511), st.floats(0, 4), max_size=12),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 2),
@@ -80,7 +80,7 @@ ASKED = st.builds(
 
 
 class Twins(ThreadReplica):
-    """Takes requests by twos, runs the first, and reports whatever comes of it for the second, too."""
+    """Replica that takes requests in pairs, runs the first, and repeats its reports for the second."""
 
     _first: Submit | None = None
 
@@ -110,7 +110,7 @@ def _doubled(message: ToEngine) -> ToEngine:
     )
 
 
-def test_streamed_deltas_add_up_to_what_is_not_streamed(path: Path) -> None:
+def test_streamed_deltas_add_up_to_the_unstreamed_output(path: Path) -> None:
     async def both(params: SamplingParams) -> None:
         stream = twins.generate(PROMPT, params)
         whole = twins.generate(PROMPT, params, stream=False)
@@ -135,7 +135,7 @@ def test_streamed_deltas_add_up_to_what_is_not_streamed(path: Path) -> None:
             runner.run(twins.close())
 
 
-async def test_the_owner_hears_of_each_sample_once_when_it_has_ended(engine: AsyncEngine) -> None:
+async def test_unstreamed_request_yields_one_delta_per_finished_sample(engine: AsyncEngine) -> None:
     params = [SamplingParams(n=2, max_tokens=count, temperature=0, ignore_eos=True) for count in (5, 70)]
     for one in params:
         stream = engine.generate(PROMPT, one, stream=False)
@@ -149,7 +149,7 @@ async def test_the_owner_hears_of_each_sample_once_when_it_has_ended(engine: Asy
         assert times.submitted <= times.first_token < times.finished
 
 
-async def test_a_batch_is_what_one_report_brought(engine: AsyncEngine) -> None:
+async def test_stream_batches_hold_at_most_one_delta_per_sample(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, SamplingParams(n=4, max_tokens=30, temperature=0, ignore_eos=True))
     batches = [batch async for batch in stream.batches()]
     assert sum(len(delta.token_ids) for batch in batches for delta in batch) == 4 * 30
@@ -157,7 +157,7 @@ async def test_a_batch_is_what_one_report_brought(engine: AsyncEngine) -> None:
     assert [len(sample.token_ids) for sample in (await stream.output()).outputs] == [30] * 4
 
 
-async def test_requests_of_one_turn_of_a_loop_are_sent_together(
+async def test_requests_of_one_event_loop_turn_are_sent_together(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = engine._core._replica_set.records[0].replica
@@ -176,12 +176,12 @@ async def test_requests_of_one_turn_of_a_loop_are_sent_together(
     await asyncio.gather(*(stream.output() for stream in streams))
     assert sent == [10]
     late = engine.generate(PROMPT, params)
-    late.abort()  # goes out after the request, which did not have to wait for it
+    late.abort()  # sent in the same turn as the request, after it
     assert (await late.output()).outputs[0].finish_reason == "abort"
     assert sent == [10, 2]
 
 
-async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop(engine: AsyncEngine) -> None:
+async def test_mailbox_wakes_a_few_streams_per_event_loop_turn(engine: AsyncEngine) -> None:
     loop, params = asyncio.get_running_loop(), SamplingParams()
     mailbox = Mailbox(loop, engine._core)
     requests = [StreamedRequest(rid, str(rid), [1], params, mailbox.tell, None) for rid in range(2 * WOKEN + 5)]
@@ -195,7 +195,7 @@ async def test_many_streams_with_news_are_woken_a_few_in_each_turn_of_their_loop
     assert sorted({0, *woken}) == [0, WOKEN, 2 * WOKEN, len(requests)]
 
 
-async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
+async def test_event_loop_is_woken_at_most_once_per_report(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ async def test_a_loop_is_woken_once_a_report_however_many_requests_have_news(
     assert 1 <= len(woken) <= steps < 24 * 40
 
 
-async def test_an_owner_that_has_not_looked_is_not_told_once_more_until_the_end(engine: AsyncEngine) -> None:
+async def test_owner_that_reads_nothing_is_notified_again_only_at_the_end(engine: AsyncEngine) -> None:
     told: list[tuple[bool, int]] = []
 
     def hear(requests: Sequence[OpenRequest]) -> None:
@@ -234,7 +234,7 @@ async def test_an_owner_that_has_not_looked_is_not_told_once_more_until_the_end(
     assert (len(delta.token_ids), delta.finish_reason) == (40, "length")
 
 
-async def test_an_aborted_request_can_be_freed_of_its_log_probabilities(engine: AsyncEngine) -> None:
+async def test_stream_free_drops_log_probabilities_after_an_abort(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=20, n=3, logprobs=2, ignore_eos=True), stream=False)
     output = await stream.output()
     assert [len(one.logprobs or ()) for one in output.outputs] == [20] * 3
@@ -243,7 +243,7 @@ async def test_an_aborted_request_can_be_freed_of_its_log_probabilities(engine: 
     assert not any(one.logprobs for one in output.outputs)
 
 
-async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> None:
+async def test_aborted_unstreamed_request_returns_its_tokens_so_far(engine: AsyncEngine) -> None:
     full = (await engine.generate(PROMPT, LONG, stream=False).output()).outputs
     rng = np.random.default_rng(1)
     async with asyncio.timeout(PATIENCE):
@@ -258,10 +258,10 @@ async def test_an_abort_gives_what_has_come_until_then(engine: AsyncEngine) -> N
                 assert part.text == engine.tokenizer.decode(part.token_ids)
 
 
-async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -> None:
+async def test_closing_the_engine_ends_unstreamed_requests(path: Path) -> None:
     engine = AsyncEngine(config(path), in_process=True)
     await engine.start()
-    first = engine.generate(PROMPT, LONG)  # starts first, however few may start at a time
+    first = engine.generate(PROMPT, LONG)  # starts first, even if few requests may start at a time
     streams = [engine.generate(PROMPT, LONG, stream=False) for _ in range(4)]
     assert (await anext(aiter(first))).token_ids
     await engine.close()
@@ -270,7 +270,7 @@ async def test_a_closed_engine_ends_requests_that_are_not_streamed(path: Path) -
     assert engine._core._token_store.blocks_used == 0
 
 
-def test_tokens_that_come_faster_than_they_are_taken_are_taken_together(path: Path) -> None:
+def test_unread_tokens_of_a_sample_are_merged_into_one_delta(path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     ids = tokenizer.encode("日本 the", add_special_tokens=False)
     request = StreamedRequest(1, "one", [1], SamplingParams(n=2), lambda _: None, tokenizer)
@@ -291,7 +291,7 @@ def test_tokens_that_come_faster_than_they_are_taken_are_taken_together(path: Pa
     assert [one.token_ids for one in request.output().outputs] == [ids, ids[:1]]
 
 
-def test_a_stream_that_ends_without_another_token_releases_what_may_have_begun_a_stop_string(path: Path) -> None:
+def test_finished_sample_releases_text_held_back_for_a_stop_string(path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     ids = tokenizer.encode("abc", add_special_tokens=False)
     params = SamplingParams(max_tokens=9, stop=("bcd",))
@@ -308,7 +308,7 @@ def test_a_stream_that_ends_without_another_token_releases_what_may_have_begun_a
 
 
 @pytest.mark.parametrize("top", [None, 0, 5])
-def test_what_is_left_unread_is_bounded_and_what_has_been_read_is_not_kept(path: Path, top: int | None) -> None:
+def test_stream_bounds_unread_tokens_and_keeps_no_read_tokens(path: Path, top: int | None) -> None:
     most, width = 2_000_000, top or 0
     params = SamplingParams(n=2, max_tokens=1 << 20, logprobs=top)
     request = StreamedRequest(1, "one", [1], params, lambda _: None, Tokenizer.load(path))
@@ -344,7 +344,7 @@ def test_what_is_left_unread_is_bounded_and_what_has_been_read_is_not_kept(path:
     finally:
         tracemalloc.stop()
     assert all(most / 3 < one < most * 1.05 for one in held), held
-    # Python keeps some thousand freed tuples of each size, and msgspec as many structs.
+    # The free lists of Python keep some thousand tuples of each size, and those of msgspec as many structs.
     assert kept[2] - kept[0] < most / 20 + 2000 * 2 * 80, kept
     request.abort("abort")
     assert [delta.finish_reason for delta in request.take()] == ["abort"] * 2

@@ -1,4 +1,4 @@
-"""Grammars made at random: each is refused or can be followed, within bounded time; none ends who looks at it."""
+"""Fuzz grammars: each is refused or can be followed in bounded time, and none kills its checker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tok_core.text.tokenizer import Tokenizer
 
 VOCABULARY = 512
 CPU_SECONDS = 4
-WAIT = 120.0  # of other processes' making: one takes at most CPU_SECONDS of its own
+WAIT = 120.0  # seconds, mostly for other processes on the machine: a check takes at most CPU_SECONDS
 
 KEYWORDS = (
     *("type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "items"),
@@ -134,7 +134,7 @@ RULES = [
 
 
 def rules() -> st.SearchStrategy[str]:
-    """Rules that are well formed, and may go round in circles."""
+    """Return well-formed EBNF rules that may be circular."""
     rule = st.lists(st.sampled_from(TERMS), max_size=5).map(" ".join)
     return st.tuples(rule, rule, rule).map("root ::= {0[0]}\na ::= {0[1]}\nb ::= {0[2]}\n".format)
 
@@ -144,7 +144,7 @@ def _text(data: bytes) -> str:
 
 
 class Tiny:
-    """A tokenizer, what compiles for it, and a process that looks at what strangers write."""
+    """A tokenizer, its compiler, and a checker that examines grammars in a process."""
 
     def __init__(self, directory: Path) -> None:
         begin = write_tokenizer(directory, VOCABULARY)
@@ -164,13 +164,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
 
 
 def check(tiny: Tiny, kind: Kind, value: str) -> None:
-    """It is refused, by its size or by what looks at it, or texts are made under it."""
+    """Assert that the grammar is refused by its size or by the checker, or that texts can be generated under it."""
     began = time.monotonic()
     try:
         grammar = Grammar(kind=kind, value=value)
     except InvalidField:
         return
-    refusal = tiny.checker.begin(grammar).result(WAIT)  # EngineError where its process dies of it
+    refusal = tiny.checker.begin(grammar).result(WAIT)  # raises EngineError if the grammar kills its process
     event("refused" if refusal else "followed")
     if not refusal:
         follow(tiny, grammar)
@@ -178,7 +178,7 @@ def check(tiny: Tiny, kind: Kind, value: str) -> None:
 
 
 def follow(tiny: Tiny, grammar: Grammar) -> None:
-    """What may be followed always has a next token, until it may end; but rules that someone wrote may lead nowhere."""
+    """Assert that each state of the grammar has a next token or may end; only EBNF rules may have dead ends."""
     compiled = tiny.compiler.compile(grammar)
     try:
         random_text(compiled, tiny.pieces, tiny.ends, random.Random(1), 40)
@@ -189,29 +189,29 @@ def follow(tiny: Tiny, grammar: Grammar) -> None:
 
 @fuzzed(60)
 @given(st.dictionaries(st.sampled_from(KEYWORDS), NONSENSE, max_size=4) | NONSENSE)
-def test_no_schema_is_too_odd(tiny: Tiny, schema: Any) -> None:
+def test_random_schemas_are_refused_or_followed(tiny: Tiny, schema: Any) -> None:
     check(tiny, "json_schema", json.dumps(schema))
 
 
 @fuzzed(60)
 @given(changed(SCHEMAS))
-def test_no_change_makes_a_schema_too_odd(tiny: Tiny, schema: Any) -> None:
+def test_mutated_schemas_are_refused_or_followed(tiny: Tiny, schema: Any) -> None:
     check(tiny, "json_schema", json.dumps(schema))
 
 
 @fuzzed(80)
 @given(tokens(REGEX, 12))
-def test_no_regular_expression_is_too_odd(tiny: Tiny, expression: str) -> None:
+def test_random_regular_expressions_are_refused_or_followed(tiny: Tiny, expression: str) -> None:
     check(tiny, "regex", expression)
 
 
 @fuzzed(80)
 @given(tokens(EBNF, 12).map("root ::= ".__add__) | torn([rule.encode() for rule in RULES]).map(_text) | rules())
-def test_no_rules_are_too_odd(tiny: Tiny, text: str) -> None:
+def test_random_ebnf_rules_are_refused_or_followed(tiny: Tiny, text: str) -> None:
     check(tiny, "ebnf", text)
 
 
 @fuzzed(30)
 @given(st.lists(TEXTS, max_size=5) | VALUES)
-def test_no_choice_is_too_odd(tiny: Tiny, choice: object) -> None:
+def test_random_choices_are_refused_or_followed(tiny: Tiny, choice: object) -> None:
     check(tiny, "choice", json.dumps(choice))

@@ -1,4 +1,4 @@
-"""A grammar is checked by a process that may be lost to it, once, and within limits."""
+"""Checker: each grammar is checked once, within limits, by a process that it may kill."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verdict(checker: Checker, grammar: Grammar) -> str:
     return checker.begin(grammar).result(WAIT)
 
 
-def test_a_verdict_says_what_is_allowed_and_is_known_from_then_on(checker: Checker) -> None:
+def test_verdicts_name_the_allowed_values_and_are_cached(checker: Checker) -> None:
     assert verdict(checker, GOOD) == ""
     assert "not closed" in verdict(checker, BAD)
     assert checker.begin(GOOD).done()
@@ -63,15 +63,15 @@ def test_a_verdict_says_what_is_allowed_and_is_known_from_then_on(checker: Check
         refuse(BAD, verdict(checker, BAD))
 
 
-def test_what_takes_too_long_is_refused_and_the_next_is_checked_as_ever(checker: Checker, task: GrammarLimits) -> None:
+def test_grammar_over_the_cpu_limit_is_refused_and_the_next_one_checked(checker: Checker, task: GrammarLimits) -> None:
     assert task.too_much == "grammars that take at most 1 s of a CPU and 64 MiB to compile"
     assert verdict(checker, HARD) == task.too_much
     assert verdict(checker, Grammar(kind="regex", value="again")) == ""
-    assert checker.begin(HARD).done()  # nobody is asked a second time
+    assert checker.begin(HARD).done()  # the verdict is cached
 
 
-def test_a_process_that_is_killed_is_replaced(task: GrammarLimits) -> None:
-    # Whoever is lost was compiling: with these limits the grammar would take minutes.
+def test_killed_examiner_process_is_replaced(task: GrammarLimits) -> None:
+    # With these limits, the slow grammar takes minutes: the process is killed while it compiles.
     examiner = ProcessExaminer(msgspec.structs.replace(task, cpu_seconds=WAIT, memory=16 << 30))
     checker = Checker(examiner)
     assert verdict(checker, Grammar(kind="regex", value="before")) == ""
@@ -91,8 +91,8 @@ def test_a_process_that_is_killed_is_replaced(task: GrammarLimits) -> None:
     checker.close()
 
 
-def test_a_worker_whose_parent_died_before_it_could_ask_for_a_signal_ends_at_once() -> None:
-    """The first process forks a second, which forks a third and is killed; the third then asks to end with it."""
+def test_worker_ends_if_its_parent_died_before_the_call_to_prctl() -> None:
+    """The first process forks a second, which forks a third and is killed; the third asks to end with the second."""
     script = """
 import os, signal, sys
 from tok_core.grammar.worker_processes.worker import end_with
@@ -109,16 +109,16 @@ if not parent:
 os.waitpid(parent, 0)
 os.write(die, b".")
 """
-    # Its output ends when the last of the three has.
+    # The output ends when the last of the three processes has ended.
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: GrammarLimits) -> None:
-    """One caller leaves six grammars that take seconds: a small one of another caller is known at once."""
+def test_compiling_stops_when_all_callers_of_a_check_have_cancelled(task: GrammarLimits) -> None:
+    """One tenant cancels six grammars that take seconds: a small one of another tenant is checked at once."""
     checker = process_checker(msgspec.structs.replace(task, cpu_seconds=5))
     left = [checker.begin(msgspec.structs.replace(SLOW, suffix="x" * n), tenant="a") for n in range(6)]
-    assert verdict(checker, GOOD) == ""  # the caller of those does not keep all examiners busy
+    assert verdict(checker, GOOD) == ""  # tenant "a" does not occupy all examiners
     examiners = [one for one in checker._examiners if isinstance(one, ProcessExaminer)]
     busy = [worker for one in examiners if (worker := one._worker) is not None]
     assert len(busy) <= len(examiners) - 1
@@ -132,13 +132,13 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_on(task: Gramm
     checker.close()
 
 
-def test_what_takes_too_much_memory_is_refused(checker: Checker, task: GrammarLimits) -> None:
+def test_grammar_over_the_memory_limit_is_refused(checker: Checker, task: GrammarLimits) -> None:
     widths = {f"p{n}": {"type": "string", "maxLength": n} for n in range(33, 400)}
     greedy = Grammar(kind="json_schema", value=json.dumps({"properties": widths}))
     assert verdict(checker, greedy) == task.too_much
 
 
-def test_without_a_tokenizer_there_is_no_verdict(tmp_path: Path) -> None:
+def test_checker_without_a_tokenizer_raises_model_error(tmp_path: Path) -> None:
     checker = Checker(LocalExaminer(GrammarLimits(str(tmp_path), 512, (0,))))
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         verdict(checker, GOOD)
@@ -147,7 +147,7 @@ def test_without_a_tokenizer_there_is_no_verdict(tmp_path: Path) -> None:
         checker.begin(GOOD)
 
 
-def test_closing_ends_what_is_being_checked_and_the_process(task: GrammarLimits) -> None:
+def test_closing_the_checker_fails_open_checks(task: GrammarLimits) -> None:
     checker = Checker(ProcessExaminer(task))
     asked = checker.begin(GOOD)
     checker.close()
@@ -158,7 +158,7 @@ def test_closing_ends_what_is_being_checked_and_the_process(task: GrammarLimits)
 
 
 class Gate:
-    """Finds every grammar good, once it has been opened."""
+    """Examiner that accepts every grammar, once it has been opened."""
 
     stoppable = True
 
@@ -173,13 +173,13 @@ class Gate:
         return ""
 
     def stop(self) -> None:
-        """Do nothing: a waiter goes on when the test lets it."""
+        """Do nothing: `examine` returns when the test opens the gate."""
 
     def close(self) -> None:
         self.open.set()
 
 
-def test_what_nobody_waits_for_any_more_is_not_examined_and_no_more_wait_than_may() -> None:
+def test_checker_skips_cancelled_checks_and_limits_open_ones() -> None:
     gate = Gate()
     checker = Checker(gate)
     begun, waiting, left, new = (Grammar(kind="regex", value=value) for value in "abcd")
@@ -190,24 +190,24 @@ def test_what_nobody_waits_for_any_more_is_not_examined_and_no_more_wait_than_ma
         checker.begin(new, 3)
     assert first.cancel()
     with pytest.raises(EngineError, match="already"):
-        checker.begin(new, 3)  # the first is being examined all the same
+        checker.begin(new, 3)  # the first check goes on for its second caller
     assert others[1].cancel()
     others[1] = checker.begin(new, 3)
-    checker.begin(Grammar(kind="regex", value="e")).cancel()  # without `most` there is always room
+    checker.begin(Grammar(kind="regex", value="e")).cancel()  # without `most`, the number of checks is not limited
     gate.open.set()
     assert [one.result(WAIT) for one in (again, *others)] == ["", "", ""]
-    assert verdict(checker, left) == ""  # left once, it may be asked about again
+    assert verdict(checker, left) == ""  # a cancelled grammar may be checked again
     assert gate.seen == ["a", "b", "d", "c"]
     checker.close()
 
 
-def test_two_examiners_are_asked_at_the_same_time_by_two_callers_and_none_by_one_alone() -> None:
+def test_one_tenant_does_not_occupy_all_examiners_of_a_checker() -> None:
     gates = Gate(), Gate()
     checker = Checker(*gates)
     asked = [checker.begin(Grammar(kind="regex", value=value), 3, "a") for value in "xyz"]
     with pytest.raises(EngineError, match="3 other grammars"):
         checker.begin(GOOD, 3, "a")
-    asked.append(checker.begin(GOOD, 3, "b"))  # whose queue is its own
+    asked.append(checker.begin(GOOD, 3, "b"))  # the limit is per tenant
     assert all(gate.reached.wait(WAIT) for gate in gates)
     assert sorted(gates[0].seen + gates[1].seen) == [GOOD.value, "x"]
     for gate in gates:
@@ -216,16 +216,14 @@ def test_two_examiners_are_asked_at_the_same_time_by_two_callers_and_none_by_one
     checker.close()
 
 
-def test_without_a_process_of_its_own_the_verdicts_are_the_same(task: GrammarLimits) -> None:
+def test_local_examiner_gives_the_verdicts_of_a_process(task: GrammarLimits) -> None:
     checker = Checker(LocalExaminer(task))
     assert verdict(checker, GOOD) == ""
     assert "not closed" in verdict(checker, BAD)
     checker.close()
 
 
-def test_where_no_process_can_be_started_nobody_waits_for_ever(
-    task: GrammarLimits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_fails_if_no_examiner_process_can_start(task: GrammarLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tok_core.grammar.worker_processes.processes.sys.executable", "/no/such/python")
     checker = Checker(ProcessExaminer(task))
     with pytest.raises(EngineError, match=r"cannot be checked: .*No such file"):
@@ -234,7 +232,7 @@ def test_where_no_process_can_be_started_nobody_waits_for_ever(
 
 
 class Stubborn(LocalExaminer):
-    """Compiles until it is let go."""
+    """Examiner that cannot be stopped, and fails when the test releases it."""
 
     def __init__(self, task: GrammarLimits) -> None:
         super().__init__(task)
@@ -246,7 +244,7 @@ class Stubborn(LocalExaminer):
         raise RuntimeError("broken")
 
 
-def test_what_cannot_be_stopped_is_not_waited_for_and_whatever_it_raises_is_told(task: GrammarLimits) -> None:
+def test_unstoppable_examiner_does_not_block_close_and_its_error_is_raised(task: GrammarLimits) -> None:
     stubborn = Stubborn(task)
     checker = Checker(stubborn)
     asked = checker.begin(GOOD)

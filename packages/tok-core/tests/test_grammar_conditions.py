@@ -1,4 +1,4 @@
-"""Keywords that depend on values (not, if, contains, patternProperties, uniqueItems): all texts are valid."""
+"""Schemas with not, if, contains, patternProperties and uniqueItems allow valid texts only, or are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @fuzzed(150)
 @given(seed=st.integers(0, 2**32))
-def test_all_that_a_grammar_lets_through_is_valid(tiny: Tiny, seed: int) -> None:
+def test_texts_under_a_conditional_schema_are_valid(tiny: Tiny, seed: int) -> None:
     rng = random.Random(seed)
     schema = conditional_schema(rng)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -65,12 +65,12 @@ def test_all_that_a_grammar_lets_through_is_valid(tiny: Tiny, seed: int) -> None
         except AssertionError as error:
             if "does not end" not in str(error):
                 raise
-            event("endless")  # items that are any value, until one is what `contains` wants
+            event("endless")  # items may be any value until one satisfies `contains`
             continue
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-def test_most_random_schemas_are_followed(tiny: Tiny) -> None:
+def test_most_random_conditional_schemas_compile(tiny: Tiny) -> None:
     followed = 0
     for seed in range(100):
         try:
@@ -82,7 +82,7 @@ def test_most_random_schemas_are_followed(tiny: Tiny) -> None:
 
 
 def tagged(*kinds: str) -> dict[str, Any]:
-    """An object whose `kind` decides which further property it has to have."""
+    """Return a schema of objects whose `kind` decides which other property is required."""
     return {
         "type": "object",
         "properties": {"kind": {"enum": list(kinds)}},
@@ -175,7 +175,9 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), EXACT, ids=lambda value: json.dumps(value)[:60])
-def test_the_texts_of_a_schema_are_these(tiny: Tiny, schema: Any, good: list[str], bad: list[str]) -> None:
+def test_conditional_schema_accepts_and_rejects_given_texts(
+    tiny: Tiny, schema: Any, good: list[str], bad: list[str]
+) -> None:
     grammar = tiny.compiled(schema)
     assert [text for text in good if not tiny.accepts(grammar, text)] == []
     assert [text for text in bad if tiny.accepts(grammar, text)] == []
@@ -204,7 +206,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"patternProperties": {"^a$": {}}, "additionalProperties": {"type": "null"}}, "as true or false (at $)"),
     ({"type": "object", "patternProperties": {"(?=a)": {}}}, "regular expressions"),
     ({"type": "object", "patternProperties": []}, "patternProperties as an object"),
-    # Valid under both branches, though nothing of the kind is written under one of them.
+    # Some values are valid under both branches, though the grammar of one branch does not allow them.
     ({"type": "number", "oneOf": [{"not": {"type": "integer"}}, {"type": "number"}]}, "oneOf"),
     ({"oneOf": [{"oneOf": [{"minimum": 5}]}, {"type": "string"}]}, "oneOf"),
     ({"oneOf": [{"not": {"const": "a"}}, {"type": "string"}]}, "oneOf"),
@@ -216,7 +218,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "why"), REFUSED, ids=lambda value: json.dumps(value)[:60])
-def test_what_cannot_be_promised_is_refused_by_name_and_place(tiny: Tiny, schema: Any, why: str) -> None:
+def test_unsupported_conditional_schema_is_refused_with_the_reason(tiny: Tiny, schema: Any, why: str) -> None:
     with pytest.raises(InvalidField) as refused:
         tiny.compiled(schema)
     assert refused.value.field == "grammar"
@@ -239,7 +241,7 @@ def test_what_cannot_be_promised_is_refused_by_name_and_place(tiny: Tiny, schema
         ("", "", True, True),
     ],
 )
-def test_a_pattern_is_searched_in_a_name(pattern: str, name: str, wide: bool, certain: bool) -> None:
+def test_automaton_searches_a_pattern_in_a_property_name(pattern: str, name: str, wide: bool, certain: bool) -> None:
     assert Automaton(pattern, lambda steps: None, search=True, wide=True).accepts(name) is wide
     assert Automaton(pattern, lambda steps: None, search=True).accepts(name) is certain
 
@@ -281,7 +283,7 @@ HOSTILE: list[tuple[Any, str]] = [
 ]
 
 
-def test_hostile_schemas_are_compiled_or_refused_by_a_bound(tiny: Tiny) -> None:
+def test_hostile_schemas_compile_or_are_refused_with_the_limit(tiny: Tiny) -> None:
     for schema, why in HOSTILE:
         if not why:
             tiny.compiled(schema)

@@ -1,6 +1,6 @@
-"""Guided answers of a whole engine: a random model writes what its grammar asks for, and nobody else notices.
+"""Guided decoding in a whole engine: answers match their grammar, and other requests keep their tokens.
 
-TOK_GRAMMAR_SCHEMAS: how many schemas are tried; 40 unless it is set.
+TOK_GRAMMAR_SCHEMAS: number of schemas to try; 40 by default.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def streamed(engine: AsyncEngine, prompt: list[int], asked: SamplingParams
     return text, reason
 
 
-async def test_every_answer_under_a_schema_parses_and_is_valid_streamed_or_not(engine: AsyncEngine) -> None:
+async def test_streamed_and_unstreamed_answers_are_valid_under_their_schema(engine: AsyncEngine) -> None:
     schemas = [random_schema(random.Random(seed)) for seed in range(SCHEMAS)]
     prompts = random_prompts(tuple(range(1, SCHEMAS + 1)))
     asked = [
@@ -91,7 +91,7 @@ async def test_every_answer_under_a_schema_parses_and_is_valid_streamed_or_not(e
     assert engine.stats()["skipped_tokens"] > 0
 
 
-async def test_samples_are_each_valid_and_repeat_with_their_seed(engine: AsyncEngine) -> None:
+async def test_guided_samples_are_valid_and_repeat_with_their_seed(engine: AsyncEngine) -> None:
     asked = params(JSON, n=6, temperature=1.3)
     first, again, other = await asyncio.gather(
         *(answer(engine, [5, 6, 7], one) for one in (asked, asked, msgspec.structs.replace(asked, seed=2)))
@@ -104,7 +104,7 @@ async def test_samples_are_each_valid_and_repeat_with_their_seed(engine: AsyncEn
     assert all(sample.finish_reason == "stop" for sample in first.outputs)
 
 
-async def test_those_without_a_grammar_get_the_same_tokens_beside_those_with_one(engine: AsyncEngine) -> None:
+async def test_unguided_requests_keep_their_tokens_beside_guided_ones(engine: AsyncEngine) -> None:
     prompts = random_prompts((3, 17, 40, 90), seed=4)
     asked = [params(None, n=3, seed=seed, max_tokens=60, top_p=0.9) for seed in range(4)]
     alone = [await answer(engine, *pair) for pair in zip(prompts, asked, strict=True)]
@@ -114,10 +114,8 @@ async def test_those_without_a_grammar_get_the_same_tokens_beside_those_with_one
         assert [one.token_ids for one in before.outputs] == [one.token_ids for one in after.outputs]
 
 
-async def test_tokens_and_their_log_probabilities_are_those_of_the_masked_distribution(
-    engine: AsyncEngine, path: Path
-) -> None:
-    """Of each token that was drawn, by transformers' logits for all before it and the matcher's own mask."""
+async def test_guided_tokens_and_logprobs_follow_the_masked_distribution(engine: AsyncEngine, path: Path) -> None:
+    """Compare each sampled token with transformers' logits at its position under the matcher's mask."""
     prompt = [11, 12, 13]
     asked = params(WORDS, temperature=0, logprobs=3)
     (sample,) = (await answer(engine, prompt, asked)).outputs
@@ -135,7 +133,7 @@ async def test_tokens_and_their_log_probabilities_are_those_of_the_masked_distri
         right[allowed] = logits[len(prompt) - 1 + at][allowed]
         right = right.log_softmax(-1)
         assert told.token_id == token
-        if (told.logprob, len(told.top)) != (0.0, 1):  # it had a choice, and took the likeliest
+        if (told.logprob, len(told.top)) != (0.0, 1):  # the mask allowed several tokens: the top-1 token is sampled
             free += 1
             assert token == int(right.argmax())
             assert told.logprob == pytest.approx(float(right[token]), abs=1e-4)
@@ -159,7 +157,9 @@ async def test_tokens_and_their_log_probabilities_are_those_of_the_masked_distri
     ],
     ids=str,
 )
-async def test_a_grammar_goes_with_whatever_else_is_asked_for(engine: AsyncEngine, more: dict[str, Any]) -> None:
+async def test_grammar_combines_with_filters_penalties_bias_and_logprobs(
+    engine: AsyncEngine, more: dict[str, Any]
+) -> None:
     output = await answer(engine, [1, 2, 3], params(JSON, **more))
     for sample in output.outputs:
         assert sample.finish_reason == "stop"
@@ -168,7 +168,7 @@ async def test_a_grammar_goes_with_whatever_else_is_asked_for(engine: AsyncEngin
         assert all(logprob > -math.inf for told in sample.logprobs or () for _, logprob in told.top)
 
 
-async def test_each_kind_of_grammar_gives_its_kind_of_text(engine: AsyncEngine) -> None:
+async def test_each_grammar_kind_gives_matching_text(engine: AsyncEngine) -> None:
     rules = 'root ::= "(" word ("," word)* ")"\nword ::= "fox" | "dog"\n'
     asked = {
         Grammar(kind="choice", value='["yes", "no", "maybe"]'): r"yes|no|maybe",
@@ -193,7 +193,7 @@ SHARED = (["да", "нет"], ["é", "è"], ["正面", "消极"], ["日本語"],
 
 @pytest.fixture(scope="module", params=[2, 3, 9], ids="tokens of up to {} bytes".format)
 def merging(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Tokens of these texts are parts of a character, or whole ones and more."""
+    """An engine whose tokens are parts of a character of SHARED, or one and more characters."""
     model = make_model("llama", tmp_path_factory.mktemp("merging"))
     add_merges(model, [text for texts in SHARED for text in texts], request.param)
     with cpu_engine(model) as engine:
@@ -201,9 +201,7 @@ def merging(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("texts", SHARED, ids=str)
-def test_texts_that_begin_with_the_same_part_of_a_character_are_written_whole(
-    merging: Engine, texts: list[str]
-) -> None:
+def test_guided_texts_that_share_part_of_a_character_are_complete(merging: Engine, texts: list[str]) -> None:
     choice = Grammar(kind="choice", value=json.dumps(texts))
     schema = Grammar(kind="json_schema", value=json.dumps({"enum": texts}))
     asked = [params(grammar, temperature=heat, n=n) for grammar in (choice, schema) for heat, n in ((0, 1), (2.0, 6))]
@@ -213,7 +211,7 @@ def test_texts_that_begin_with_the_same_part_of_a_character_are_written_whole(
             assert (json.loads(sample.text) if one.grammar == schema else sample.text) in texts
 
 
-async def test_limits_and_stop_strings_cut_an_answer(engine: AsyncEngine) -> None:
+async def test_max_tokens_and_stop_strings_cut_a_guided_answer(engine: AsyncEngine) -> None:
     (cut,) = (await answer(engine, [3], params(JSON, max_tokens=7))).outputs
     assert (cut.finish_reason, len(cut.token_ids)) == ("length", 7)
     assert '{"name": '.startswith(cut.text) or cut.text.startswith('{"name": ')
@@ -222,14 +220,14 @@ async def test_limits_and_stop_strings_cut_an_answer(engine: AsyncEngine) -> Non
     assert re.fullmatch(r'\{"name": ".{0,6}", ', stopped.text)
 
 
-async def test_a_grammar_that_cannot_be_followed_is_refused_before_or_with_the_first_read(engine: AsyncEngine) -> None:
+async def test_unsupported_grammar_is_refused_at_submission_or_first_read(engine: AsyncEngine) -> None:
     bad = Grammar(kind="json_schema", value='{"type": "object", "propertyNames": {}}')
     with pytest.raises(InvalidField, match="propertyNames"):
         await answer(engine, [1], params(bad))
     with pytest.raises(InvalidField, match="propertyNames"):
         await engine.check_grammar(bad)
     with pytest.raises(InvalidField, match="propertyNames"):
-        engine.generate([1], params(bad))  # by now it is known
+        engine.generate([1], params(bad))  # the verdict is cached
     await engine.check_grammar(JSON)
     assert engine.open_requests == 0
 
@@ -239,11 +237,11 @@ async def test_a_request_may_be_aborted_while_its_grammar_is_checked(engine: Asy
     stream = engine.generate([1], params(slow))
     stream.abort()
     assert [delta.finish_reason async for delta in stream] == ["abort"]
-    await engine.check_grammar(slow)  # it goes on, for others
+    await engine.check_grammar(slow)  # other callers can still check the grammar
     assert engine.open_requests == 0
 
 
-async def test_a_check_that_somebody_gives_up_is_nobody_elses_loss(engine: AsyncEngine) -> None:
+async def test_cancelled_grammar_check_does_not_affect_other_callers(engine: AsyncEngine) -> None:
     slow = Grammar(kind="json_schema", value=json.dumps({"properties": {f"q{n}": PERSON for n in range(40)}}))
     given_up, kept = (asyncio.ensure_future(engine.check_grammar(slow)) for _ in range(2))
     await asyncio.sleep(0)
@@ -251,7 +249,7 @@ async def test_a_check_that_somebody_gives_up_is_nobody_elses_loss(engine: Async
     await kept
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    await engine.check_grammar(slow, most=0)  # it is known by now
+    await engine.check_grammar(slow, most=0)  # the verdict is cached
     with pytest.raises(EngineError, match="0 other grammars"):
         await engine.check_grammar(Grammar(kind="regex", value="unknown"), most=0)
 
@@ -264,7 +262,7 @@ async def test_a_check_that_somebody_gives_up_is_nobody_elses_loss(engine: Async
         ("grammar", {"grammar": "[a-z]"}),
     ],
 )
-def test_what_speaks_against_a_grammar_is_refused(field: str, fields: dict[str, Any]) -> None:
+def test_sampling_params_that_conflict_with_a_grammar_are_refused(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidField) as refused:
         SamplingParams(**{"grammar": JSON, **fields})
     assert refused.value.field == field
@@ -282,12 +280,12 @@ def test_what_speaks_against_a_grammar_is_refused(field: str, fields: dict[str, 
     ],
     ids=lambda fields: str(fields)[:40],
 )
-def test_a_grammar_of_no_known_kind_or_size_is_none(fields: dict[str, Any]) -> None:
+def test_grammar_refuses_invalid_kinds_values_and_sizes(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match="grammar"):
         Grammar(**fields)
 
 
-def test_models_that_cannot_end_a_text_or_have_none_take_no_grammar(path: Path, tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_refuses_grammars(path: Path, tmp_path: Path) -> None:
     for file in path.iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).symlink_to(file)
@@ -299,8 +297,8 @@ def test_models_that_cannot_end_a_text_or_have_none_take_no_grammar(path: Path, 
         engine.generate([[1]], params(JSON))
 
 
-def test_two_ranks_in_processes_of_their_own_write_what_one_writes(path: Path) -> None:
-    """The processes check, compile and mask for themselves."""
+def test_two_tp_ranks_give_the_guided_answers_of_one(path: Path) -> None:
+    """With two ranks, processes of the engine check, compile and mask."""
     settings: dict[str, Any] = {"kv_cache_tokens": 4096, "max_running": 16, "dtype": "float32", "device": "cpu"}
     prompts = random_prompts((2, 30))
     asked = [params(JSON, n=2, temperature=0.8), params(WORDS, temperature=0, logprobs=2)]

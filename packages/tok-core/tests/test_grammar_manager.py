@@ -1,4 +1,4 @@
-"""Guided sequences get the very tokens that their grammars and contexts say, whatever runs beside them."""
+"""Guided sequences get the tokens that their grammar and context determine, whatever runs beside them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GRAMMARS = (
 
 
 def tokens_of(ports: SimulatedPorts) -> dict[tuple[int, int], list[int]]:
-    """Tokens of each request's samples, as reported."""
+    """Return the reported tokens of each request's samples."""
     found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for report in ports.reports:
         keys = list(zip(report.rid.tolist(), report.sample.tolist(), strict=True))
@@ -84,10 +84,10 @@ def ends_of(ports: SimulatedPorts) -> dict[tuple[int, int], Finished]:
     budget=st.sampled_from([8, 17, 64]),
     late=st.sampled_from([None, False, True]),
 )
-def test_every_sample_is_what_its_grammar_and_context_say(
+def test_guided_samples_have_the_tokens_of_their_grammar_and_context(
     seed: int, run_ahead: int, pp: int, pages: int, slots: int, budget: int, late: bool | None
 ) -> None:
-    """Workers answer at once, late, or late and some are killed while they do nothing."""
+    """Grammar workers answer at once, late, or late with some of them killed while idle."""
     rng = random.Random(seed)
     info = engine_info(num_pages=pages, max_running=slots, max_step_tokens=budget)
     workers = None if late is None else LateWorkers(seed)
@@ -129,7 +129,7 @@ def test_every_sample_is_what_its_grammar_and_context_say(
     assert not manager.table.matchers
 
 
-def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
+def test_lost_grammar_worker_fails_only_the_request_it_was_following() -> None:
     for seed in range(8):
         workers = LateWorkers(seed)
         manager, ports = guided_manager(engine_info(max_running=8), workers=workers)
@@ -157,7 +157,7 @@ def test_a_request_over_which_a_worker_is_lost_ends_and_no_other_does() -> None:
         manager.close()
 
 
-def test_text_that_has_to_come_is_not_drawn_but_computed_at_once() -> None:
+def test_forced_text_is_prefilled_instead_of_sampled() -> None:
     manager, ports = guided_manager(engine_info())
     grammar = Grammar(kind="choice", value='["abcdefgh01", "abcdefgh12"]')
     prepare(manager, [grammar])
@@ -172,7 +172,7 @@ def test_text_that_has_to_come_is_not_drawn_but_computed_at_once() -> None:
     assert max(len(step.prefill_token) for step in ports.steps[1:]) > 1
 
 
-def test_a_limit_or_a_stop_within_such_text_ends_the_sample_there() -> None:
+def test_max_tokens_or_stop_token_within_forced_text_ends_the_sample() -> None:
     grammar = Grammar(kind="choice", value='["gh0123456gh"]')
     for most, stops in ((4, ()), (30, (spell("3")[0],))):
         manager, ports = guided_manager(engine_info())
@@ -186,7 +186,7 @@ def test_a_limit_or_a_stop_within_such_text_ends_the_sample_there() -> None:
         assert_all_given_back(manager)
 
 
-def test_others_run_ahead_while_guided_ones_wait_for_their_tokens() -> None:
+def test_unguided_sequences_run_ahead_while_guided_ones_wait() -> None:
     manager, ports = guided_manager(engine_info(), 4)
     prepare(manager, GRAMMARS)
     guided = SamplingParams(max_tokens=24, seed=0, grammar=GRAMMARS[3])
@@ -195,18 +195,18 @@ def test_others_run_ahead_while_guided_ones_wait_for_their_tokens() -> None:
     assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, guided)
     assert tokens_of(ports)[2, 0] == expected([3, 4], 0, free)
     assert ports.most_queued == 4
-    assert manager.stats().steps == 24  # not one more than the free one takes
+    assert manager.stats().steps == 24  # no more than the unguided sequence takes
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_preempted_ones_go_on_where_their_grammar_was(held: bool) -> None:
+def test_preempted_guided_samples_continue_in_their_grammar_state(held: bool) -> None:
     manager, ports = guided_manager(engine_info(max_running=6, max_step_tokens=6))
     params = SamplingParams(n=4, max_tokens=40, seed=0, grammar=GRAMMARS[0])
     prepare(manager, GRAMMARS)
     table = manager.table
 
     def victims() -> list[int]:
-        """Who waits for a token, or is to compute text that has to come."""
+        """Return slots that wait for a token, or that have forced text to compute."""
         state, behind = (State.DECODE, True) if held else (State.PREFILL, table.known > table.prompt_len)
         found: list[int] = ((table.state == state) & (table.held == held) & behind).nonzero()[0].tolist()
         return found
@@ -224,7 +224,7 @@ def test_preempted_ones_go_on_where_their_grammar_was(held: bool) -> None:
 
 
 class Slow(Compiler):
-    """Compiles when it is let."""
+    """Compiler that blocks until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(BYTES, VOCAB, [EOS], spell)
@@ -235,7 +235,7 @@ class Slow(Compiler):
         return super().compile(grammar)
 
 
-def test_a_request_whose_grammar_is_being_compiled_holds_nobody_back() -> None:
+def test_request_with_a_compiling_grammar_does_not_block_others() -> None:
     slow = Slow()
     manager, ports = guided_manager(engine_info(), compiler=slow)
     params = SamplingParams(max_tokens=9, seed=0, grammar=GRAMMARS[0])
@@ -253,7 +253,7 @@ def test_a_request_whose_grammar_is_being_compiled_holds_nobody_back() -> None:
     assert_all_given_back(manager)
 
 
-def test_those_that_have_waited_come_before_whoever_came_later() -> None:
+def test_request_waiting_for_its_grammar_keeps_its_queue_position() -> None:
     manager, ports = guided_manager(engine_info(max_running=1))
     params = SamplingParams(max_tokens=3, seed=0, grammar=GRAMMARS[3])
     free = SamplingParams(max_tokens=30, seed=0, ignore_eos=True)
@@ -266,7 +266,7 @@ def test_those_that_have_waited_come_before_whoever_came_later() -> None:
     assert list(dict.fromkeys(order)) == [1, 2, 3]
 
 
-def test_a_grammar_that_this_vocabulary_cannot_follow_on_cuts_the_sample() -> None:
+def test_sample_is_cut_where_the_vocabulary_cannot_follow_the_grammar() -> None:
     manager, ports = guided_manager(engine_info())
     grammar = Grammar(kind="choice", value='["abéa"]')  # no token has the é
     prepare(manager, [grammar])
@@ -276,10 +276,10 @@ def test_a_grammar_that_this_vocabulary_cannot_follow_on_cuts_the_sample() -> No
     assert_all_given_back(manager)
 
 
-def test_a_worker_that_draws_what_is_forbidden_loses_the_sample_and_not_the_manager() -> None:
+def test_worker_that_ignores_masks_does_not_affect_other_requests() -> None:
     manager, ports = guided_manager(engine_info())
     prepare(manager, GRAMMARS)
-    ports.worker = SimulatedWorker(manager.info)  # it does not know of masks
+    ports.worker = SimulatedWorker(manager.info)  # ignores masks
     params = SamplingParams(n=4, max_tokens=9, seed=0, grammar=GRAMMARS[0])
     drive(manager, ports, {0: [submit(1, [1], params), submit(2, [1], SamplingParams(max_tokens=4, seed=0))]})
     assert {end.reason for key, end in ends_of(ports).items() if key[0] == 1} <= {"length", "stop"}
@@ -287,7 +287,7 @@ def test_a_worker_that_draws_what_is_forbidden_loses_the_sample_and_not_the_mana
     assert_all_given_back(manager)
 
 
-def test_masks_have_the_very_tokens_whose_text_can_go_on() -> None:
+def test_masks_allow_exactly_the_tokens_that_the_grammar_accepts() -> None:
     rng = random.Random(3)
     for grammar in GRAMMARS:
         guide = COMPILER.compile(grammar)
@@ -307,7 +307,7 @@ def test_masks_have_the_very_tokens_whose_text_can_go_on() -> None:
 
 
 def _accepts(guide: Compiled, text: bytes, token: int) -> bool:
-    """Whether the token may follow the text, asked of a matcher that has seen the text alone."""
+    """Return whether the token may follow the text, by a new matcher that has only accepted the text."""
     if token != EOS and (token >= len(BYTES) or not BYTES[token]):
         return False
     matcher = guide.matcher()
@@ -318,7 +318,7 @@ def _accepts(guide: Compiled, text: bytes, token: int) -> bool:
 
 
 @pytest.mark.parametrize("state", [State.PREFILL, State.DECODE])
-def test_a_cancelled_request_leaves_nothing_behind_wherever_it_was(state: int) -> None:
+def test_cancelled_guided_request_frees_its_slots_and_matchers(state: int) -> None:
     manager, ports = guided_manager(engine_info(max_step_tokens=4))
     prepare(manager, GRAMMARS)
     params = SamplingParams(n=3, max_tokens=30, seed=0, grammar=GRAMMARS[0])
@@ -331,7 +331,7 @@ def test_a_cancelled_request_leaves_nothing_behind_wherever_it_was(state: int) -
 
 
 class Broken(Compiler):
-    """Cannot compile anything that has a z."""
+    """Compiler that fails for grammars with a z."""
 
     def __init__(self) -> None:
         super().__init__(BYTES, VOCAB, [EOS], spell)
@@ -342,7 +342,7 @@ class Broken(Compiler):
         return super().compile(grammar)
 
 
-def test_a_grammar_that_cannot_be_compiled_after_all_fails_its_requests_and_no_others() -> None:
+def test_grammar_that_fails_to_compile_fails_only_its_requests() -> None:
     manager, ports = guided_manager(engine_info(), compiler=Broken())
     bad = SamplingParams(max_tokens=9, seed=0, grammar=Grammar(kind="regex", value="z"))
     good = SamplingParams(max_tokens=9, seed=0, grammar=GRAMMARS[0])
@@ -363,7 +363,7 @@ def test_a_grammar_that_cannot_be_compiled_after_all_fails_its_requests_and_no_o
 def drive_waiting(
     manager: Manager, ports: SimulatedPorts, messages: list[ToManager], until: Callable[[], bool]
 ) -> None:
-    """Turns, while threads compile, until it is true."""
+    """Run turns of the manager, while threads compile, until `until()` is true."""
     ports.inbox += messages
 
     def holds() -> bool:
@@ -373,7 +373,7 @@ def drive_waiting(
     wait_until(holds)
 
 
-def test_grammars_that_nobody_waits_for_any_more_are_given_up_and_others_are_kept() -> None:
+def test_grammars_are_dropped_when_cancelled_and_kept_once_compiled() -> None:
     slow = Slow()
     manager, ports = guided_manager(engine_info(), compiler=slow)
     asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
@@ -393,7 +393,7 @@ def test_grammars_that_nobody_waits_for_any_more_are_given_up_and_others_are_kep
     assert not manager.grammars._grammar_states
 
 
-def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_groups_are_not_recomputed_while_guided_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = guided_manager(engine_info(num_pages=300, max_running=20))
     grammar = Grammar(kind="regex", value="[a-h]{40}")
     prepare(manager, [grammar])
@@ -407,11 +407,11 @@ def test_groups_are_not_found_anew_because_guided_ones_wait_for_their_tokens(mon
     for sample in range(6):
         assert tokens[1, sample] == expected_guided(prompts[1], sample, guided)
         assert tokens[2, sample] == expected(prompts[2], sample, free)
-    assert found.call_count < 6  # that is, as they start
+    assert found.call_count < 6  # only while the sequences start
     assert manager.scheduler.group_rows > 6 * 30
 
 
-def test_a_single_token_without_a_choice_is_drawn_in_a_decode_row_and_several_are_told_of_in_one_report() -> None:
+def test_single_forced_token_is_decoded_and_several_share_one_report() -> None:
     short, long = Grammar(kind="regex", value="([abc]0){8}"), Grammar(kind="regex", value="([abc]0123456){3}")
     for grammar, skips in ((short, False), (long, True)):
         manager, ports = guided_manager(engine_info())
@@ -425,7 +425,7 @@ def test_a_single_token_without_a_choice_is_drawn_in_a_decode_row_and_several_ar
         assert any(report.rounds for report in told[:-1]) == skips
 
 
-def test_a_sequence_that_lost_its_slot_goes_on_without_following_its_tokens_once_more() -> None:
+def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:
     manager, ports = guided_manager(engine_info())
     prepare(manager, GRAMMARS)
     params = SamplingParams(max_tokens=40, seed=0, grammar=GRAMMARS[0])
@@ -440,7 +440,7 @@ def test_a_sequence_that_lost_its_slot_goes_on_without_following_its_tokens_once
     assert_all_given_back(manager)
 
 
-def test_a_mask_is_kept_once_and_knows_what_it_leaves_open() -> None:
+def test_mask_cache_stores_each_mask_once_with_its_properties() -> None:
     begin = np.array([ord(piece[:1]) if piece else -1 for piece in ["a", "ab", "b", "", *["c"] * 46]], np.int16)
     masks = MaskCache(begin)
     full = masks.of(np.full(2, -1, np.int32))
@@ -457,7 +457,7 @@ def test_a_mask_is_kept_once_and_knows_what_it_leaves_open() -> None:
     assert all(tokens_of_mask(masks.single(token).words) == [token] for token in range(50))
 
 
-def test_the_process_that_compiles_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     end = write_tokenizer(tmp_path, 512) + 1
     code = f"""if True:
         import sys

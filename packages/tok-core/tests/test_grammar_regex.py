@@ -1,4 +1,4 @@
-"""Regular expressions become automata that match the very texts that Python's do, and say what they cannot."""
+"""Regular expressions compile to grammars that match the same texts as Python's `re`; other syntax is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product(
 
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(ATOMS, patterns, max_leaves=8))
-def test_the_texts_that_match_are_those_that_match_in_python(pattern: str) -> None:
+def test_regex_grammar_matches_the_same_texts_as_python_re(pattern: str) -> None:
     grammar = compiled(pattern)
     for text in TEXTS:
         assert accepts(grammar, text.encode()) == bool(re.fullmatch(pattern, text)), text
@@ -67,13 +67,13 @@ def test_the_texts_that_match_are_those_that_match_in_python(pattern: str) -> No
         ("(|x)y", ["y", "xy"], ["x"]),
     ],
 )
-def test_what_dialects_agree_on_is_understood(pattern: str, good: list[str], bad: list[str]) -> None:
+def test_regex_syntax_common_to_all_dialects_is_supported(pattern: str, good: list[str], bad: list[str]) -> None:
     grammar = compiled(pattern)
     assert [text for text in good if not accepts(grammar, text.encode())] == []
     assert [text for text in bad if accepts(grammar, text.encode())] == []
 
 
-def test_no_byte_sequence_matches_that_is_no_text() -> None:
+def test_regex_grammar_rejects_invalid_utf8() -> None:
     grammar = compiled(r"[\x01-\uffff]|[^a-z]")
     for text in (b"\xe0\x8d\x93", b"\xc0\x80", b"\xed\xa0\x80", b"\xf0\x8f\xbf\xbf", b"\xf4\x90\x80\x80", b"\xff"):
         assert not accepts(grammar, text)
@@ -87,7 +87,7 @@ def test_no_byte_sequence_matches_that_is_no_text() -> None:
         *("(" * 100 + ")" * 100, "((a{1000}){1000}){1000}", "(" * 5000),
     ],
 )
-def test_what_no_grammar_can_say_is_refused_with_a_reason(pattern: str) -> None:
+def test_unsupported_regex_is_refused_with_a_reason(pattern: str) -> None:
     with pytest.raises(InvalidField, match="grammar is") as refused:
         compiled(pattern)
     assert refused.value.field == "grammar"
@@ -95,11 +95,11 @@ def test_what_no_grammar_can_say_is_refused_with_a_reason(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){12}", "(a*)*b", "(a|a)*c", "(x+x+)+y"])
-def test_patterns_that_make_backtracking_matchers_slow_do_no_harm(pattern: str) -> None:
+def test_regex_with_catastrophic_backtracking_rejects_a_long_text(pattern: str) -> None:
     assert not accepts(compiled(pattern), b"a" * 2000 + b"!")
 
 
-def test_a_choice_is_one_of_its_texts_whatever_is_in_them() -> None:
+def test_choice_grammar_accepts_exactly_its_texts() -> None:
     choices = ["yes", "no", "no way", 'a "b"\n\\', "日本 🙂", "[x]*"]
     grammar = COMPILER.compile(Grammar(kind="choice", value=json.dumps(choices)))
     assert all(accepts(grammar, text.encode()) for text in choices)
@@ -107,12 +107,12 @@ def test_a_choice_is_one_of_its_texts_whatever_is_in_them() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "[]", "{}", '["a", 1]', '[""]', '"a"', '["\\u0000"]', '["a"'])
-def test_a_choice_of_anything_but_texts_is_refused(value: str) -> None:
+def test_invalid_choice_grammar_is_refused(value: str) -> None:
     with pytest.raises(InvalidField, match="grammar is"):
         COMPILER.compile(Grammar(kind="choice", value=value))
 
 
-def test_rules_are_taken_as_xgrammar_reads_them_and_its_complaints_are_told() -> None:
+def test_ebnf_rules_follow_xgrammar_and_its_errors_are_reported() -> None:
     grammar = COMPILER.compile(Grammar(kind="ebnf", value='root ::= "a" more?\nmore ::= [b-c]+\n'))
     assert accepts(grammar, b"abcb")
     assert not accepts(grammar, b"abd")
@@ -123,7 +123,7 @@ def test_rules_are_taken_as_xgrammar_reads_them_and_its_complaints_are_told() ->
         COMPILER.compile(Grammar(kind="ebnf", value='root ::= root "a"'))
 
 
-def test_what_stands_before_and_after_is_part_of_the_text() -> None:
+def test_grammar_prefix_and_suffix_are_part_of_the_text() -> None:
     grammar = COMPILER.compile(Grammar(kind="regex", value="[0-9]", prefix="<n>\n", suffix='"</n>'))
     assert accepts(grammar, b'<n>\n7"</n>')
     assert not accepts(grammar, b"7")

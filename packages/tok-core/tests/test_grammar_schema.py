@@ -1,4 +1,4 @@
-"""Whatever a schema's grammar lets through is valid, and what it cannot say is refused by name."""
+"""Grammars of JSON schemas allow valid texts only; unsupported keywords are refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB = 512
 
 
 class Tiny:
-    """The compiler for the small tokenizer, and what its tokens are."""
+    """The compiler for the small tokenizer, and its tokens."""
 
     def __init__(self, directory: Path) -> None:
         first = write_tokenizer(directory, VOCAB)
@@ -33,7 +33,7 @@ class Tiny:
         self.compiler = Compiler.load(str(directory), VOCAB, self.ends)
 
     def texts(self, schema: Any, count: int, seed: int = 0) -> list[str]:
-        """Random texts under the schema."""
+        """Return random texts under the schema."""
         grammar = self.compiler.compile(Grammar(kind="json_schema", value=json.dumps(schema)))
         rng = random.Random(seed)
         return [random_text(grammar, self.pieces, self.ends, rng, 2000).decode() for _ in range(count)]
@@ -50,7 +50,7 @@ def check(schema: Any, text: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_all_that_a_grammar_lets_through_is_valid(tiny: Tiny, seed: int) -> None:
+def test_texts_under_a_schema_grammar_are_valid(tiny: Tiny, seed: int) -> None:
     schema = random_schema(random.Random(seed))
     jsonschema.Draft202012Validator.check_schema(schema)
     for text in tiny.texts(schema, 8, seed):
@@ -62,7 +62,7 @@ RANGES = st.tuples(st.floats(-1e6, 1e6).map(lambda x: round(x, 5)), st.sampled_f
 
 @settings(max_examples=40, deadline=None)
 @given(limits=RANGES, kind=st.sampled_from(["number", "integer"]), exclusive=st.booleans(), ends=st.sampled_from("lhb"))
-def test_numbers_lie_between_their_limits(
+def test_schema_numbers_lie_within_their_bounds(
     tiny: Tiny, limits: tuple[float, float], kind: str, exclusive: bool, ends: str
 ) -> None:
     low, high = limits[0], limits[0] + limits[1]
@@ -74,7 +74,7 @@ def test_numbers_lie_between_their_limits(
         schema[names[1]] = high
     try:
         texts = tiny.texts(schema, 12)
-    except InvalidField as error:  # there may be none
+    except InvalidField as error:  # the bounds may contain no number
         if "bounds that some number lies within" in error.allowed and ends == "b" and high - low < 1:
             return
         raise
@@ -139,7 +139,9 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), EXACT, ids=lambda value: json.dumps(value)[:60])
-def test_the_texts_of_a_schema_are_these(tiny: Tiny, schema: Any, good: list[str], bad: list[str]) -> None:
+def test_schema_grammar_accepts_and_rejects_given_texts(
+    tiny: Tiny, schema: Any, good: list[str], bad: list[str]
+) -> None:
     grammar = tiny.compiler.compile(Grammar(kind="json_schema", value=json.dumps(schema)))
 
     def accepts(text: str) -> bool:
@@ -191,7 +193,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "[1, 1e999]", '{"a": 1e400}'])
-def test_numbers_beyond_what_readers_hold_are_refused(tiny: Tiny, text: str) -> None:
+def test_schema_with_numbers_beyond_float64_is_refused(tiny: Tiny, text: str) -> None:
     for name, value in (("const", text), ("enum", f"[0, {text}]"), ("enum", f"[[{text}]]")):
         with pytest.raises(InvalidField, match=f"allowed: {name} with numbers of at most"):
             tiny.compiler.compile(Grammar(kind="json_schema", value=f'{{"{name}": {value}}}'))
@@ -223,14 +225,14 @@ COMBINED: list[Any] = [
 
 
 @pytest.mark.parametrize("schema", COMBINED, ids=lambda schema: json.dumps(schema)[:60])
-def test_combined_keywords_hold_together(tiny: Tiny, schema: Any) -> None:
+def test_texts_under_combined_keywords_are_valid(tiny: Tiny, schema: Any) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     for text in tiny.texts(schema, 30):
         check(schema, text)
 
 
 @pytest.mark.parametrize(("schema", "why"), REFUSED, ids=lambda value: json.dumps(value)[:60])
-def test_what_cannot_be_promised_is_refused_by_name_and_place(tiny: Tiny, schema: Any, why: str) -> None:
+def test_invalid_or_unsupported_schema_is_refused_with_the_reason(tiny: Tiny, schema: Any, why: str) -> None:
     with pytest.raises(InvalidField) as refused:
         tiny.compiler.compile(Grammar(kind="json_schema", value=json.dumps(schema)))
     assert refused.value.field == "grammar"
@@ -238,12 +240,12 @@ def test_what_cannot_be_promised_is_refused_by_name_and_place(tiny: Tiny, schema
 
 
 @pytest.mark.parametrize("value", ["", "{", "{'a': 1}", '{"minimum": NaN}', "[" * 100_000, '{"a":' * 20_000])
-def test_what_is_no_json_is_refused(tiny: Tiny, value: str) -> None:
+def test_schema_that_is_no_json_is_refused(tiny: Tiny, value: str) -> None:
     with pytest.raises(InvalidField, match="grammar is"):
         tiny.compiler.compile(Grammar(kind="json_schema", value=value))
 
 
-def test_schemas_that_come_to_too_much_are_refused_before_they_take_long(tiny: Tiny) -> None:
+def test_schemas_over_a_size_limit_are_refused(tiny: Tiny) -> None:
     deep: Any = {"type": "null"}
     for _ in range(100):
         deep = {"type": "array", "items": deep}
@@ -261,7 +263,7 @@ def test_schemas_that_come_to_too_much_are_refused_before_they_take_long(tiny: T
         assert why in refused.value.allowed
 
 
-def test_comparing_alternatives_has_an_end(tiny: Tiny) -> None:
+def test_comparing_schema_alternatives_is_bounded_in_time(tiny: Tiny) -> None:
     alike = {"properties": {"a": {"type": "string"}}, "required": ["a", "b", "c"]}
     hostile: list[Any] = [
         {"oneOf": [{"properties": {"a": {"const": i}}, "required": ["a"]} for i in range(980)]},
@@ -283,7 +285,7 @@ def test_comparing_alternatives_has_an_end(tiny: Tiny) -> None:
         tiny.compiler.compile(Grammar(kind="json_schema", value=json.dumps(schema)))
 
 
-def test_any_json_object_is_one(tiny: Tiny) -> None:
+def test_json_object_grammar_generates_json_objects(tiny: Tiny) -> None:
     grammar = tiny.compiler.compile(Grammar(kind="json_object"))
     rng = random.Random(4)
     for _ in range(8):

@@ -1,7 +1,7 @@
-"""Whatever grammar is sent, the manager's turns stay short, no process grows much, and other requests go on.
+"""Expensive grammars keep the manager's turns short, let no process grow much, and delay no other request.
 
-TOK_FUZZ multiplies how many grammars are made at random. What a turn takes is measured by the manager's own CPU time:
-it does not depend on what else the machine does.
+TOK_FUZZ multiplies the number of random grammars. Turns are measured in the manager's own CPU time, which does not
+depend on other load of the machine.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ KNOWN = (
     Grammar(kind="json_schema", value=json.dumps(WIDE)),
     Grammar(kind="ebnf", value=f"root ::= {REPEATED}\n"),
     Grammar(kind="ebnf", value=f"root ::= {AMBIGUOUS}"),
-    Grammar(kind="ebnf", value=f'root ::= "!" | [^!] {AMBIGUOUS}'),  # the probe takes the way that is harmless
+    Grammar(kind="ebnf", value=f'root ::= "!" | [^!] {AMBIGUOUS}'),  # the probe takes the harmless branch
     Grammar(kind="ebnf", value=f'root ::= "!" | [^!] {REPEATED}\n'),
 )
 SMALL = Grammar(kind="regex", value="[a-d]{400}")
 
 
 def hostile(rng: random.Random) -> Grammar:
-    """A grammar with several of what makes a parser's states many."""
+    """Return a random grammar with several constructs that multiply parser states."""
     terms = ["x x", "y{0,300}", "(x | y)*", "[a-z ]{0,200}", "(y | [^~]{0,50}){0,50}", "x*", '"a"', "(x x x)+"]
     rules = [" ".join(rng.choices(terms, k=rng.randint(1, 4))) for _ in range(3)]
     way = rng.choice(["", '"!" | [^!] '])
@@ -59,7 +59,7 @@ def hostile(rng: random.Random) -> Grammar:
 
 
 class Service:
-    """A manager over a simulated worker, and processes that follow grammars."""
+    """A manager over a simulated worker, with worker processes for grammars."""
 
     def __init__(self, directory: Path) -> None:
         begin = write_tokenizer(directory, VOCABULARY)
@@ -75,10 +75,10 @@ class Service:
         self.rid = 0
         self.slowest = 0.0
         self.largest = 0
-        self.turns, self.sizes = [0.0], [0]  # the most of each check
+        self.turns, self.sizes = [0.0], [0]  # maximum of each check
 
     def run(self, *grammars: Grammar | None, n: int = 1) -> dict[int, str]:
-        """How each request ended: tokens that all samples have together, or what is allowed instead."""
+        """Run the requests; return for each its total number of tokens, or why it was refused or failed."""
         reports, first = len(self.ports.reports), self.rid
         for grammar in grammars:
             params = SamplingParams(n=n, max_tokens=300, seed=0, ignore_eos=grammar is None, grammar=grammar)
@@ -103,11 +103,11 @@ class Service:
         return dict(sorted(found.items()))
 
     def over(self) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether the manager has no work left."""
         return not (self.ports.inbox or self.manager.requests or self.ports.queued)
 
     def weigh(self) -> None:
-        """Looks at how much each worker has grown beyond the process that it was forked from."""
+        """Record the largest growth of a worker process beyond the process that it was forked from."""
         process = self.workers._process
         if process is None:
             return
@@ -124,7 +124,7 @@ def children(pid: int) -> list[str]:
 
 
 def resident(pid: int) -> int:
-    """Memory of a process, 0 once it has ended."""
+    """Return the resident bytes of a process, 0 once it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -134,7 +134,7 @@ def resident(pid: int) -> int:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     found = Service(tmp_path_factory.mktemp("hostile"))
-    settle()  # as a manager's process does: the collector does not walk all that the tests have imported
+    settle()  # as a manager process does; the garbage collector then skips the modules that the tests import
     assert list(found.run(SMALL, None).values()) == ["300"] * 2
     yield found
     assert_all_given_back(found.manager)
@@ -143,7 +143,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def check(service: Service, *grammars: Grammar, n: int = 1) -> list[str]:
-    """Each ends or is refused, whoever runs beside it gets the tokens asked for, and nothing takes more than it may."""
+    """Check that each grammar ends or is refused, that other requests get all tokens, and that the limits hold."""
     own = resident(os.getpid())
     service.slowest = service.largest = 0
     found = service.run(*grammars, SMALL, None, n=n)
@@ -160,14 +160,12 @@ def check(service: Service, *grammars: Grammar, n: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("grammar", KNOWN, ids=lambda grammar: grammar.value[:40])
-def test_a_grammar_that_takes_too_much_ends_its_request_and_holds_up_no_other(
-    service: Service, grammar: Grammar
-) -> None:
+def test_expensive_grammar_ends_its_request_and_delays_no_other(service: Service, grammar: Grammar) -> None:
     (one,) = check(service, grammar, n=3)
     assert one.startswith("grammars ")
 
 
-def test_grammars_made_at_random_hold_up_nobody(service: Service) -> None:
+def test_random_expensive_grammars_delay_no_other_request(service: Service) -> None:
     rng = random.Random(1)
     ends = [one for _ in range(2 * FACTOR) for one in check(service, *(hostile(rng) for _ in range(3)), n=2)]
     print(f"{len(ends)} grammars, {sum(one.isdigit() for one in ends)} of them followed to their end")

@@ -1,4 +1,4 @@
-"""The sizes that kernels are measured on are those of the first rank's share of the model."""
+"""Kernels are measured on the shapes of the first rank's shard of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_cpu(path: Path, tp: int) -> EngineConfig:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_kernels_are_measured_on_the_share_of_the_first_rank(tmp_path: Path, tp: int) -> None:
+def test_kernel_choice_uses_the_shard_shapes_of_the_first_rank(tmp_path: Path, tp: int) -> None:
     path = make_model("llama", tmp_path, vocab_size=511)
     config = read_config(path)
     share = ShardPlan.of(config, RankCoordinates(ranks=tp))
@@ -37,14 +37,14 @@ def test_kernels_are_measured_on_the_share_of_the_first_rank(tmp_path: Path, tp:
     assert model.vocab_size == share.vocabulary.count == config.vocab_size // tp
 
 
-def test_sizes_are_those_of_the_whole_model_before_it_is_cut(tmp_path: Path) -> None:
+def test_kernel_choice_shards_explicitly_given_model_sizes(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     sizes = {"heads": 64, "kv_heads": 8, "head_dim": 128, "layers": 80}
     shape = shapes(on_cpu(path, 4), sizes)[1].attention
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.layers) == (16, 2, 128, 80)
 
 
-def test_ranks_that_a_model_cannot_be_cut_into_are_refused_by_name(tmp_path: Path) -> None:
+def test_kernel_choice_rejects_tp_that_does_not_divide_query_heads(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     with pytest.raises(InvalidField, match=r"^tp is 3; allowed: divisors of 4, the model's query heads$"):
         measure(on_cpu(path, 3))

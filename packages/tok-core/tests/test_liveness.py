@@ -1,4 +1,4 @@
-"""Liveness: processes that hang are noticed and replaced; slow ones, and clocks that jump, are no reason for that."""
+"""Liveness detects and replaces hung processes; slow processes and clock jumps trigger nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = EngineConfig(model="m", step_timeout=60, start_timeout=200)
 
 
 class Replica:
-    """The beats of a manager and a worker, on a clock that is turned by hand."""
+    """Heartbeats of a manager and a worker, on a clock that the test advances."""
 
     def __init__(self, config: EngineConfig = CONFIG) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ class Replica:
         self.liveness = Liveness(self.turns, config, lambda: self.now)
 
     def run(self, seconds: int, *, beating: str = "worker manager", turning: str = "worker manager") -> None:
-        """Each second, processes are looked at, turn, and send a beat."""
+        """Each second, check liveness; then roles in `beating` send a beat, and those also in `turning` have turned."""
         for _ in range(seconds):
             self.now += 1
             self.liveness.look()
@@ -58,15 +58,13 @@ def replica() -> Replica:
     return found
 
 
-def test_processes_whose_loops_turn_are_well_for_ever(replica: Replica) -> None:
+def test_liveness_reports_nothing_while_both_loops_turn(replica: Replica) -> None:
     replica.run(10_000)
     assert replica.found == ("", "")
 
 
 @pytest.mark.parametrize(("role", "other"), [("manager", "worker"), ("worker", "manager")])
-def test_a_stopped_process_is_silent_soon_and_hangs_after_the_step_timeout(
-    replica: Replica, role: str, other: str
-) -> None:
+def test_stopped_process_is_silent_soon_and_hung_after_step_timeout(replica: Replica, role: str, other: str) -> None:
     replica.run(100)
     replica.run(10, beating=other)
     assert replica.found == ("", "")
@@ -78,33 +76,33 @@ def test_a_stopped_process_is_silent_soon_and_hangs_after_the_step_timeout(
     assert replica.liveness.hung == f"the {role} process hung for 60 s and was killed"
 
 
-def test_a_process_that_goes_on_in_time_is_well_again(replica: Replica) -> None:
+def test_process_that_resumes_before_step_timeout_is_healthy_again(replica: Replica) -> None:
     replica.run(59, beating="worker")
     assert replica.liveness.silent
     replica.run(1)
     assert replica.found == ("", "")
 
 
-def test_a_worker_in_a_long_step_is_not_silent_and_one_whose_loop_never_turns_again_hangs(replica: Replica) -> None:
+def test_worker_in_a_long_step_is_not_silent_but_hung_after_step_timeout(replica: Replica) -> None:
     replica.run(60, turning="manager")
     assert replica.found == ("", "")
     replica.run(1, turning="manager")
     assert replica.liveness.hung == "the worker process hung for 60 s and was killed"
 
 
-def test_a_manager_whose_loop_hangs_is_noticed_although_its_threads_live(replica: Replica) -> None:
+def test_manager_with_a_hung_loop_is_detected_despite_its_heartbeats(replica: Replica) -> None:
     replica.run(11, turning="worker")
     assert replica.liveness.silent == "no sign of life from the manager process"
     replica.run(50, turning="worker")
     assert replica.liveness.hung
 
 
-def test_of_processes_that_wait_for_a_stopped_one_that_one_is_named(replica: Replica) -> None:
+def test_liveness_names_the_stopped_process_not_those_waiting_for_it(replica: Replica) -> None:
     replica.run(61, beating="manager", turning="")
     assert replica.liveness.hung == "the worker process hung for 60 s and was killed"
 
 
-def test_a_start_may_take_any_time_while_one_process_gets_on() -> None:
+def test_start_may_take_any_time_while_one_process_makes_progress() -> None:
     replica = Replica()
     replica.run(10_000, turning="worker")  # while the manager waits
     assert replica.found == ("", "")
@@ -115,7 +113,7 @@ def test_a_start_may_take_any_time_while_one_process_gets_on() -> None:
     assert replica.liveness.hung == expected
 
 
-def test_a_start_that_hangs_in_a_live_process_is_given_up() -> None:
+def test_start_of_live_processes_without_progress_times_out() -> None:
     replica = Replica()
     replica.run(1)
     replica.run(200, turning="")
@@ -124,7 +122,7 @@ def test_a_start_that_hangs_in_a_live_process_is_given_up() -> None:
     assert replica.liveness.hung == "the start made no progress for 200 s"
 
 
-def test_the_life_of_a_process_is_progress_only_in_parts_that_report_none() -> None:
+def test_heartbeat_counts_beats_as_progress_only_in_coarse_sections() -> None:
     heartbeat = Heartbeat()
     assert heartbeat.beat() == heartbeat.beat()
     with heartbeat.coarse():
@@ -136,7 +134,7 @@ def test_the_life_of_a_process_is_progress_only_in_parts_that_report_none() -> N
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_a_clock_that_jumps_makes_nobody_hang(replica: Replica, jump: float) -> None:
+def test_clock_jumps_make_no_process_silent_or_hung(replica: Replica, jump: float) -> None:
     for _ in range(3):
         replica.now += jump
         replica.liveness.look()
@@ -144,7 +142,7 @@ def test_a_clock_that_jumps_makes_nobody_hang(replica: Replica, jump: float) -> 
         replica.run(1)
 
 
-def test_an_unresponsive_replica_gets_nothing_new_and_serves_again_when_it_moves() -> None:
+def test_unresponsive_replica_gets_no_requests_until_it_responds_again() -> None:
     core = simulated_core(engine_info(), dp=2)
     for number in (0, 1):
         replica_of(core, number).be_ready()
@@ -183,7 +181,7 @@ def process_config(path: Path, **options: float) -> EngineConfig:
 
 
 def child(core: object, role: str) -> int | None:
-    """The process id of a part of the only replica, if it runs."""
+    """Return the process id of a child process of the only replica, if it runs."""
     replica = core._replica_set.records[0].replica  # type: ignore[attr-defined]
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
@@ -197,7 +195,7 @@ async def until(condition: Callable[[], bool], seconds: float = 200.0) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_stopped_process_fails_what_is_open_and_is_replaced(path: Path) -> None:
+async def test_stopped_process_fails_open_requests_and_is_replaced(path: Path) -> None:
     engine = AsyncEngine(process_config(path))
     await engine.start()
     try:
@@ -227,7 +225,7 @@ async def test_an_unresponsive_replica_is_restarted_without_a_drain(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tok_core.processes.liveness.SILENT", 4.0)
-    engine = AsyncEngine(process_config(path, step_timeout=600.0))  # by itself it would take ten minutes
+    engine = AsyncEngine(process_config(path, step_timeout=600.0))  # its detection as hung would take ten minutes
     await engine.start()
     try:
         stream = engine.generate([1, 2, 3], LONG)
@@ -246,7 +244,7 @@ async def test_an_unresponsive_replica_is_restarted_without_a_drain(
 
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Stops every worker as soon as it has been spawned; their process ids."""
+    """Stop every worker as soon as it is spawned; yield the process ids."""
     spawn, stopped = ProcessReplica._spawn, list[int]()
 
     def spawn_and_stop(self: ProcessReplica, role: str, place: object) -> None:
@@ -262,7 +260,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             os.kill(pid, 0)
 
 
-def test_a_worker_stopped_while_it_loads_fails_the_start(path: Path, stopping: list[int]) -> None:
+def test_worker_stopped_while_loading_fails_the_start(path: Path, stopping: list[int]) -> None:
     errors: list[Exception] = []
 
     def start() -> None:

@@ -1,4 +1,4 @@
-"""With a backlog and lengths unknown in advance, memory is nearly full and little is computed twice."""
+"""With a backlog of samples of unknown length, admission keeps the KV cache nearly full and recomputes little."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INFO = engine_info(
 
 
 @pytest.mark.parametrize(("lengths", "samples", "settled"), [(geometric, 3500, 0.97), (log_normal, 3500, 0.97)])
-def test_memory_is_nearly_full_and_little_is_computed_twice(lengths: Lengths, samples: int, settled: float) -> None:
+def test_admission_fills_the_kv_cache_with_little_recomputation(lengths: Lengths, samples: int, settled: float) -> None:
     filled = fill(INFO, lengths(np.random.default_rng(1), samples).reshape(-1, 1), prompt=100, max_tokens=1024)
     assert filled.pages_settled >= settled
     assert filled.pages >= 0.93
@@ -38,7 +38,7 @@ def test_memory_is_nearly_full_and_little_is_computed_twice(lengths: Lengths, sa
 
 
 @pytest.mark.parametrize("lengths", [geometric, bimodal])
-def test_many_samples_that_start_before_anything_is_known_do_not_overrun_memory(lengths: Lengths) -> None:
+def test_many_samples_of_unknown_length_cause_little_recomputation(lengths: Lengths) -> None:
     samples = lengths(np.random.default_rng(1), 8 * 512).reshape(8, 512)
     info = engine_info(
         page_size=16, num_pages=10_000, max_running=4096, max_step_tokens=8192, max_model_len=2048, vocab_size=1000
@@ -47,7 +47,7 @@ def test_many_samples_that_start_before_anything_is_known_do_not_overrun_memory(
     assert filled.recomputed <= 0.01
 
 
-def test_a_small_memory_is_nearly_full_too() -> None:
+def test_admission_nearly_fills_a_small_kv_cache() -> None:
     info = msgspec.structs.replace(INFO, num_pages=1024)
     filled = fill(info, bimodal(np.random.default_rng(1), 2000).reshape(-1, 1), prompt=100, max_tokens=1024)
     assert filled.pages_settled >= 0.93
@@ -55,7 +55,7 @@ def test_a_small_memory_is_nearly_full_too() -> None:
     assert filled.recomputed <= 0.02
 
 
-def test_memory_is_nearly_full_where_every_request_has_another_prompt_and_another_limit() -> None:
+def test_admission_fills_the_kv_cache_with_mixed_prompts_and_limits() -> None:
     random, requests = np.random.default_rng(3), 1500
     prompts = np.clip(random.lognormal(np.log(150), 0.9, requests), 4, 1000).astype(np.int64)
     lengths = np.clip(random.lognormal(np.log(130), 0.9, requests), 1, 500).astype(np.int64)
@@ -66,43 +66,43 @@ def test_memory_is_nearly_full_where_every_request_has_another_prompt_and_anothe
 
 
 def drawn(length: int, remaining: Int64) -> StaggeredAdmission:
-    """The pace of samples of a prompt of so many tokens."""
+    """Return a staggered admission with the curve of samples of a prompt of `length` tokens."""
     pace, same = StaggeredAdmission(), np.ones(len(remaining), np.int64)
     assert pace.outdated(0)
     pace.compute_curve(0, length * same, remaining, 0 * same, 16)
     return pace
 
 
-def test_a_stream_comes_to_hold_its_share_of_memory_as_soon_as_the_first_of_it_has_ended() -> None:
+def test_staggered_admission_reserves_its_share_by_the_first_finish() -> None:
     reserve = drawn(1600, np.full(5, 300)).reserve(1000, np.arange(0, 601))
     assert reserve[0] == 0
     assert (np.diff(reserve) >= 0).all()
-    assert reserve[150] == pytest.approx(STREAM_SHARE * 500, rel=0.1)  # they hardly grow
+    assert reserve[150] == pytest.approx(STREAM_SHARE * 500, rel=0.1)  # the samples hardly grow
     assert (reserve[300:] == int(STREAM_SHARE * 1000)).all()
 
 
-def test_samples_that_would_all_end_together_start_one_after_the_other() -> None:
-    """None of 300 tokens each may be started that would leave the stream too little when they are at their largest."""
+def test_staggered_admission_spreads_starts_of_samples_of_equal_length() -> None:
+    """Samples of 300 tokens each start only if they leave the stream its reserve when they are at their largest."""
     pace, none, many = drawn(160, np.full(5, 300)), np.empty(0, np.int64), np.ones(100, np.int64)
     columns = none, none, none, 160 * many, 300 * many, 0 * many
     assert admissible(*columns, 1000, 16) == 34
     assert admissible(*columns, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 2
 
 
-def test_a_curve_is_drawn_anew_after_some_steps() -> None:
+def test_staggered_admission_curve_is_outdated_after_curve_steps() -> None:
     pace = drawn(10, np.array([1]))
     assert not pace.outdated(CURVE_STEPS - 1)
     assert pace.outdated(CURVE_STEPS)
 
 
-def test_the_pace_binds_from_when_memory_is_full_until_no_sample_waits() -> None:
+def test_staggered_admission_is_active_from_full_memory_to_empty_queue() -> None:
     pace = StaggeredAdmission()
     for used, waits, binds in ((0.5, True, False), (FULL_SHARE, True, True), (0.5, True, True), (1.0, False, False)):
         pace.observe(int(used * 1000), 1000, waits=waits)
         assert pace.active is binds
 
 
-def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_computed() -> None:
+def test_page_watermark_grows_with_recomputed_tokens_and_decays_otherwise() -> None:
     watermark = PageWatermark()
     watermark.observe(0, 200, 200.0, guessed=False)
     assert watermark.sequences == pytest.approx(INITIAL_SEQUENCES + SEQUENCES_STEP)
@@ -114,7 +114,7 @@ def test_headroom_grows_by_what_is_computed_twice_and_shrinks_by_what_is_compute
     assert watermark.sequences == MAX_SEQUENCES
 
 
-def test_what_is_computed_twice_while_lengths_are_guessed_moves_no_headroom_then_or_later() -> None:
+def test_page_watermark_ignores_recomputation_while_lengths_are_guessed() -> None:
     watermark = PageWatermark()
     watermark.observe(100_000, 50_000, 200.0, guessed=True)
     assert watermark.sequences == INITIAL_SEQUENCES
@@ -122,7 +122,7 @@ def test_what_is_computed_twice_while_lengths_are_guessed_moves_no_headroom_then
     assert watermark.sequences == INITIAL_SEQUENCES
 
 
-def test_headroom_is_kept_for_the_next_steps_and_is_no_large_share_of_memory() -> None:
+def test_page_watermark_covers_near_steps_and_a_small_share_of_pages() -> None:
     moments = np.array([0, NEAR_STEPS // 2, NEAR_STEPS, 10 * NEAR_STEPS])
     assert PageWatermark().pages(20.0, 4000, moments).tolist() == [
         int(INITIAL_SEQUENCES * 20),
@@ -134,11 +134,11 @@ def test_headroom_is_kept_for_the_next_steps_and_is_no_large_share_of_memory() -
 
 
 @pytest.mark.parametrize(("max_tokens", "starts"), [(64, 12), (320, 4)])
-def test_samples_that_run_to_their_limit_for_sure_start_as_many_as_fit(max_tokens: int, starts: int) -> None:
-    """A guess counts where lengths are unknown only: nobody here is ever preempted."""
+def test_admission_starts_as_many_ignore_eos_samples_as_fit(max_tokens: int, starts: int) -> None:
+    """Lengths are known here and need no estimate, so no sample is preempted."""
     info = msgspec.structs.replace(INFO, num_pages=100)
     ports = LengthWorker(info, np.full((15, 1), max_tokens), delay=1)
-    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None)
+    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None, lambda: 0.0)
     sure = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     ports.inbox += [submit(rid, [rid + 1] * 60, msgspec.structs.replace(sure, seed=rid)) for rid in range(15)]
     manager.turn()
@@ -149,7 +149,7 @@ def test_samples_that_run_to_their_limit_for_sure_start_as_many_as_fit(max_token
     assert manager.scheduler.preemptions == 0
 
 
-def test_no_more_samples_are_looked_at_than_the_step_has_tokens_for() -> None:
+def test_admission_count_is_bounded_by_the_token_budget() -> None:
     manager = make_manager(engine_info(max_running=64, num_pages=4096, max_model_len=64))[0]
     for rid in range(50):
         manager._take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
@@ -160,7 +160,7 @@ def test_no_more_samples_are_looked_at_than_the_step_has_tokens_for() -> None:
 
 
 @pytest.mark.parametrize(("pages", "prompt", "length"), [(100, 8, 320), (100, 16, 160), (200, 600, 100)])
-def test_memory_for_a_few_samples_is_used_by_as_many_at_a_time(pages: int, prompt: int, length: int) -> None:
+def test_tiny_kv_cache_runs_as_many_samples_as_fit_at_a_time(pages: int, prompt: int, length: int) -> None:
     info = msgspec.structs.replace(INFO, num_pages=pages)
     requests = 24
     filled = fill(info, np.full((requests, 1), length), prompt=prompt, max_tokens=length)

@@ -1,4 +1,4 @@
-"""What can wait is put off while the worker's queue runs low, never for long, and never when nobody runs."""
+"""Optional work is deferred while the worker's queue runs low: for few steps, and only while sequences run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def test_a_queue_that_is_less_than_half_full_runs_low(queued: int, wanted: int, 
 
 
 @given(st.sampled_from(WORK), st.lists(st.booleans()))
-def test_no_more_than_a_few_steps_in_a_row_go_without_and_none_that_has_time(
-    work: WorkKind, hurries: list[bool]
-) -> None:
+def test_work_is_deferred_for_limited_steps_and_only_with_a_low_queue(work: WorkKind, hurries: list[bool]) -> None:
     deferred, row, count = DeferredWork(), 0, 0
     for queue_low in hurries:
         off = deferred.defers(work, queue_low=queue_low, running=1000)
@@ -42,7 +40,7 @@ def test_no_more_than_a_few_steps_in_a_row_go_without_and_none_that_has_time(
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_what_concerns_many_is_not_put_off(work: WorkKind) -> None:
+def test_work_that_concerns_many_sequences_is_not_deferred(work: WorkKind) -> None:
     deferred, running = DeferredWork(), 4 * BOUNDS[work].few
     assert deferred.defers(work, queue_low=True, running=running)
     deferred.concern(3, work)
@@ -54,7 +52,7 @@ def test_what_concerns_many_is_not_put_off(work: WorkKind) -> None:
 
 
 def full_engine(samples: int, run_ahead: int = 2) -> tuple[Manager, SimulatedPorts]:
-    """Each of so many requests for the same prompt decodes, as many steps are queued as may be, and all is in order."""
+    """Return a manager whose `samples` requests share a prefix and all decode, with its step queue full."""
     sizes = {"max_running": samples + 8, "max_model_len": 256, "num_pages": 65 * (samples + 8)}
     manager, ports = make_manager(engine_info(**sizes, max_step_tokens=2000), run_ahead)
     requests = [submit(rid, [*PROMPT, rid], FOR_EVER) for rid in range(samples)]
@@ -64,7 +62,7 @@ def full_engine(samples: int, run_ahead: int = 2) -> tuple[Manager, SimulatedPor
 
 
 def steps_after(manager: Manager, message: Submit | Cancel, count: int) -> list[StepInput]:
-    """The next steps after a message has come, all made in haste."""
+    """Return the next `count` steps after `message`, all built while the queue is low."""
     manager._take(message)
     found = []
     for _ in range(count):
@@ -80,11 +78,11 @@ def grouped(step: StepInput) -> int:
     return sum(int(level.count.sum()) for level in step.levels[:1])
 
 
-def test_the_search_for_samples_to_start_waits_while_decoders_can_be_served() -> None:
+def test_admission_is_deferred_while_running_sequences_decode() -> None:
     manager, _ = make_manager(engine_info(max_running=4))
     manager._take(submit(0, [1, 2], FOR_EVER))
     first = manager.scheduler.next_step(queue_low=True)
-    assert first is not None  # nobody runs: it does not wait
+    assert first is not None  # no sequence runs, so admission is not deferred
     assert first.prefill_slot.tolist() == [0]
     manager.output_processor.expect(first)
     most = BOUNDS["admission"].steps
@@ -93,7 +91,7 @@ def test_the_search_for_samples_to_start_waits_while_decoders_can_be_served() ->
     assert manager.stats().deferred_admission == most
 
 
-def test_searches_take_the_forecast_as_it_was_until_it_is_due() -> None:
+def test_forecast_update_is_deferred_until_its_limit() -> None:
     manager, _ = full_engine(40)
     followed, searches = manager.table.followed.copy(), 0
     manager._take(submit(99, PROMPT, FOR_EVER))
@@ -107,7 +105,7 @@ def test_searches_take_the_forecast_as_it_was_until_it_is_due() -> None:
     assert (manager.table.followed != followed).any()
 
 
-def test_groups_are_kept_without_the_rows_that_are_gone_until_it_is_due() -> None:
+def test_deferred_regrouping_drops_ended_rows_from_kept_groups() -> None:
     manager, _ = full_engine(40)
     most = BOUNDS["regrouping"].steps
     manager._take(Cancel(7))
@@ -116,7 +114,7 @@ def test_groups_are_kept_without_the_rows_that_are_gone_until_it_is_due() -> Non
     assert manager.stats().deferred_regrouping == most
 
 
-def test_rows_that_are_new_are_in_no_group_until_it_is_due_or_there_is_time() -> None:
+def test_deferred_regrouping_leaves_new_rows_ungrouped_until_it_runs() -> None:
     manager, _ = full_engine(40)
     grown = steps_after(manager, submit(99, [*PROMPT, 99], FOR_EVER), BOUNDS["admission"].steps + 1)
     assert len(grown[-1].prefill_slot) == 1
@@ -129,7 +127,7 @@ def test_rows_that_are_new_are_in_no_group_until_it_is_due_or_there_is_time() ->
     assert (len(soon.decode_slot), grouped(soon)) == (41, 41)
 
 
-def test_what_ended_sequences_hold_is_given_up_when_it_is_due() -> None:
+def test_pages_of_ended_sequences_are_released_at_the_deferral_limit() -> None:
     manager, _ = full_engine(70)
     free, most = manager.paging.available, BOUNDS["cache"].steps
     manager._take(Cancel(7))
@@ -143,7 +141,7 @@ def test_what_ended_sequences_hold_is_given_up_when_it_is_due() -> None:
     assert manager.stats().deferred_cache == most
 
 
-def test_what_ended_sequences_hold_is_given_up_when_the_queue_is_full_or_many_have_ended() -> None:
+def test_ended_sequences_are_released_when_queue_is_full_or_many_ended() -> None:
     manager, _ = full_engine(70)
     hurry(manager, repeat(True))
     manager._take(Cancel(7))
@@ -157,7 +155,7 @@ def test_what_ended_sequences_hold_is_given_up_when_the_queue_is_full_or_many_ha
     assert manager.table.ended == 0
 
 
-def test_pages_that_ended_sequences_hold_are_taken_before_cached_ones_are_given_up() -> None:
+def test_page_shortage_releases_ended_sequences_before_evicting_cache() -> None:
     manager, _ = full_engine(70)
     cached = manager.paging.tree.pages
     manager._take(Cancel(7))
@@ -175,7 +173,7 @@ def test_pages_that_ended_sequences_hold_are_taken_before_cached_ones_are_given_
     assert manager.table.ended == 0
 
 
-def test_reports_repeat_the_last_statistics_until_they_are_due_or_there_is_time() -> None:
+def test_reports_repeat_old_statistics_while_statistics_are_deferred() -> None:
     manager, ports = full_engine(40, run_ahead=1)
     most = BOUNDS["statistics"].steps
     told = len(ports.reports)
@@ -193,10 +191,10 @@ def test_reports_repeat_the_last_statistics_until_they_are_due_or_there_is_time(
     assert manager.stats().deferred_statistics == most
 
 
-def test_an_idle_manager_reports_what_it_has_not_told() -> None:
+def test_idle_manager_reports_its_deferred_statistics() -> None:
     manager, ports = make_manager(engine_info())
     hurry(manager, repeat(True))
-    manager.scheduler.deferred.concern(-10_000, "statistics")  # whoever ends, it may wait
+    manager.scheduler.deferred.concern(-10_000, "statistics")  # statistics may wait, however many samples end
     drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))]})
     assert ports.reports[-1].stats.requests_finished == 0
     manager._report_if_changed()
@@ -204,9 +202,9 @@ def test_an_idle_manager_reports_what_it_has_not_told() -> None:
     assert ports.reports[-1].stats.requests_finished == 1
 
 
-def test_a_worker_that_keeps_its_queue_full_puts_nothing_off() -> None:
+def test_full_step_queue_defers_almost_no_work() -> None:
     manager, ports = make_manager(engine_info(max_running=4), run_ahead=4)
     params = SamplingParams(n=3, max_tokens=12, seed=1)
     drive(manager, ports, {turn: [submit(turn, [1, turn], params)] for turn in range(0, 40, 4)})
-    # Only while the queue fills at the beginning, or after a pause.
+    # Work is deferred only while the queue fills, at the beginning or after a pause.
     assert all(count <= 3 * 10 for count in manager.scheduler.deferred.counts.values())

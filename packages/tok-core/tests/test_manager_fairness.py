@@ -1,4 +1,4 @@
-"""Order of waiting: higher classes for nobody below them, callers and requests of one class for their share only."""
+"""Higher priority classes do not wait for lower ones; callers and requests of one class get fair shares."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tok_core.manager.sequences import State
 from tok_core.messages import EngineInfo, ToManager
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
-SOON = 8  # turns: steps under way, one for the slot to come back, and one to compute
+SOON = 8  # turns: steps in flight, one for the slot to be freed, and one to compute
 
 
 class Clock:
-    """Moves on by `tick` seconds whenever it is asked."""
+    """A clock that advances by `tick` seconds at each call."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ def params(**values: object) -> SamplingParams:
 
 
 def turns_until_first_token(manager: Manager, ports: SimulatedPorts, rid: int, most: int = 400) -> int:
-    """Turns of the manager until a token of `rid` has been reported."""
+    """Return the manager's turns until a token of `rid` is reported."""
     for turn in range(most):
         if any(rid in report.rid for report in ports.reports):
             return turn
@@ -57,7 +57,7 @@ def turns_until_first_token(manager: Manager, ports: SimulatedPorts, rid: int, m
 
 
 def fill(manager: Manager, ports: SimulatedPorts, *messages: ToManager, turns: int = 12) -> None:
-    """Lets the messages in, and as many turns go by."""
+    """Submit the messages and run `turns` turns."""
     ports.inbox += messages
     for _ in range(turns):
         if not manager.turn():
@@ -65,7 +65,7 @@ def fill(manager: Manager, ports: SimulatedPorts, *messages: ToManager, turns: i
 
 
 def finish(manager: Manager, ports: SimulatedPorts, asked: dict[int, tuple[list[int], SamplingParams]]) -> None:
-    """All requests come to their ends with the tokens that follow from their own contexts."""
+    """Run all requests to their ends; check that their tokens follow from their own contexts."""
     drive(manager, ports, {})
     tokens, _ = collect(ports.reports)
     for rid, (prompt, one) in asked.items():
@@ -81,7 +81,7 @@ def running(manager: Manager, rid: int) -> int:
 
 @pytest.mark.parametrize("pp", [1, 3])
 @pytest.mark.parametrize("n", [1, 40])
-def test_a_higher_class_gets_a_slot_at_once_when_a_lower_one_holds_all(n: int, pp: int) -> None:
+def test_higher_priority_gets_a_slot_at_once_when_lower_holds_all(n: int, pp: int) -> None:
     manager, ports = make_manager(engine_info(max_running=8, num_pages=400), pp=pp)
     asked = {rid: ([1, 2, rid], params(n=n, priority=5)) for rid in range(40 // n)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in asked.items()))
@@ -92,7 +92,7 @@ def test_a_higher_class_gets_a_slot_at_once_when_a_lower_one_holds_all(n: int, p
     finish(manager, ports, asked)
 
 
-def test_a_higher_class_gets_pages_when_a_lower_one_holds_all() -> None:
+def test_higher_priority_gets_pages_when_lower_holds_all() -> None:
     manager, ports = make_manager(engine_info(max_running=8, num_pages=48))
     asked = {rid: ([rid + 1] * 20, params(max_tokens=44, priority=5)) for rid in range(6)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in asked.items()), turns=30)
@@ -102,7 +102,7 @@ def test_a_higher_class_gets_pages_when_a_lower_one_holds_all() -> None:
     finish(manager, ports, asked)
 
 
-def test_a_higher_class_gets_the_tokens_of_a_step_that_a_lower_one_fills() -> None:
+def test_higher_priority_gets_the_step_tokens_that_lower_would_fill() -> None:
     manager, ports = make_manager(engine_info(max_running=8, max_step_tokens=8, num_pages=400))
     asked = {rid: ([1, 2, rid], params(priority=5, max_tokens=60)) for rid in range(8)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in asked.items()), turns=20)
@@ -112,7 +112,7 @@ def test_a_higher_class_gets_the_tokens_of_a_step_that_a_lower_one_fills() -> No
     finish(manager, ports, asked)
 
 
-def test_a_higher_class_does_not_wait_for_long_prompts_of_a_lower_one() -> None:
+def test_higher_priority_does_not_wait_for_long_lower_priority_prompts() -> None:
     manager, ports = make_manager(engine_info(max_running=8, max_step_tokens=8, num_pages=400, max_model_len=512))
     asked = {rid: ([rid] * 400, params(priority=5, max_tokens=4)) for rid in range(4)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in asked.items()), turns=4)
@@ -122,7 +122,7 @@ def test_a_higher_class_does_not_wait_for_long_prompts_of_a_lower_one() -> None:
     finish(manager, ports, asked)
 
 
-def test_what_lower_classes_have_computed_is_kept() -> None:
+def test_preempted_lower_priority_samples_keep_computed_pages() -> None:
     manager, ports = make_manager(engine_info(max_running=4, num_pages=400))
     low = {rid: ([1, 2, 3, 4, rid], params(priority=5)) for rid in range(4)}
     fill(manager, ports, *(submit(rid, *one) for rid, one in low.items()), turns=20)
@@ -133,7 +133,7 @@ def test_what_lower_classes_have_computed_is_kept() -> None:
     wanted = 4 * (5 + 40) + 4 * (2 + 4)
     again = manager.scheduler.computed_tokens - computed - (wanted - computed)
     assert manager.scheduler.preemptions == 4
-    assert again <= 4 * manager.table.page_size + 8  # the last page of each, and what was under way at its end
+    assert again <= 4 * manager.table.page_size + 8  # the last page of each, and tokens in flight at its preemption
 
 
 @pytest.mark.parametrize("tenants", ["AB", "AA"])
@@ -151,7 +151,7 @@ def test_a_huge_request_does_not_keep_all_slots(tenants: str) -> None:
 
 
 @pytest.mark.parametrize("tenants", ["AB", "AA"])
-def test_long_prompts_do_not_take_every_step_for_themselves(tenants: str) -> None:
+def test_long_prompts_do_not_monopolize_steps(tenants: str) -> None:
     info = engine_info(max_running=8, max_step_tokens=8, num_pages=400, max_model_len=512)
     manager, ports = make_manager(info, clock=Clock(QUANTUM / 4))
     asked = {rid: ([rid] * 400, params(max_tokens=4, n=2)) for rid in range(4)}
@@ -162,7 +162,7 @@ def test_long_prompts_do_not_take_every_step_for_themselves(tenants: str) -> Non
     finish(manager, ports, asked)
 
 
-def test_callers_come_to_hold_equal_shares_and_slots_do_not_move_back_and_forth() -> None:
+def test_callers_reach_equal_slot_shares_without_repeated_preemption() -> None:
     clock = Clock(QUANTUM / 4)
     manager, ports = make_manager(engine_info(max_running=12, num_pages=8000, max_model_len=2048), clock=clock)
     every = [(0, "A", 64), (1, "B", 64), (2, "C", 2)]
@@ -186,8 +186,8 @@ def test_free_slots_go_to_the_caller_with_the_fewest_running() -> None:
     finish(manager, ports, asked)
 
 
-def test_requests_of_one_caller_are_served_first_come_first_served_while_many_run() -> None:
-    """Many samples of few prompts share more than few samples of many: nobody is let in between."""
+def test_many_requests_of_one_caller_are_served_in_order_of_arrival() -> None:
+    """Many samples of few prompts share more than few samples of many, so no later request is let in between."""
     manager, ports = make_manager(
         engine_info(max_running=2 * MAX_SHARING_REQUESTS, max_step_tokens=512, num_pages=4000), clock=Clock(QUANTUM)
     )
@@ -199,7 +199,7 @@ def test_requests_of_one_caller_are_served_first_come_first_served_while_many_ru
     assert not manager.scheduler.preemptions
 
 
-def test_taking_slots_back_loses_a_small_share_of_the_work() -> None:
+def test_fair_share_preemption_recomputes_a_small_share_of_tokens() -> None:
     clock = Clock(QUANTUM / 4)
     info = engine_info(max_running=64, max_step_tokens=256, num_pages=20_000, max_model_len=1024)
     manager, ports = make_manager(info, clock=clock)
@@ -214,7 +214,7 @@ def test_taking_slots_back_loses_a_small_share_of_the_work() -> None:
 
 @dataclass
 class Asked:
-    """One request and the turn it comes at."""
+    """One request and the turn of its arrival."""
 
     turn: int
     prompt: list[int]
@@ -224,7 +224,7 @@ class Asked:
 
 @dataclass
 class Mixed:
-    """An engine's sizes and requests of several classes and callers."""
+    """Sizes of an engine, and requests of several classes and callers."""
 
     info: EngineInfo
     requests: list[Asked]
@@ -259,7 +259,7 @@ def mixtures(draw: st.DrawFn) -> Mixed:
 
 @settings(max_examples=15)
 @given(mixtures())
-def test_whoever_waits_for_whom_tokens_are_right_and_nobody_waits_for_ever(mixed: Mixed) -> None:
+def test_random_priorities_and_callers_give_right_tokens_and_no_starvation(mixed: Mixed) -> None:
     manager, ports = make_manager(mixed.info, mixed.run_ahead, pp=mixed.pp, clock=Clock(mixed.tick))
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(mixed.requests):

@@ -1,4 +1,4 @@
-"""A manager whose code raises over one request fails that request; the step, and every other request, goes on."""
+"""An exception in the manager over one request fails that request; the step and other requests go on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import FollowResult, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.manager import scheduler
-from tok_core.manager.admission import admission
-from tok_core.manager.admission.admission import Admission
+from tok_core.manager.admission import forecast_admission
+from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.batch import prompt_outputs
 from tok_core.manager.batch.batch_builder import BatchBuilder
@@ -64,7 +64,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]
     "biased": (BatchBuilder, "_biases", lambda self, slot, params: slot_of_guilty(self.table, slot), BIASED, [5, 6]),
     "asked of its prompt": (prompt_outputs, "_pooled_rows", lambda request, *_: request.rid == GUILTY, ASKING, [5, 6]),
     "guided": (GrammarManager, "_begin", lambda self, slot: slot_of_guilty(self._table, slot), GUIDED, [5, 6]),
-    "known to wait": (admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
+    "known to wait": (forecast_admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
     "prefilled": (
         scheduler.Scheduler,
         "_rows_behind",
@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]
 
 
 def break_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, guilty: Callable[..., bool]) -> list[int]:
-    """Let a function raise where `guilty` says so; returns the list of the faults that happen, which grows."""
+    """Make a function raise where `guilty` returns True; return a list that grows with each fault."""
     right, faults = getattr(owner, name), list[int]()
 
     def wrong(*arguments: Any) -> Any:
@@ -110,7 +110,7 @@ def assert_others_are_right(
 
 @pytest.mark.parametrize("run_ahead", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_within_a_step_fails_its_request_and_keeps_the_rows_of_others(
+def test_fault_within_a_step_fails_its_request_and_keeps_other_rows(
     place: str, run_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, guilty, params, prompt = PLACES[place]
@@ -128,7 +128,7 @@ def test_a_fault_within_a_step_fails_its_request_and_keeps_the_rows_of_others(
     assert_others_are_right(manager, ports, asked)
 
 
-def test_a_request_that_cannot_be_written_down_stays_in_its_step_and_costs_no_row_of_it(
+def test_fault_in_logit_biases_keeps_all_rows_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def steps_of(broken: bool) -> list[StepInput]:
@@ -157,7 +157,7 @@ def test_a_request_that_cannot_be_written_down_stays_in_its_step_and_costs_no_ro
     assert right.new.bias_until.max() == NEVER
 
 
-def test_a_fault_that_no_request_has_alone_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_not_due_to_a_single_request_is_reraised(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = make_manager(engine_info())
     break_at(monkeypatch, BatchBuilder, "_written", lambda *_: True)
     ports.inbox += [submit(3, [1, 2], PLAIN)]
@@ -165,8 +165,8 @@ def test_a_fault_that_no_request_has_alone_is_passed_on(monkeypatch: pytest.Monk
         manager.turn()
 
 
-def test_forks_of_a_request_that_is_cancelled_while_it_prefills_count_no_longer() -> None:
-    """`drive` compares, after each turn, the samples that callers are said to run with those that do."""
+def test_cancelled_prefilling_request_no_longer_counts_its_forks() -> None:
+    """After each turn, `drive` compares the recorded number of running samples of each caller with the actual one."""
     manager, ports = make_manager(engine_info(max_step_tokens=8))
     asked = {3: (LONG, PLAIN)}
     messages: list[ToManager] = [submit(GUILTY, [*LONG, 1], PLAIN), submit(3, *asked[3])]
@@ -176,10 +176,10 @@ def test_forks_of_a_request_that_is_cancelled_while_it_prefills_count_no_longer(
 
 
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_a_preempted_request_that_cannot_wait_again_fails_alone(
+def test_fault_requeueing_a_preempted_sample_fails_only_its_request(
     run_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of a higher class take its slots: some at once, others once their last tokens are back."""
+    """Requests of a higher class take the faulty one's slots: some at once, others once their last tokens are back."""
     manager, ports = make_manager(engine_info(), run_ahead)
     faults = break_at(monkeypatch, SequenceStarter, "requeue", lambda self, slot: slot_of_guilty(self.table, slot))
     lowest = msgspec.structs.replace(PLAIN, n=3, max_tokens=40, priority=9)
@@ -191,7 +191,7 @@ def test_a_preempted_request_that_cannot_wait_again_fails_alone(
     assert_others_are_right(manager, ports, asked)
 
 
-def test_a_request_without_which_the_forecast_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_in_the_forecast_names_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = make_manager(engine_info(max_running=1))
     drive(
         manager,
@@ -199,14 +199,15 @@ def test_a_request_without_which_the_forecast_cannot_be_made_is_named(monkeypatc
         {0: [submit(rid, PROMPTS[rid], PLAIN) for rid in (3, GUILTY)]},
         until=lambda: bool((manager.table.state == State.DECODE).any()),
     )
-    break_at(monkeypatch, Admission, "_costs", lambda self, pending, samples: pending.request.rid == GUILTY)
+    break_at(monkeypatch, forecast_admission, "sample_costs", lambda *asked: asked[2].request.rid == GUILTY)
+    assert isinstance(manager.scheduler.admission, ForecastAdmission)
     with pytest.raises(FaultyRequest) as raised:
         manager.scheduler.admission._typical(manager.scheduler.waiting)
     assert raised.value.rid == GUILTY
 
 
 class ForgingWorker:
-    """A worker that does its work; `forge` changes what it says."""
+    """A grammar worker whose replies `forge` may change."""
 
     def __init__(self, worker: LocalWorker, workers: ForgingWorkers) -> None:
         self._worker = worker
@@ -226,7 +227,7 @@ class ForgingWorker:
 
 
 class ForgingWorkers(LocalWorkers):
-    """Workers for one grammar that is at fault and others that are not."""
+    """Grammar workers: a forging one for the faulty grammar, normal ones for others."""
 
     def __init__(self) -> None:
         super().__init__(lambda: COMPILER)
@@ -254,7 +255,7 @@ def forging_manager() -> tuple[Manager, SimulatedPorts, ForgingWorkers]:
 
 
 def drive_guided(manager: Manager, ports: SimulatedPorts, *guilty: int) -> None:
-    """Carries out requests under the faulty grammar beside others, which must be right."""
+    """Run requests under the faulty grammar beside others, whose tokens must be right."""
     asked = {3: (PROMPTS[3], GUIDED), 6: (PROMPTS[6], PLAIN)}
     messages: list[ToManager] = [submit(rid, *one) for rid, one in asked.items()]
     drive(manager, ports, {0: [*[submit(rid, PROMPTS[rid], FAULTY) for rid in guilty], *messages]})
@@ -262,7 +263,7 @@ def drive_guided(manager: Manager, ports: SimulatedPorts, *guilty: int) -> None:
 
 
 def changed(**columns: Any) -> Callable[[Any], Any]:
-    """Replaces what an answer says of its first sequence."""
+    """Return a forger that replaces fields of a reply's first sequence."""
 
     def forge(one: Any) -> Any:
         if not isinstance(one, MatcherReply) or not one.followed:
@@ -284,7 +285,7 @@ def changed(**columns: Any) -> Callable[[Any], Any]:
         {"run": None, "given": 3},
     ],
 )
-def test_an_answer_that_makes_no_sense_for_a_sequence_fails_its_request(columns: dict[str, Any]) -> None:
+def test_invalid_matcher_reply_for_a_sequence_fails_its_request(columns: dict[str, Any]) -> None:
     manager, ports, workers = forging_manager()
     prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
     named = list[int]()
@@ -330,14 +331,14 @@ def broken_answer(one: Any) -> Any:
     ids=["undecodable", "torn mask", "long mask", "no first mask", "long first mask", "few tokens", "no verdict"],
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_a_malformed_answer_fails_the_requests_of_its_grammar(forge: Callable[[Any], Any], known: bool) -> None:
-    """Whether other grammars were compiled before, or the malformed answer is the first that comes."""
+def test_malformed_grammar_worker_reply_fails_requests_of_its_grammar(forge: Callable[[Any], Any], known: bool) -> None:
+    """With `known`, another grammar is compiled before; otherwise the malformed reply is the first one."""
     manager, ports, workers = forging_manager()
     if known:
         prepare(manager, [GRAMMAR])
     workers.forge = forge
     ports.inbox += [submit(rid, PROMPTS[rid], FAULTY) for rid in (4, GUILTY)]
-    if known:  # their masks stand in one step with those of another grammar
+    if known:  # one step then holds masks of both grammars
         ports.inbox.append(submit(7, [7], GUIDED))
 
     def failed() -> bool:
@@ -356,7 +357,7 @@ def test_a_malformed_answer_fails_the_requests_of_its_grammar(forge: Callable[[A
         assert all(tokens[7, sample] == expected_guided([7], sample, GUIDED) for sample in range(GUIDED.n))
 
 
-def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
+def test_matcher_reply_for_a_cancelled_request_is_ignored() -> None:
     manager, ports, workers = forging_manager()
     prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
     held, cancelled = list[Any](), list[int]()
@@ -385,7 +386,7 @@ def test_an_answer_for_a_request_that_is_gone_is_passed_over() -> None:
     assert not failures_of(ports)
 
 
-def test_a_worker_that_cannot_be_sent_to_fails_the_requests_of_its_grammar() -> None:
+def test_send_error_to_a_grammar_worker_fails_requests_of_its_grammar() -> None:
     manager, ports, workers = forging_manager()
     prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
 
@@ -397,7 +398,7 @@ def test_a_worker_that_cannot_be_sent_to_fails_the_requests_of_its_grammar() -> 
     assert failures_of(ports).keys() == {4, GUILTY}
 
 
-def test_a_worker_that_cannot_be_begun_fails_the_requests_of_its_grammar() -> None:
+def test_grammar_worker_that_cannot_start_fails_requests_of_its_grammar() -> None:
     manager, ports, workers = forging_manager()
     prepare(manager, [GRAMMAR])
 
@@ -409,7 +410,7 @@ def test_a_worker_that_cannot_be_begun_fails_the_requests_of_its_grammar() -> No
     assert failures_of(ports).keys() == {4, GUILTY}
 
 
-def test_a_sequence_that_nobody_follows_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_in_grammar_matching_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = guided_manager(engine_info(max_running=8))
     prepare(manager, [GRAMMAR, GUILTY_GRAMMAR])
     break_at(monkeypatch, GrammarManager, "_follow", lambda self, slot, *_: slot_of_guilty(self._table, slot))

@@ -1,4 +1,4 @@
-"""The page forecast against a simulation step by step."""
+"""The page forecast equals a step-by-step simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Demand = tuple[Int64, Int64, Int64]
 
 @st.composite
 def demands(draw: st.DrawFn, page_size: int, most: int = 12) -> Demand:
-    """Lengths, further tokens and shared pages of some sequences."""
+    """Draw lengths, remaining tokens and shared pages of some sequences."""
     rows = []
     for _ in range(draw(st.integers(0, most))):
         tokens = draw(st.integers(1, 70))
@@ -29,7 +29,7 @@ page_sizes = st.integers(1, 20)
 
 
 def simulated_peak(demand: Demand, page_size: int) -> int:
-    """The most pages that are needed at any step."""
+    """Return the most pages needed at any step."""
     length, remaining, shared = demand
     peak = 0
     for t in range(int(remaining.max(initial=-1)) + 1):
@@ -44,15 +44,13 @@ def joined(running: Demand, waiting: Demand, count: int) -> Demand:
 
 
 @given(st.data(), page_sizes)
-def test_the_peak_is_that_of_the_simulation(data: st.DataObject, page_size: int) -> None:
+def test_peak_pages_equals_the_simulated_peak(data: st.DataObject, page_size: int) -> None:
     demand = data.draw(demands(page_size))
     assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
 
 
 @given(st.data(), page_sizes, st.integers(0, 150))
-def test_as_many_are_admitted_in_order_as_the_simulation_bears(
-    data: st.DataObject, page_size: int, capacity: int
-) -> None:
+def test_admissible_count_equals_the_simulated_maximum(data: st.DataObject, page_size: int, capacity: int) -> None:
     running, waiting = data.draw(demands(page_size)), data.draw(demands(page_size))
     bearable = [
         count
@@ -63,7 +61,7 @@ def test_as_many_are_admitted_in_order_as_the_simulation_bears(
 
 
 @given(st.data(), page_sizes, st.integers(0, 150), st.integers(0, 4))
-def test_what_is_to_be_left_free_is_left_at_every_step_unless_all_fit_anyhow(
+def test_admissible_keeps_the_reserve_free_unless_all_samples_fit(
     data: st.DataObject, page_size: int, capacity: int, slope: int
 ) -> None:
     running, waiting = data.draw(demands(page_size)), data.draw(demands(page_size))
@@ -85,7 +83,7 @@ def test_what_is_to_be_left_free_is_left_at_every_step_unless_all_fit_anyhow(
 
 
 @given(st.data(), page_sizes, st.integers(0, 150), st.integers(1, 4))
-def test_of_candidates_that_come_together_all_are_admitted_or_none(
+def test_admissible_admits_candidates_in_whole_blocks(
     data: st.DataObject, page_size: int, capacity: int, together: int
 ) -> None:
     running, some = data.draw(demands(page_size)), data.draw(demands(page_size, most=5))
@@ -94,33 +92,33 @@ def test_of_candidates_that_come_together_all_are_admitted_or_none(
     assert admissible(*running, *waiting, capacity, page_size, together=together) == each // together * together
 
 
-def test_finishes_in_the_far_future_are_forecast_like_those_near_by() -> None:
+def test_forecast_treats_far_future_finishes_like_near_ones() -> None:
     random = np.random.default_rng(0)
     length, remaining = random.integers(1, 300, 40), random.integers(0, 900, 40)
     columns = length, remaining, np.zeros(40, np.int64)
     far = np.array([5]), np.array([3 * forecast.NEAR]), np.array([0])
     needed = peak_pages(*joined(columns, far, 1), 16)
-    assert needed == 12_289  # the far one's at its end
+    assert needed == 12_289  # pages of the far sequence at its end
     for capacity in range(200, 700, 20):
         alone = admissible(*columns, *columns, capacity, 16)
         assert admissible(*columns, *joined(columns, far, 1), capacity, 16) == alone
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
-def test_thousands_of_sequences_are_forecast_exactly(page_size: int) -> None:
+def test_peak_pages_is_exact_for_thousands_of_sequences(page_size: int) -> None:
     random = np.random.default_rng(page_size)
     length, remaining = random.integers(1, 3000, 4000), random.integers(0, 900, 4000)
     demand = length, remaining, random.integers(0, length // page_size + 1)
     assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
 
 
-def test_a_candidate_that_does_not_fit_holds_up_the_smaller_ones_behind_it() -> None:
+def test_candidate_that_does_not_fit_blocks_smaller_ones_behind_it() -> None:
     none = np.empty(0, np.int64)
     waiting = np.array([10, 1000, 10]), np.array([6, 6, 6]), np.array([0, 0, 0])
     assert admissible(none, none, none, *waiting, 10, 16) == 1
 
 
-def test_shared_pages_are_not_counted() -> None:
+def test_peak_pages_excludes_shared_pages() -> None:
     length, remaining = np.array([33]), np.array([15])
     assert peak_pages(length, remaining, np.array([0]), 16) == 3
     assert peak_pages(length, remaining, np.array([2]), 16) == 1

@@ -1,4 +1,4 @@
-"""Prefix groups against every grouping there is, written plainly; what is shared, and in what order rows stand."""
+"""Prefix groups for cascade attention save as much as an exhaustive search finds; members are adjacent rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 2
 
 
 class Rows:
-    """Sequences that hold locks in a tree, as columns; `paths` are their pages from the tree."""
+    """Sequences that lock nodes of a prefix tree, as columns; `paths` are their cached pages."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
         self.tree = PrefixTree(PAGE)
@@ -44,7 +44,7 @@ class Rows:
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
-    """Each number is one page."""
+    """Return the tokens of a prompt in which each number is one page."""
     return np.repeat(np.array(prompt, np.int32), PAGE)
 
 
@@ -54,7 +54,7 @@ def rows(most: int, deepest: int = 8) -> st.SearchStrategy[Rows]:
 
 
 def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[CascadeCosts]:
-    """Of a group, too; all are whole quarters, so that sums of them are exact."""
+    """Draw costs of members, groups and levels; as multiples of a quarter, their sums are exact."""
     group = st.integers(0, 16).map(lambda quarters: quarters / 4)
     return st.builds(CascadeCosts, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels))
 
@@ -79,16 +79,16 @@ def listed(made: Rows, groups: Groups) -> list[Group]:
 
 
 def saving(made: Rows, groups: Groups, cost: CascadeCosts) -> float:
-    """Pages that are read without groups, less those that are read with them, less what members and groups cost."""
+    """Return the page reads that groups save, less the costs of members and groups."""
     found = listed(made, groups)
     return sum((len(g.rows) - 1) * (g.end - g.start) - cost.member * len(g.rows) - cost.group for g in found)
 
 
 def best_saving(made: Rows, levels: int, cost: CascadeCosts) -> float:
-    """Over every choice of nodes with rows to share, and of where each one's group begins to read.
+    """Return the best saving over every choice of shared nodes, and of where each node's group begins to read.
 
-    A row is in the group of the deepest chosen node on its path, in the group above that ends where that begins, and
-    so on.
+    A row is in the group of the deepest chosen node on its path, in the group above that ends where this one begins,
+    and so on.
     """
     nodes = {node.id: node for held in made.nodes for node in path_of(held) if node.depth}
     starts = [
@@ -110,7 +110,7 @@ def saved_by(made: Rows, start: dict[int, int | None], levels: int, cost: Cascad
             if start.get(node.id) is not None and at in (None, node.depth):
                 members[node.id] += 1
                 links, at = links + 1, start[node.id]
-        if at or links > levels:  # nothing ends where a group begins; too deep
+        if at or links > levels:  # no group ends where this one begins, or too many levels
             return 0.0
     groups = [(members[i], made.tree.node(i).depth - begin) for i, begin in start.items() if begin is not None]
     return sum(m * pages - pages - cost.member * m - cost.group for m, pages in groups if m)
@@ -129,13 +129,13 @@ def path_of(node: Node) -> list[Node]:
 
 @settings(max_examples=60)
 @given(rows(most=6, deepest=5), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
-def test_no_grouping_saves_more_whatever_the_number_of_levels(made: Rows, levels: int, cost: CascadeCosts) -> None:
+def test_best_cascade_saves_as_much_as_an_exhaustive_search(made: Rows, levels: int, cost: CascadeCosts) -> None:
     found = best_cascade(branch_points.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
     assert found.saved == best_saving(made, levels, cost)
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
-def test_groups_save_what_their_choice_promised(made: Rows, cost: CascadeCosts) -> None:
+def test_find_groups_saves_what_best_cascade_computed(made: Rows, cost: CascadeCosts) -> None:
     groups = made.groups(*cost)
     meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
@@ -145,18 +145,18 @@ def test_groups_save_what_their_choice_promised(made: Rows, cost: CascadeCosts) 
 
 
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]))
-def test_members_stand_side_by_side_and_share_all_pages_of_their_group(made: Rows, cost: CascadeCosts) -> None:
+def test_group_members_are_adjacent_and_share_all_pages_of_the_group(made: Rows, cost: CascadeCosts) -> None:
     assert_sound(made, made.slots, made.paths, made.groups(*cost))
 
 
 def assert_sound(made: Rows, slots: Int64, paths: Sequence[list[int]], groups: Groups) -> None:
-    """Of rows in `slots` that hold the pages `paths`."""
+    """Check the groups of rows in `slots` that hold the pages `paths`."""
     assert sorted(groups.order.tolist()) == list(range(len(slots)))
     covered = [0] * len(slots)
     for group in listed(made, groups):
         assert len(group.rows) > 1
         for row in group.rows:
-            assert covered[row] == group.start < group.end  # in one group of a level, and levels without a gap
+            assert covered[row] == group.start < group.end  # one group per level, no gap between levels
             covered[row] = group.end
         assert len({tuple(paths[row][: group.end]) for row in group.rows}) == 1
     for level in groups.levels:
@@ -173,7 +173,7 @@ def test_samples_of_two_prompts_make_two_groups_by_default() -> None:
     assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 16)}
 
 
-def test_a_group_that_saves_less_than_it_costs_is_not_made() -> None:
+def test_prefix_group_that_saves_less_than_its_cost_is_not_made() -> None:
     # Both groups of questions save 3 · 10 − 4 pages, the one of the system prompt 7 · 6 − 8.
     made = Rows([(*range(6), *range(10 * i, 10 * i + 4)) for i in (1, 2)] * 4)
     found = [
@@ -196,7 +196,7 @@ def test_a_group_that_saves_less_than_it_costs_is_not_made() -> None:
         (1024, 2, 0, 25, [(512, 25)]),
     ],
 )
-def test_by_default_small_groups_of_short_questions_are_not_made(
+def test_default_costs_make_no_small_groups_of_short_questions(
     count: int, fan: int, system: int, question: int, shape: list[tuple[int, int]]
 ) -> None:
     made = Rows([(*range(system), *([1000 + row // fan] * question)) for row in range(count)])
@@ -204,7 +204,7 @@ def test_by_default_small_groups_of_short_questions_are_not_made(
     assert [(len(level.start), int(level.kv_end.max()) // PAGE) for level in levels] == shape
 
 
-def test_a_system_prompt_examples_and_questions_make_three_levels() -> None:
+def test_system_prompt_examples_and_questions_make_three_cascade_levels() -> None:
     system, examples = tuple(range(40)), [tuple(range(100 + 30 * i, 130 + 30 * i)) for i in range(3)]
     questions = [system + examples[i % 3] + tuple(range(1000 + 20 * i, 1020 + 20 * i)) for i in range(12)]
     made = Rows([questions[row % 12] for row in range(48)])
@@ -215,7 +215,7 @@ def test_a_system_prompt_examples_and_questions_make_three_levels() -> None:
     assert [len(made.groups(level=pages).levels) for pages in (40, 600)] == [2, 1]
 
 
-def test_a_group_whose_rows_do_not_nest_stands_beside_the_outer_one() -> None:
+def test_groups_stand_side_by_side_where_nesting_costs_more() -> None:
     # Reading two more pages costs less than to merge the results of 40 rows twice.
     made = Rows([(0, 1, 2, 3, 4, 5)] * 40 + [(0, 1, 10 + row) for row in range(9)])
     found = listed(made, made.groups())
@@ -232,14 +232,14 @@ def test_a_prefix_that_saves_less_than_merging_costs_makes_no_group() -> None:
     assert made.groups(1).order.tolist() == [0, 1, 2]
 
 
-def test_rows_that_hold_nothing_of_the_tree_are_left_alone() -> None:
+def test_rows_without_cached_pages_are_not_grouped() -> None:
     groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), CascadeCosts(0, 0, 0))
     assert groups.levels == []
     assert groups.rows == 0
 
 
 def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
-    """Each holds a page more than the one before; their number at each node."""
+    """Return a tree in which each holder locks one page more than the next, and the holders by node id."""
     tree, chain = PrefixTree(1), np.arange(count, dtype=np.int32)
     tree.insert(chain, chain)
     nodes = [tree.match(chain[:end]).node for end in range(count, 0, -1)]
@@ -248,13 +248,13 @@ def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
     return tree, np.bincount([node.id for node in nodes])
 
 
-def test_a_deep_chain_of_holders_is_grouped_well_though_not_each_node_is_asked() -> None:
+def test_deep_chain_of_branch_points_is_grouped_from_few_of_its_nodes() -> None:
     tree, counts = chain_of_holders(3000)
     meeting = branch_points.find_branch_points(tree, counts)
     assert len(meeting.up) <= branch_points.MAX_EXACT_HEIGHT + 1
     pages = 3000 * 3001 / 2
     one, three = (best_cascade(meeting, levels, CascadeCosts(1, 0, 0)).saved for levels in (1, 3))
-    assert one > 0.45 * pages  # a square below a line covers half of what is there
+    assert one > 0.45 * pages  # a square below a diagonal covers half of the area
     assert three > 0.7 * pages
 
 
@@ -264,7 +264,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
 ) -> None:
     rng = np.random.default_rng(seed)
     prompts: list[tuple[int, ...]] = [(0,)]
-    while len(prompts) < 120:  # each goes on from one of the last, as turns of conversations do
+    while len(prompts) < 120:  # each extends a recent prompt, as turns of conversations do
         longer = prompts[int(rng.integers(max(0, len(prompts) - 6), len(prompts)))]
         prompts.append((*longer, *rng.integers(0, 99, rng.integers(1, 4)).tolist()))
     made = Rows(prompts)
@@ -277,20 +277,20 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
         assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
 
 
-def test_levels_are_sought_only_where_few_choices_are_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_levels_are_searched_only_with_few_grouping_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Rows([(*range(40), *range(100 * row, 100 * row + 20)) for row in (1, 2, 3, 4)] * 3)
     assert len(made.groups(0.1).levels) == 2
     meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
-    assert choices(meeting, 2) == 2 * (1 * 1 + 4 * 2)  # one node under no chain, four under none or that one
+    assert choices(meeting, 2) == 2 * (1 * 1 + 4 * 2)  # one node with no chain above; four with none or that node
     monkeypatch.setattr(grouping, "MAX_GROUPING_CHOICES", 17)
     assert len(made.groups(0.1).levels) == 1
 
 
-def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
+def test_prefix_groups_are_recomputed_only_when_rows_change() -> None:
     made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
     found, epochs = Grouping(made.tree, CascadeCosts(1, 0, 0)), np.zeros(8, np.int64)
     first = found.find(made.slots, made.node_ids, epochs)
-    # A row that is not decoding parts from a prompt inside of it: the node is split.
+    # A row that is not decoding branches off inside a prompt, which splits the node.
     made.tree.lock(made.tree.match(tokens((0, 1, 2))).node)
     assert found.find(made.slots.copy(), made.node_ids.copy(), epochs.copy()) is first
     other = made.node_ids[[1, *range(1, 8)]]
@@ -303,19 +303,19 @@ def test_groups_are_found_anew_only_when_rows_have_changed() -> None:
 
 @settings(max_examples=60)
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]), st.data())
-def test_of_groups_that_are_kept_for_now_what_is_left_is_sound(
+def test_deferred_regrouping_keeps_sound_groups_of_remaining_rows(
     made: Rows, cost: CascadeCosts, data: st.DataObject
 ) -> None:
     count = len(made.slots)
     found = Grouping(made.tree, cost)
     epochs = np.zeros(count, np.int64)
     full = found.find(made.slots, made.node_ids, epochs)
-    for _ in range(2):  # the second time, too, it is the groups found last that are thinned
+    for _ in range(2):  # both rounds thin the groups of the full search
         row = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True)))
         owner = np.array(data.draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=len(row), max_size=len(row))))
         slots, new = made.slots[row], np.flatnonzero(owner)
         nodes, paths = made.node_ids[row], [made.paths[i] if not own else [] for i, own in zip(row, owner, strict=True)]
-        nodes[new] = 0  # a slot's next owner holds something else
+        nodes[new] = 0  # the slot's next owner holds other pages
         left = found.find(slots, nodes, owner, lambda: True)
         assert_sound(made, slots, paths, left)
         old = set(row[owner == 0].tolist())

@@ -1,4 +1,4 @@
-"""Whatever is scheduled with nested groups, each sequence reads exactly its own context; and such groups are formed."""
+"""With nested prefix groups each sequence reads exactly its own context, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]
 
 
 def nest(manager: Manager, member: float = 0.01, group: float = 0.02) -> None:
-    """Lets levels cost nothing, so that prompts as short as these are nested."""
+    """Set the cost of a level to zero, so that prompts as short as these are nested."""
     manager.scheduler.groupings = [Grouping(manager.paging.tree, CascadeCosts(member, group, 0))]
 
 
@@ -87,7 +87,7 @@ def test_a_system_prompt_examples_and_questions_are_read_in_three_levels() -> No
 
 
 def shape(step: StepInput) -> list[tuple[int, int, int]]:
-    """Of each level: its groups, the rows in them, and positions that each group reads."""
+    """Return for each level its groups, the rows in them, and the most positions that a group reads."""
     return [
         (len(level.start), int(level.count.sum()), int((level.kv_end - level.kv_start).max())) for level in step.levels
     ]

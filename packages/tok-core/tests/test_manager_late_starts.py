@@ -1,4 +1,4 @@
-"""Samples that find no slot when their prompt is prefilled start later as decode rows, and prefill nothing."""
+"""Samples without a slot when their prompt is prefilled start later as decode rows and prefill nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from support.schedules import assert_all_given_back, drive, engine_info, expected, kept, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
+from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.sequences import Pending, Request
 from tok_core.messages import EMPTY, Cancel, Progress, StepInput
@@ -29,7 +30,7 @@ def assert_as_expected(reports: list[Progress], rid: int, prompt: list[int], par
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 32, 33])
-def test_only_the_first_sample_prefills(page_size: int, length: int) -> None:
+def test_only_the_first_sample_prefills_the_prompt(page_size: int, length: int) -> None:
     manager, ports = make_manager(engine_info(page_size=page_size, num_pages=400 // page_size))
     params = SamplingParams(n=21, max_tokens=9, seed=1)
     drive(manager, ports, {0: [submit(0, PROMPT[:length], params)]})
@@ -39,7 +40,7 @@ def test_only_the_first_sample_prefills(page_size: int, length: int) -> None:
     assert_all_given_back(manager)
 
 
-def test_late_samples_read_the_prompt_in_its_group_at_once() -> None:
+def test_late_samples_join_the_prefix_group_of_their_prompt_at_once() -> None:
     manager, ports = make_manager(engine_info())
     params = SamplingParams(n=20, max_tokens=6, ignore_eos=True, seed=1)
     drive(manager, ports, {0: [submit(0, PROMPT[:18], params)]})
@@ -51,7 +52,7 @@ def test_late_samples_read_the_prompt_in_its_group_at_once() -> None:
         assert level.kv_end.tolist() == [16]
 
 
-def test_samples_admitted_while_their_prompt_is_prefilled_wait_for_it() -> None:
+def test_samples_admitted_during_prefill_wait_for_the_shared_prompt() -> None:
     manager, ports = make_manager(engine_info(max_running=3, max_step_tokens=5))
     short, many = SamplingParams(max_tokens=2, ignore_eos=True, seed=1), SamplingParams(n=9, max_tokens=5, seed=1)
     drive(manager, ports, {0: [submit(0, PROMPT[:3], short), submit(1, PROMPT[5:], many)]})
@@ -59,13 +60,15 @@ def test_samples_admitted_while_their_prompt_is_prefilled_wait_for_it() -> None:
     assert_as_expected(ports.reports, 1, PROMPT[5:], many)
 
 
-def test_what_is_kept_for_late_samples_counts_as_used_until_the_last_has_started_or_they_are_cancelled() -> None:
+def test_retained_prompts_count_as_used_until_last_start_or_cancel() -> None:
     manager, ports = make_manager(engine_info(max_running=1), run_ahead=1)
     params = SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1)
     ports.inbox += [submit(0, PROMPT[:10], params), submit(1, PROMPT[20:30], params)]
     manager.turn()
     assert manager.paging.used == 3 + 1  # two full pages and one partly full, which was copied
-    capacity = manager.scheduler.admission._capacity(freed=0)
+    admission = manager.scheduler.admission
+    assert isinstance(admission, ForecastAdmission)
+    capacity = admission._capacity(freed=0)
     assert capacity == 64 - 2 - 1  # shared, the copy
     drive(manager, ports, {}, until=lambda: not kept(manager))
     assert manager.paging.used == 3
@@ -75,8 +78,8 @@ def test_what_is_kept_for_late_samples_counts_as_used_until_the_last_has_started
     assert_all_given_back(manager)
 
 
-def test_full_memory_takes_what_is_kept_before_it_preempts_anybody() -> None:
-    # Two samples share two pages and grow to two of their own: then the one that is kept for the third is needed.
+def test_full_memory_evicts_retained_prompts_before_preempting() -> None:
+    # Two samples share two pages and grow to two of their own; then the page retained for the third is needed.
     manager, ports = make_manager(engine_info(max_running=2, num_pages=6))
     params = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=1)
     ports.inbox.append(submit(0, PROMPT[:10], params))
@@ -90,7 +93,7 @@ def test_full_memory_takes_what_is_kept_before_it_preempts_anybody() -> None:
     assert_as_expected(ports.reports, 0, PROMPT[:10], params)
 
 
-def test_a_sample_that_comes_back_to_an_idle_engine_may_have_what_is_kept_for_others() -> None:
+def test_requeued_sample_on_an_idle_engine_takes_retained_pages() -> None:
     manager, ports = make_manager(engine_info(max_running=1, num_pages=6), run_ahead=1)
     params = SamplingParams(n=2, max_tokens=1, seed=1)
     ports.inbox.append(submit(5, PROMPT[:9], params))
@@ -105,7 +108,7 @@ def test_a_sample_that_comes_back_to_an_idle_engine_may_have_what_is_kept_for_ot
     assert_all_given_back(manager)
 
 
-def test_an_idle_engine_gives_up_what_is_kept_for_the_youngest_rather_than_wait_for_pages() -> None:
+def test_idle_engine_evicts_the_youngest_retained_prompt_for_pages() -> None:
     manager, ports = make_manager(engine_info(max_running=1, num_pages=6), run_ahead=1)
     scheduler, paging = manager.scheduler, manager.paging
     ports.inbox.append(submit(5, PROMPT[:9], SamplingParams(n=2, max_tokens=1, seed=1)))
@@ -124,7 +127,7 @@ def test_an_idle_engine_gives_up_what_is_kept_for_the_youngest_rather_than_wait_
     assert paging.used == 3
 
 
-def test_new_slots_say_what_is_fed_first_and_from_where_on_an_end_id_ends() -> None:
+def test_new_slots_carry_last_prompt_token_and_first_eos_position() -> None:
     manager, ports = make_manager(engine_info(max_running=4))
     ends_late = SamplingParams(n=3, max_tokens=8, min_tokens=5, seed=1)
     never_ends = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)

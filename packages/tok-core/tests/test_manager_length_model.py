@@ -1,4 +1,4 @@
-"""Predicted lengths against a plain Kaplan–Meier estimate, and how they follow what finishes and what still runs."""
+"""Predicted lengths equal a plain Kaplan–Meier estimate, and follow finished and running samples."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def finish(
     limit: int = LIMIT,
     length_stats_row: int = SINGLE_SAMPLE,
 ) -> None:
-    """Samples that the model has heard nothing of before finish."""
+    """Report finished samples that the model has not followed before."""
     count = len(lengths)
     ended = np.ones(count, np.bool_) if cut is None else ~cut
     model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, length_stats_row))
 
 
 def ask(model: LengthModel, generated: int, limit: int, share: float, length_stats_row: int = SINGLE_SAMPLE) -> int:
-    """The further length that `share` of such samples run less than."""
+    """Return the further length that `share` of such samples stay below."""
     columns = np.array([generated]), np.array([limit]), np.array([length_stats_row])
     return int(model.remaining(*columns, np.array([share]))[0])
 
 
 def mean(model: LengthModel, generated: int, limit: int, length_stats_row: int = SINGLE_SAMPLE) -> float:
-    """The expected further length."""
+    """Return the expected further length."""
     shares = (np.arange(1000) + 0.5) / 1000
     many = np.ones(1000, np.int64)
     return float(model.remaining(many * generated, many * limit, many * length_stats_row, shares).mean())
 
 
 def quantile_by_hand(finished: list[tuple[int, bool]], generated: int, limit: int, share: float) -> int:
-    """By Kaplan–Meier, length by length: the first that less than 1 − share of those at `generated` outlive."""
+    """Return the first length that, by Kaplan–Meier, less than 1 − share of samples at `generated` outlive."""
     outlives = 1.0
     for t in range(generated + 1, limit):
         at_risk = [length for length, _ in finished if length >= t]
@@ -62,7 +62,7 @@ def quantile_by_hand(finished: list[tuple[int, bool]], generated: int, limit: in
     st.integers(1, 12),
     st.floats(0.01, 0.99),
 )
-def test_with_no_guess_short_samples_are_predicted_by_kaplan_meier(
+def test_length_model_without_prior_equals_kaplan_meier(
     finished: list[tuple[int, bool]], generated: int, rest: int, share: float
 ) -> None:
     limit = min(13, generated + rest)
@@ -79,7 +79,7 @@ def test_with_no_guess_short_samples_are_predicted_by_kaplan_meier(
     st.lists(st.tuples(st.integers(0, 1 << 33), st.booleans()), max_size=30),
     st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.floats(0, 1, exclude_max=True))),
 )
-def test_a_prediction_is_at_least_one_token_and_at_most_what_the_limit_leaves(
+def test_predicted_length_is_between_one_token_and_the_remaining_limit(
     finished: list[tuple[int, bool]], asked: list[tuple[int, int, float]]
 ) -> None:
     model = LengthModel()
@@ -94,21 +94,21 @@ def test_a_prediction_is_at_least_one_token_and_at_most_what_the_limit_leaves(
 
 
 @pytest.mark.parametrize("generated", [0, 100, 2000])
-def test_before_anything_has_ended_the_guess_expects_the_longer_the_longer_a_sample_has_run(generated: int) -> None:
+def test_length_prior_grows_with_the_tokens_already_generated(generated: int) -> None:
     model = LengthModel()
     for share in (0.1, 0.5, 0.9):
         expected = (SCALE + generated) * ((1 - share) ** (-1 / SHAPE) - 1)
         assert ask(model, generated, 1 << 20, share) == pytest.approx(expected, rel=0.08, abs=1)
 
 
-def test_the_guess_gives_way_to_those_that_run_on() -> None:
+def test_running_samples_outweigh_the_length_prior() -> None:
     model = LengthModel()
     assert mean(model, 0, 100) < 80
     model.follow(np.zeros(5000, np.int64), np.full(5000, 100), np.full(5000, 100))
     assert mean(model, 0, 100) > 99
 
 
-def test_those_that_still_run_tell_how_rare_the_first_ends_are() -> None:
+def test_length_model_treats_running_samples_as_censored() -> None:
     hasty, careful = LengthModel(), LengthModel()
     careful.follow(np.zeros(900, np.int64), np.full(900, 20), np.full(900, LIMIT))
     for model in (hasty, careful):
@@ -117,32 +117,32 @@ def test_those_that_still_run_tell_how_rare_the_first_ends_are() -> None:
     assert mean(careful, 0, LIMIT) > 150
 
 
-def test_a_sample_is_counted_once_however_often_it_is_followed() -> None:
+def test_length_model_counts_a_repeatedly_followed_sample_once() -> None:
     once, often = LengthModel(), LengthModel()
     finish(once, np.full(300, 70))
     for seen in range(0, 70, 7):
         often.follow(np.full(300, seen), np.full(300, seen + 7), np.full(300, LIMIT))
     often.observe(np.full(300, 70), np.full(300, 70), np.full(300, LIMIT), np.ones(300, np.bool_), np.zeros(300, int))
-    # Ends fade what was counted before them.
+    # Each finish fades earlier counts.
     assert mean(often, 0, LIMIT) == pytest.approx(mean(once, 0, LIMIT), rel=0.05)
 
 
 @pytest.mark.parametrize("length", [10, 100, 1000, 30_000])
-def test_samples_of_one_length_are_predicted_within_a_bucket(length: int) -> None:
+def test_length_of_equally_long_samples_is_predicted_within_a_bucket(length: int) -> None:
     model = LengthModel()
     finish(model, np.full(20_000, length), limit=2 * length)
     for generated in (0, length // 3, length * 2 // 3):
         assert mean(model, generated, 2 * length) == pytest.approx(length - generated, abs=1 + 0.08 * length)
 
 
-def test_a_sample_that_outlived_the_short_ones_is_expected_to_run_like_the_long_ones() -> None:
+def test_sample_that_outlived_short_ones_is_predicted_like_long_ones() -> None:
     model = LengthModel()
     finish(model, np.repeat([20, 500], 5000))
     assert mean(model, 0, LIMIT) == pytest.approx(260, rel=0.1)
     assert mean(model, 30, LIMIT) == pytest.approx(470, rel=0.1)
 
 
-def test_shares_are_those_of_the_finished_samples() -> None:
+def test_predicted_length_quantiles_match_finished_samples() -> None:
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 128, 20_000))
     for share in (0.1, 0.5, 0.9):
@@ -151,7 +151,7 @@ def test_shares_are_those_of_the_finished_samples() -> None:
             assert ask(model, generated, LIMIT, share) == pytest.approx(expected, rel=0.2, abs=3)
 
 
-def test_samples_that_their_limit_cut_off_are_no_ends() -> None:
+def test_samples_cut_off_at_max_tokens_do_not_count_as_finished() -> None:
     lengths, cut = np.repeat([10, 64], 1000), np.repeat([False, True], 1000)
     aware, unaware = LengthModel(), LengthModel()
     finish(aware, lengths, cut=cut, limit=64)
@@ -160,7 +160,7 @@ def test_samples_that_their_limit_cut_off_are_no_ends() -> None:
     assert mean(unaware, 32, 128) <= 40
 
 
-def test_limits_of_another_size_have_their_own_lengths_and_unknown_ones_those_of_all() -> None:
+def test_lengths_are_modelled_per_max_tokens_with_a_common_fallback() -> None:
     model = LengthModel()
     for _ in range(5):
         finish(model, np.full(500, 20), limit=100)
@@ -170,7 +170,7 @@ def test_limits_of_another_size_have_their_own_lengths_and_unknown_ones_those_of
     assert 200 < mean(model, 0, 5000) < 500
 
 
-def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() -> None:
+def test_sample_length_is_predicted_by_finished_samples_of_its_prompt() -> None:
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 100, 5000))
     long, short, unknown = (model.prompt_stats.acquire(1000) for _ in range(3))
@@ -181,7 +181,7 @@ def test_samples_of_a_prompt_whose_others_ran_long_are_expected_to_run_long() ->
     assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, SINGLE_SAMPLE)
 
 
-def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() -> None:
+def test_long_running_samples_of_a_prompt_raise_its_predicted_length() -> None:
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.geometric(1 / 100, 5000))
     length_stats_row = np.full(50, model.prompt_stats.acquire(50))
@@ -189,7 +189,7 @@ def test_samples_of_a_prompt_that_run_on_speak_before_any_of_them_has_ended() ->
     assert mean(model, 200, LIMIT, int(length_stats_row[0])) > 3 * mean(model, 200, LIMIT, SINGLE_SAMPLE)
 
 
-def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
+def test_released_prompt_stats_row_is_reused_without_its_history() -> None:
     families = PromptLengthStats()
     first = [families.acquire(2) for _ in range(5)]
     assert len({*first, SINGLE_SAMPLE}) == 6
@@ -203,7 +203,7 @@ def test_a_family_that_is_given_back_is_used_anew_and_knows_nothing() -> None:
     assert families.acquire(1) == SINGLE_SAMPLE
 
 
-def test_what_finished_lately_weighs_more() -> None:
+def test_recently_finished_lengths_weigh_more() -> None:
     shrinking, growing = LengthModel(), LengthModel()
     for _ in range(50):
         finish(shrinking, np.full(100, 1000))
@@ -215,7 +215,7 @@ def test_what_finished_lately_weighs_more() -> None:
     assert mean(growing, 0, LIMIT) > 750
 
 
-def test_the_model_does_not_grow_with_what_it_has_seen() -> None:
+def test_length_model_size_does_not_grow_with_observations() -> None:
     model, random = LengthModel(), np.random.default_rng(0)
     finish(model, random.integers(1, 1 << 20, 10))
     before = len(pickle.dumps(model)) + 16  # for the digits of a count

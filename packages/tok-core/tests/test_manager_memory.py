@@ -1,4 +1,4 @@
-"""Memory after many requests is what it was after few: nothing is kept of those that have finished."""
+"""A manager's memory does not grow with the number of finished requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.many_requests import ManyRequests
 from support.schedules import assert_all_given_back, check
 
-FIRST, MORE = 2000, 4000  # fewer, and what dictionaries grow by counts as a leak
+FIRST, MORE = 2000, 4000  # requests; with fewer, the growth of dictionaries counts as a leak
 MIN_LEAK_BYTES = 16  # bytes a request: a number in a list takes 36
 
 
@@ -28,7 +28,7 @@ def held() -> int:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_manager_holds_no_more_after_many_requests_than_after_few() -> None:
+def test_manager_memory_does_not_grow_with_finished_requests() -> None:
     many = ManyRequests(slots=256)
     many.run(FIRST)
     many.end()

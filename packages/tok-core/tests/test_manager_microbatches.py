@@ -1,4 +1,4 @@
-"""Microbatches of a pipeline are even, their tokens are back when their turn comes, and a lone one waits for nobody."""
+"""Pipeline microbatches are balanced, have their tokens back in time, and do not delay a lone sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 
 def decoding(rows: int, stages: int, seed: int) -> Microbatches:
-    """So many sequences of all lengths, in microbatches as they come."""
+    """Return microbatches of `rows` sequences of all lengths, assigned at random."""
     rng = np.random.default_rng(seed)
     table = SequenceTable(rows + 3, 8192, 16)
     table.state[:rows] = State.DECODE
@@ -31,7 +31,7 @@ def decoding(rows: int, stages: int, seed: int) -> Microbatches:
 
 
 @given(st.integers(1, 700), st.integers(2, 6), st.integers(0, 1 << 20))
-def test_after_some_turns_no_microbatch_costs_much_more_than_its_share(rows: int, stages: int, seed: int) -> None:
+def test_balanced_microbatches_cost_about_the_same(rows: int, stages: int, seed: int) -> None:
     microbatches = decoding(rows, stages, seed)
     for _ in range(8 * microbatches.count):
         microbatches.balance()
@@ -44,7 +44,7 @@ def test_after_some_turns_no_microbatch_costs_much_more_than_its_share(rows: int
     assert load.max() <= cost.sum() / wanted * (1 + SLACK) + 2 * cost.max()
 
 
-def test_those_that_are_too_many_for_a_microbatch_are_the_youngest_and_wait_for_one_turn() -> None:
+def test_overfull_microbatch_moves_its_youngest_sequences_by_one_turn() -> None:
     microbatches = decoding(100, 2, 0)
     table = microbatches._table
     table.microbatch[:100] = 0
@@ -57,7 +57,7 @@ def test_those_that_are_too_many_for_a_microbatch_are_the_youngest_and_wait_for_
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_a_lone_sequence_has_a_step_for_each_token_and_few_of_them_under_way(pp: int) -> None:
+def test_lone_sequence_runs_a_step_per_token_with_few_queued(pp: int) -> None:
     manager, ports = make_manager(engine_info(max_model_len=256, num_pages=256), MIN_QUEUED_STEPS, pp=pp)
     manager.run_ahead = RunAhead(None, pp)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], FOR_EVER)]})
@@ -67,7 +67,7 @@ def test_a_lone_sequence_has_a_step_for_each_token_and_few_of_them_under_way(pp:
 
 
 @pytest.mark.parametrize("pp", [2, 3, 6])
-def test_rows_decode_when_their_tokens_have_passed_all_stages(pp: int) -> None:
+def test_microbatch_decodes_again_once_its_tokens_passed_all_stages(pp: int) -> None:
     rows = SPARE * (pp + 1)
     sizes = {"max_running": rows, "num_pages": rows * 60, "max_model_len": 256}
     manager, ports = make_manager(engine_info(**sizes, max_step_tokens=rows), pp + 2, pp=pp)
@@ -79,14 +79,14 @@ def test_rows_decode_when_their_tokens_have_passed_all_stages(pp: int) -> None:
     assert all(abs(len(step.decode_slot) - even) <= even * SLACK + 2 for step in steady)
 
 
-def test_a_pipeline_has_a_step_under_way_for_each_stage_and_a_spare_one() -> None:
+def test_run_ahead_queues_one_more_step_per_pipeline_stage() -> None:
     assert RunAhead(None, 4).steps == MIN_QUEUED_STEPS + 4
     assert RunAhead(None, 4).depth == RunAhead(None, 1).steps == RunAhead(None).depth == MIN_QUEUED_STEPS
     assert RunAhead(3, 4).steps == RunAhead(3, 4).depth == 3
     assert RunAhead(None, 64).steps == MAX_STEPS_AHEAD
 
 
-def test_a_step_may_have_more_while_prompts_wait_and_less_while_none_does() -> None:
+def test_token_budget_grows_while_prompts_wait_and_shrinks_otherwise() -> None:
     token_budget = TokenBudget(4096, 3)
     bounds = [token_budget.tokens]
     for exhausted in [False] * 60 + [True] * 60:
@@ -99,14 +99,14 @@ def test_a_step_may_have_more_while_prompts_wait_and_less_while_none_does() -> N
     assert ratios.min() > 0.8
 
 
-def test_without_a_pipeline_a_step_may_always_have_all_tokens() -> None:
+def test_token_budget_is_constant_without_a_pipeline() -> None:
     token_budget = TokenBudget(4096, 1)
     for exhausted in (False, False, True, False):
         token_budget.observe(exhausted=exhausted)
         assert token_budget.tokens == 4096
 
 
-def test_a_prompt_is_spread_over_the_turns_of_microbatches_that_decode() -> None:
+def test_long_prompt_is_prefilled_in_chunks_over_several_microbatches() -> None:
     sizes = {"max_running": 64, "num_pages": 2000, "max_model_len": 2000}
     manager, ports = make_manager(engine_info(**sizes, max_step_tokens=2048), 4, pp=2)
     few = [submit(rid, [1, 2, rid], FOR_EVER) for rid in range(30)]

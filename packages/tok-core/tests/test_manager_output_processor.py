@@ -1,4 +1,4 @@
-"""What ends samples whose tokens come back from a worker, against a search of all that each has generated."""
+"""The output processor ends samples where a search of their whole output ends them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tok_core.manager.loop import Manager
 from tok_core.manager.stops.stop_sets import StopHit
 from tok_core.messages import Int32
 
-# Half of the tokens spell few letters, so that strings often meet; some have no bytes at all.
+# Half of the tokens spell few letters, so that stop strings match often; some have no bytes at all.
 PIECES = [
     (b"a", b"b", b"ab", b"ba a", b" ", b" b", b"", b"xyz", b"aab", b"\xc3", b"\xa9b")[i % 11] for i in range(VOCAB - 2)
 ]
@@ -35,7 +35,7 @@ def params(draw: st.DrawFn) -> SamplingParams:
 
 
 def expected(prompt: list[int], sample: int, params: SamplingParams) -> tuple[list[int], object]:
-    """A sample's tokens, and its reason, what stopped it, and how many bytes are before that."""
+    """Return a sample's tokens, and its finish reason, its stop, and the number of bytes before the stop."""
     context, pieces = list(prompt), list[bytes]()
     assert params.max_tokens is not None
     for count in range(1, params.max_tokens + 1):
@@ -55,7 +55,7 @@ PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(PROMPT, params()), min_size=1, max_size=6), st.integers(1, 3), st.integers(12, 40))
-def test_samples_end_where_a_search_of_all_they_generated_says(
+def test_samples_end_where_a_search_of_their_whole_output_ends(
     asked: list[tuple[list[int], SamplingParams]], run_ahead: int, pages: int
 ) -> None:
     info = engine_info(num_pages=pages + 2, max_running=6)
@@ -73,7 +73,7 @@ def test_samples_end_where_a_search_of_all_they_generated_says(
     assert_all_given_back(manager)
 
 
-def test_only_what_ends_by_a_stop_string_is_searched_one_by_one() -> None:
+def test_stop_strings_are_searched_only_in_samples_they_end() -> None:
     ports = SimulatedPorts(engine_info(), delay=1)
     config = EngineConfig(model="simulated", run_ahead=2)
     manager = Manager(config, engine_info(), ports, [piece or b"c" for piece in PIECES] + [b"d"] * 2)

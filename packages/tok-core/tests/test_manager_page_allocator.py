@@ -1,4 +1,4 @@
-"""The page allocator against a set of free pages."""
+"""The page allocator behaves like a set of free pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_PAGES = 12
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, NUM_PAGES + 2), st.randoms()), max_size=60))
-def test_every_page_is_either_free_or_in_use_once(
+def test_allocated_page_is_not_allocated_again_until_released(
     steps: list[tuple[bool, int, Random]],
 ) -> None:
     allocator, in_use = PageAllocator(NUM_PAGES), set[int]()
@@ -38,7 +38,7 @@ def test_every_page_is_either_free_or_in_use_once(
     assert set(allocator.allocate(allocator.free).tolist()) == set(range(NUM_PAGES)) - in_use
 
 
-def test_allocated_pages_do_not_change_when_others_come_and_go() -> None:
+def test_allocated_page_ids_do_not_change_with_later_allocations() -> None:
     allocator = PageAllocator(8)
     kept = allocator.allocate(4)
     before = kept.tolist()
@@ -56,7 +56,7 @@ def test_allocated_pages_do_not_change_when_others_come_and_go() -> None:
         ([-1], "ids end at 7"),
     ],
 )
-def test_a_wrong_release_is_an_assertion_error_and_changes_nothing(pages: list[int], message: str) -> None:
+def test_invalid_page_release_raises_and_changes_nothing(pages: list[int], message: str) -> None:
     allocator = PageAllocator(8)
     assert allocator.allocate(3).tolist() == [0, 1, 2]
     with pytest.raises(AssertionError, match=message):
@@ -66,7 +66,7 @@ def test_a_wrong_release_is_an_assertion_error_and_changes_nothing(pages: list[i
     assert sorted(allocator.allocate(8).tolist()) == list(range(8))
 
 
-def test_the_second_release_of_the_same_pages_is_an_assertion_error() -> None:
+def test_double_page_release_raises() -> None:
     allocator = PageAllocator(4)
     pages = allocator.allocate(2)
     allocator.release(pages)

@@ -1,4 +1,4 @@
-"""Pages to be copied: each target once, and only for whom it was meant."""
+"""Page copies write each target once, and only for its present owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def taken(copies: PageCopies) -> list[tuple[int, int]]:
     return list(zip(source.tolist(), target.tolist(), strict=True))
 
 
-def test_copies_from_what_a_step_writes_come_with_the_next() -> None:
+def test_copies_from_pages_written_by_a_step_go_into_the_next_step() -> None:
     allocator = PageAllocator(8)
     copies, own = PageCopies(allocator), allocator.allocate(4)
     copies.add(pages(7), own[:1])
@@ -31,7 +31,7 @@ def test_copies_from_what_a_step_writes_come_with_the_next() -> None:
     assert taken(copies) == []
 
 
-def test_a_source_given_away_is_copied_all_the_same() -> None:
+def test_page_copy_survives_the_release_of_its_source() -> None:
     allocator = PageAllocator(4)
     copies, own = PageCopies(allocator), allocator.allocate(3)
     copies.add(own[:1], own[1:2])
@@ -41,7 +41,7 @@ def test_a_source_given_away_is_copied_all_the_same() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["now", "later", "release", "take"]), st.integers(0, 9)), max_size=60))
-def test_only_the_present_owners_copies_are_made_and_no_page_is_a_target_twice(steps: list[tuple[str, int]]) -> None:
+def test_page_copies_are_made_once_and_for_present_owners_only(steps: list[tuple[str, int]]) -> None:
     allocator = PageAllocator(4)
     copies = PageCopies(allocator)
     held: list[int] = []

@@ -1,4 +1,4 @@
-"""The prefix tree together with the page allocator, against a model that keeps every page by itself."""
+"""The prefix tree with the page allocator behaves like a model that stores every page separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SALTS = (b"", b"a" * 16, b"b" * 16)
 
 
 def shaded(tokens: Iterable[int], shade: int) -> Tokens:
-    """The tokens as the model keeps them for a salt: it knows no salts, but other tokens for each."""
+    """Return the model's tokens for a salt: it has no salts, but uses other tokens for each."""
     return tuple(token % SHADE + SHADE * shade for token in tokens)
 
 
@@ -37,12 +37,12 @@ def salt_of(tokens: Tokens) -> bytes:
 
 
 shades = st.integers(0, len(SALTS) - 1)
-# Few distinct pages, so that paths meet, part and end inside of each other.
+# Few distinct pages, so that paths share prefixes, branch and end inside each other.
 token_lists = st.builds(shaded, st.lists(st.integers(0, 1), max_size=7 * PAGE), shades)
 
 
 def paths(pages: int) -> st.SearchStrategy[Tokens]:
-    """As many pages, of which the first has a few more different ones."""
+    """Draw the tokens of `pages` pages; the first page has more distinct values."""
     first = st.lists(st.integers(0, 3), min_size=PAGE, max_size=PAGE)
     others = st.lists(st.integers(0, 1), min_size=(pages - 1) * PAGE, max_size=(pages - 1) * PAGE)
     return st.tuples(first, others).map(lambda parts: (*parts[0], *parts[1]))
@@ -50,7 +50,7 @@ def paths(pages: int) -> st.SearchStrategy[Tokens]:
 
 @dataclass
 class Model:
-    """Each cached page by the tokens from the start to its end, its time of last use, and what is locked."""
+    """Each cached page by the tokens from the start to its end, its time of last use, and the locked prefixes."""
 
     page: dict[Tokens, int]
     used: dict[Tokens, int]
@@ -58,7 +58,7 @@ class Model:
     clock: int = 0
 
     def cached(self, tokens: Tokens) -> Tokens:
-        """The longest prefix of whole pages that is cached."""
+        """Return the longest prefix of whole pages that is cached."""
         end = 0
         while end + PAGE <= len(tokens) and tokens[: end + PAGE] in self.page:
             end += PAGE
@@ -73,7 +73,7 @@ class Model:
         return any(tokens[: len(prefix)] == prefix for tokens in self.locked)
 
     def add(self, start: Tokens, tokens: Tokens, pages: list[int]) -> list[int]:
-        """Takes pages over that it has not, and returns the others."""
+        """Store the pages of prefixes that are not cached yet; return the other pages."""
         own = prefixes(start + tokens)[len(start) // PAGE :]
         duplicates = [
             page for prefix, page in zip(own, pages, strict=True) if self.page.setdefault(prefix, page) != page
@@ -82,7 +82,7 @@ class Model:
         return duplicates
 
     def evict(self, count: int) -> list[int]:
-        """One page after the other: of those that nothing locks or follows, the one unused for longest."""
+        """Evict page by page the least recently used one that is unlocked and has no page behind it."""
         freed: list[int] = []
         while len(freed) < count:
             inner = {prefix[:-PAGE] for prefix in self.page}
@@ -96,24 +96,24 @@ class Model:
 
 @dataclass
 class Holder:
-    """Who has a lock on the node that `tokens` end with."""
+    """A holder of a lock on the node that `tokens` end with."""
 
     tokens: Tokens
     node: Node
 
 
 def prefixes(tokens: Tokens) -> list[Tokens]:
-    """Those of whole pages, shortest first."""
+    """Return the prefixes of whole pages, shortest first."""
     return [tokens[:end] for end in range(PAGE, len(tokens) + 1, PAGE)]
 
 
 def array(tokens: Tokens) -> Int32:
-    """The tokens as the tree is given them."""
+    """Return the tokens as the tree receives them."""
     return np.array(tokens, np.int32) % SHADE
 
 
 def contents(tree: PrefixTree) -> dict[Tokens, int]:
-    """Every page in the tree by the tokens, in their salt's shade, from the start to its end."""
+    """Return every page in the tree by the tokens, in their salt's shade, from the start to its end."""
     found: dict[Tokens, int] = {}
     stack: list[tuple[Tokens, int, Node]] = [((), 0, tree.root)]
     while stack:
@@ -133,7 +133,7 @@ def contents(tree: PrefixTree) -> dict[Tokens, int]:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Holders start, extend, fork and end as sequences do; now and then the cache is evicted from."""
+    """Holders start, extend, fork and end as sequences do; some rules evict pages."""
 
     holders = Bundle("holders")
 
@@ -145,7 +145,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(target=holders, tokens=token_lists)
     def start(self, tokens: Tokens) -> Holder:
-        """A sequence takes over what is cached of its prompt."""
+        """A sequence locks the cached prefix of its prompt."""
         node = self.matched(tokens)
         self.lock(node, held := self.model.cached(tokens))
         return Holder(held, node)
@@ -169,7 +169,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(holder=consumes(holders), more=token_lists)
     def end(self, holder: Holder, more: Tokens) -> None:
-        """A sequence leaves its pages to the tree, and goes."""
+        """A sequence leaves its pages to the tree and ends."""
         self.extended(holder, more)
         self.unlock(holder)
 
@@ -179,7 +179,7 @@ class TreeMachine(RuleBasedStateMachine):
         shade=shades,
     )
     def samples_end(self, holder: Holder, rows: list[Tokens], shade: int) -> None:
-        """So many samples of one prompt leave equally many pages to the tree, one after the other, and go."""
+        """Samples of one prompt each leave the same number of pages to the tree and end."""
         rows = [shaded(row, shade_of(holder.tokens) if holder.tokens else shade) for row in rows]
         length = len(rows[0]) // PAGE
         pages = self.fresh(len(rows) * length)
@@ -193,7 +193,7 @@ class TreeMachine(RuleBasedStateMachine):
         known = [row for row in range(len(rows)) if first[row] in seen or first[row] in first[:row]]
         given = self.tree.extend_each(holder.node, np.array(rows, np.int32) % SHADE, pages, salt_of(rows[0]))
         expected: list[int] = []
-        for row in sorted(range(len(rows)), key=lambda row: row in known):  # what is new comes first
+        for row in sorted(range(len(rows)), key=lambda row: row in known):  # rows with a new first page come first
             expected += self.model.add(holder.tokens, rows[row], pages[row].tolist())
         assert given.tolist() == expected
         self.allocator.release(given)
@@ -207,7 +207,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(tokens=token_lists)
     def insert(self, tokens: Tokens) -> None:
-        """Pages from the start on that nobody locks; what is cached already is given with its own pages or anew."""
+        """Insert unlocked pages from the start on; the cached prefix comes with new pages, too."""
         tokens = tokens[: len(tokens) // PAGE * PAGE]
         pages = self.fresh(len(tokens) // PAGE)
         if pages is not None:
@@ -242,7 +242,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.evictable == len(loose)
 
     def teardown(self) -> None:
-        """Without locks everything can be evicted, in the model's order, and nothing is left."""
+        """Evict everything once nothing is locked, in the model's order; nothing is left."""
         if self.tree.root.locks:
             for tokens in list(self.model.locked):
                 self.unlock(Holder(tokens, self.tree.match(array(tokens), salt_of(tokens)).node))
@@ -273,7 +273,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.model.touch(holder.tokens)
 
     def fresh(self, count: int) -> Int32 | None:
-        """Pages of one's own, evicted for where that is needed; None where even that gives too few."""
+        """Allocate pages, evicting if needed; return None if even that frees too few."""
         self.evict(max(0, count - self.allocator.free))
         return self.allocator.allocate(count) if count <= self.allocator.free else None
 
@@ -298,7 +298,7 @@ class TreeMachine(RuleBasedStateMachine):
         return added, whole
 
     def added(self, added: Insertion, start: Tokens, tokens: Tokens, pages: Int32) -> Insertion:
-        """What was inserted is the tree's unless it had it, and what it had already is given back."""
+        """Check that the tree took the pages it lacked, and release those it returned as duplicates."""
         whole = start + tokens
         assert added.duplicates.tolist() == self.model.add(start, tokens, pages.tolist())
         assert added.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(whole)[len(start) // PAGE :]]
@@ -315,7 +315,7 @@ def pages(first: int, count: int) -> Int32:
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def test_prompts_with_different_salts_share_no_page_and_leave_nothing_behind() -> None:
+def test_prefix_tree_shares_no_page_between_cache_salts() -> None:
     tree, salts = PrefixTree(4), [b"", *(bytes([number]) * 16 for number in range(200))]
     for number, salt in enumerate(salts):
         assert tree.depths(pages(0, 16), salt) == (0, 0)
@@ -331,7 +331,7 @@ def test_prompts_with_different_salts_share_no_page_and_leave_nothing_behind() -
     tree.check()
 
 
-def test_a_match_inside_a_node_splits_it_and_leaves_id_and_locks_with_the_lower_part() -> None:
+def test_node_split_by_a_match_keeps_id_and_locks_in_the_lower_part() -> None:
     tree = PrefixTree(4)
     node = tree.insert(pages(0, 16), pages(0, 4)).node
     tree.lock(node)
@@ -347,7 +347,7 @@ def test_a_match_inside_a_node_splits_it_and_leaves_id_and_locks_with_the_lower_
     tree.check()
 
 
-def test_only_a_leaf_that_nobody_else_holds_grows_in_place() -> None:
+def test_only_a_leaf_with_a_single_lock_grows_in_place() -> None:
     tree = PrefixTree(1)
     leaf = tree.insert(pages(0, 2), pages(0, 2)).node
     tree.lock(leaf)
@@ -360,7 +360,7 @@ def test_only_a_leaf_that_nobody_else_holds_grows_in_place() -> None:
     tree.check()
 
 
-def test_a_node_in_use_until_just_now_is_evicted_last() -> None:
+def test_recently_unlocked_node_is_evicted_last() -> None:
     tree = PrefixTree(1)
     first = tree.insert(pages(0, 1), pages(0, 1)).node
     tree.lock(first)
@@ -369,12 +369,12 @@ def test_a_node_in_use_until_just_now_is_evicted_last() -> None:
     assert tree.evict(5).tolist() == [1, 0]
 
 
-def test_samples_that_end_together_cost_one_entry_of_the_queue_until_they_are_asked_for() -> None:
+def test_leaf_batch_takes_one_eviction_queue_entry_until_matched() -> None:
     tree = PrefixTree(2)
     prompt = tree.insert(pages(0, 2), pages(100, 1)).node
     tree.lock(prompt, 8)
     assert not len(tree.extend_each(prompt, pages(0, 32).reshape(8, 4), pages(0, 16).reshape(8, 2)))
-    assert (len(tree._queue), tree.pages, tree.evictable) == (2, 17, 16)  # one is the prompt's
+    assert (len(tree._queue), tree.pages, tree.evictable) == (2, 17, 16)  # one entry is the prompt's
     tree.unlock(prompt, 8)
     match = tree.match(np.array([0, 1, 8, 9, 10, 11], np.int32))
     assert match.pages.tolist() == [100, 4, 5]
@@ -387,7 +387,7 @@ def test_samples_that_end_together_cost_one_entry_of_the_queue_until_they_are_as
     assert not tree._leaves
 
 
-def test_an_id_is_used_anew_when_its_node_is_gone() -> None:
+def test_node_id_is_reused_after_eviction() -> None:
     tree = PrefixTree(1)
     for turn in range(50):
         node = tree.insert(pages(turn, 1), pages(0, 1)).node
@@ -397,13 +397,13 @@ def test_an_id_is_used_anew_when_its_node_is_gone() -> None:
             tree.node(1)
 
 
-def test_one_unlock_too_many_is_an_assertion_error() -> None:
+def test_unlock_of_an_unlocked_node_raises() -> None:
     tree = PrefixTree(1)
     with pytest.raises(AssertionError, match="more often than locked"):
         tree.unlock(tree.insert(pages(0, 1), pages(0, 1)).node)
 
 
-def test_a_path_may_be_deeper_than_the_recursion_limit() -> None:
+def test_prefix_tree_path_may_exceed_the_recursion_limit() -> None:
     count = 3000
     tree = PrefixTree(1)
     deepest = tree.insert(pages(0, count), pages(0, count)).node
@@ -416,7 +416,7 @@ def test_a_path_may_be_deeper_than_the_recursion_limit() -> None:
     assert tree.evict(count).tolist() == list(range(count))[::-1]
 
 
-def test_a_trimmed_leaf_gives_up_the_memory_of_its_tail() -> None:
+def test_trimmed_leaf_frees_the_memory_of_its_tail() -> None:
     tree = PrefixTree(4)
     leaf = tree.insert(pages(0, 4000), pages(0, 1000)).node
     while len(leaf.pages) > 1:
@@ -426,7 +426,7 @@ def test_a_trimmed_leaf_gives_up_the_memory_of_its_tail() -> None:
     assert leaf.tokens.tolist() == [0, 1, 2, 3]
 
 
-def test_the_eviction_queue_never_has_more_entries_than_the_tree_has_nodes() -> None:
+def test_eviction_queue_has_no_more_entries_than_the_tree_has_nodes() -> None:
     tree = PrefixTree(1)
     for first in range(20):
         tree.insert(pages(first, 1), pages(first, 1))

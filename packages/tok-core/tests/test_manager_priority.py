@@ -1,4 +1,4 @@
-"""Classes and order: who is served first, who gives up pages, and that nobody waits for ever."""
+"""Priority classes decide which requests start first and which are preempted; all requests complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tok_core.messages import Progress
 
 
 class QueueOrder(RuleBasedStateMachine):
-    """A queue against a list that is searched for its first by class, arrival and sample."""
+    """The waiting queue behaves like a list that is searched for its first by class, arrival and sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ TestQueueOrder = QueueOrder.TestCase
 
 
 def first_tokens(reports: list[Progress]) -> list[int]:
-    """Requests in the order in which they were first heard of."""
+    """Return request ids in the order of their first tokens."""
     return list(dict.fromkeys(rid for report in reports for rid in report.rid.tolist()))
 
 
-def test_a_lower_priority_is_served_first_and_equal_ones_in_order_of_arrival() -> None:
+def test_lower_priority_value_is_served_first_then_order_of_arrival() -> None:
     manager, ports = make_manager(engine_info(max_running=1))
     priorities = [0, 3, 0, -2, 3, -2, 0]
     params = [SamplingParams(max_tokens=2, ignore_eos=True, seed=1, priority=one) for one in priorities]
@@ -94,7 +94,7 @@ def test_a_lower_priority_is_served_first_and_equal_ones_in_order_of_arrival() -
     assert first_tokens(ports.reports) == [3, 5, 0, 2, 6, 1, 4]
 
 
-def test_one_that_arrives_late_passes_those_of_lower_classes_that_wait() -> None:
+def test_late_request_of_a_higher_class_overtakes_waiting_lower_ones() -> None:
     manager, ports = make_manager(engine_info(max_running=1))
     low, high = (SamplingParams(max_tokens=4, ignore_eos=True, seed=1, priority=one) for one in (1, 0))
     first = [submit(rid, [1, 2, rid], low) for rid in range(3)]
@@ -108,7 +108,7 @@ def running(manager: Manager) -> np.ndarray:
 
 
 def start(prompts: list[list[int]], priorities: list[int], turns: int) -> Manager:
-    """A manager with a request that runs for each of `prompts`."""
+    """Return a manager that runs one request for each of `prompts`."""
     manager, ports = make_manager(engine_info(max_running=8, num_pages=256))
     for rid, (prompt, priority) in enumerate(zip(prompts, priorities, strict=True)):
         ports.inbox.append(
@@ -124,22 +124,22 @@ def victim(manager: Manager) -> int:
     return int(manager.table.rid[choose_victim(manager.paging, running(manager))])
 
 
-def test_who_loses_least_work_is_preempted() -> None:
+def test_sample_that_loses_least_work_is_preempted() -> None:
     prompts = [[1] * 20, [2] * 9, [3] * 30]
     assert victim(start(prompts, [0, 0, 0], turns=4)) == 1
     assert victim(start([[1] * 9, [2] * 9, [3] * 9], [0, 0, 0], turns=4)) == 2
 
 
-def test_what_others_hold_too_is_not_lost() -> None:
+def test_preemption_does_not_count_shared_pages_as_lost_work() -> None:
     stem = [1, 2, 3, 0] * 6
     assert victim(start([[*stem, 1], [*stem, 2], [3] * 12], [0, 0, 0], turns=4)) == 1
 
 
-def test_a_lower_class_is_preempted_whatever_it_loses() -> None:
+def test_lower_priority_class_is_preempted_regardless_of_lost_work() -> None:
     assert victim(start([[1] * 30, [2] * 5, [3] * 5], [1, 0, -1], turns=4)) == 0
 
 
-def test_one_that_was_preempted_is_spared_while_a_younger_one_runs_that_was_not() -> None:
+def test_preempted_sample_is_spared_while_a_younger_fresh_one_runs() -> None:
     manager = start([[1] * 20, [2] * 9, [3] * 30], [0, 0, 0], turns=4)
     table = manager.table
     table.preempted[table.rid == 1] = True
@@ -155,7 +155,7 @@ def test_one_that_was_preempted_is_spared_while_a_younger_one_runs_that_was_not(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30), st.sampled_from([0, 0, 1])), min_size=2, max_size=10),
     st.integers(13, 20),
 )
-def test_with_too_little_memory_every_class_comes_to_its_end(rows: list[tuple[int, int, int]], pages: int) -> None:
+def test_every_priority_class_completes_with_too_little_memory(rows: list[tuple[int, int, int]], pages: int) -> None:
     manager, ports = make_manager(engine_info(max_running=6, num_pages=pages))
     watch_preemptions(manager)
     params = [SamplingParams(max_tokens=most, ignore_eos=True, seed=1, priority=one) for _, most, one in rows]
@@ -167,8 +167,8 @@ def test_with_too_little_memory_every_class_comes_to_its_end(rows: list[tuple[in
     assert_all_given_back(manager)
 
 
-def test_a_sample_that_comes_back_is_known_to_have_been_preempted() -> None:
-    # Those that ended early have taught that few pages are enough, and then come some that run to their limit.
+def test_requeued_sample_keeps_its_preempted_mark() -> None:
+    # Early finishes teach the length model that few pages are enough; later samples run to their limit.
     manager, ports = make_manager(engine_info(max_running=6, num_pages=32))
     victims = watch_preemptions(manager)
     random, short = np.random.default_rng(3), SamplingParams(n=3, max_tokens=2, seed=1)
@@ -181,6 +181,6 @@ def test_a_sample_that_comes_back_is_known_to_have_been_preempted() -> None:
 
 
 @pytest.mark.parametrize("priority", [1.5, "0", True, 1 << 63])
-def test_a_priority_that_is_no_integer_is_refused(priority: object) -> None:
+def test_priority_other_than_an_int64_is_rejected(priority: object) -> None:
     with pytest.raises(InvalidField, match="priority"):
         SamplingParams(priority=priority)  # type: ignore[arg-type]

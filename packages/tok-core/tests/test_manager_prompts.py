@@ -1,4 +1,4 @@
-"""What is asked of prompts themselves is answered once and rightly, whatever is cached, chunked, or preempted."""
+"""Prompt log-probabilities and embeddings are right despite caching, chunking, preemption and replica deaths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arrival:
 
 @dataclass
 class Scenario:
-    """An engine's sizes and what comes to it."""
+    """Sizes of an engine, and its requests."""
 
     info: EngineInfo
     arrivals: list[Arrival]
@@ -71,9 +71,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 def told(ports: SimulatedPorts, sizes: list[int]) -> tuple[dict[int, dict[int, float]], dict[int, np.ndarray]]:
-    """Log-probabilities by request and position, and embeddings by request.
+    """Return log-probabilities by request and position, and embeddings by request.
 
-    Those that come twice, of a prompt that was begun again, are the same; `sizes` are the prompts'.
+    Values that come twice, of a prompt that was begun again, must be equal; `sizes` are the prompt lengths.
     """
     scores: dict[int, dict[int, float]] = {}
     vectors: dict[int, np.ndarray] = {}
@@ -87,14 +87,14 @@ def told(ports: SimulatedPorts, sizes: list[int]) -> tuple[dict[int, dict[int, f
             assert embedded.rid not in vectors
             vectors[embedded.rid] = embedded.vector
         for rid in [*report.rid.tolist(), *(end.rid for end in report.finished)]:
-            scores.setdefault(rid, {})  # what is told of its prompt has come by now
+            scores.setdefault(rid, {})  # all values of its prompt have come by now
             assert len(scores[rid]) in (0, sizes[rid] - 1)
     return scores, vectors
 
 
 @settings(max_examples=60)
 @given(scenario=scenarios())
-def test_every_token_of_a_prompt_is_scored_and_every_embedding_is_whole(scenario: Scenario) -> None:
+def test_prompt_logprobs_cover_every_token_and_embeddings_are_whole(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, pp=scenario.pp)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
@@ -129,9 +129,7 @@ def test_every_token_of_a_prompt_is_scored_and_every_embedding_is_whole(scenario
 
 @pytest.mark.parametrize("pooling", [None, "last", "mean"])
 @pytest.mark.parametrize("computed", [8, 24])
-def test_a_prompt_that_is_preempted_while_it_is_computed_is_answered_as_if_it_were_not(
-    pooling: Pooling | None, computed: int
-) -> None:
+def test_preempted_prompt_gives_the_same_logprobs_and_embedding(pooling: Pooling | None, computed: int) -> None:
     manager, ports = make_manager(engine_info(max_step_tokens=8), run_ahead=3)
     prompt = np.arange(37) % 5
     params = SamplingParams(max_tokens=0, seed=1, prompt_logprobs=None if pooling else 0)
@@ -151,7 +149,7 @@ def test_a_prompt_that_is_preempted_while_it_is_computed_is_answered_as_if_it_we
     assert_all_given_back(manager)
 
 
-def test_what_a_replica_had_computed_of_prompts_when_it_died_another_computes_anew() -> None:
+def test_prompts_of_a_dead_replica_are_recomputed_by_another() -> None:
     core = simulated_core(engine_info(max_step_tokens=8), dp=2)
     for number in range(2):
         replica_of(core, number).be_ready()
@@ -181,14 +179,14 @@ def test_what_a_replica_had_computed_of_prompts_when_it_died_another_computes_an
 
 
 @pytest.mark.parametrize("cached", [20, 37])
-def test_samples_of_a_prompt_that_is_computed_although_it_is_cached_copy_its_last_page_alone(cached: int) -> None:
+def test_prompt_logprobs_of_a_cached_prompt_copy_only_its_last_page(cached: int) -> None:
     manager, ports = make_manager(engine_info(max_running=6), run_ahead=2)
     prompt = (np.arange(37) % 5).tolist()
     before = SamplingParams(max_tokens=1, seed=1)
     params = SamplingParams(n=5, max_tokens=4, seed=1, ignore_eos=True, prompt_logprobs=0)
     drive(manager, ports, {0: [submit(0, prompt[:cached], before)]})
     drive(manager, ports, {0: [submit(1, prompt, params)]})
-    assert sum(len(step.copy_dst) for step in ports.steps) <= 5 + 1  # samples, and what is kept for late ones
+    assert sum(len(step.copy_dst) for step in ports.steps) <= 5 + 1  # samples, and the page retained for late ones
     computed = sum(int(step.prefill_count.sum()) for step in ports.steps)
     assert computed <= cached + len(prompt) + (len(prompt) - cached // 4 * 4 if cached < 37 else 0)
     tokens, _ = collect(ports.reports)

@@ -1,4 +1,4 @@
-"""How many steps are queued ahead, and what time the manager says it took."""
+"""The manager queues enough steps ahead, and reports times and statistics when it should."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def after(fixed: int | None, *seconds: float) -> int:
     return ahead.steps
 
 
-def test_two_steps_are_queued_before_any_has_come_back() -> None:
+def test_run_ahead_starts_with_two_queued_steps() -> None:
     assert after(None) == MIN_QUEUED_STEPS == 2
 
 
@@ -37,34 +37,34 @@ def test_two_steps_are_queued_before_any_has_come_back() -> None:
         (0.0, MAX_QUEUED_STEPS),
     ],
 )
-def test_queued_steps_last_three_milliseconds_beside_the_one_under_way(seconds: float, steps: int) -> None:
+def test_run_ahead_queues_three_milliseconds_beyond_the_running_step(seconds: float, steps: int) -> None:
     assert after(None, *[seconds] * 50) == steps
 
 
-def test_one_long_step_among_short_ones_changes_little_and_many_do() -> None:
+def test_run_ahead_ignores_one_long_step_but_follows_many() -> None:
     assert after(None, *[1.1e-3] * 50) == 4
     assert after(None, *[1.1e-3] * 50, 4e-3) == 4
     assert after(None, *[1.1e-3] * 50, *[40e-3] * 20) == 2
 
 
 @pytest.mark.parametrize("absurd", [3600.0, 1e9, -3600.0])
-def test_a_step_that_seems_to_have_taken_an_hour_or_less_than_nothing_is_one_step_among_many(absurd: float) -> None:
+def test_run_ahead_is_robust_to_absurd_step_times(absurd: float) -> None:
     assert abs(after(None, *[1.1e-3] * 50, absurd) - 4) <= 1
     assert after(None, *[1.1e-3] * 50, absurd, *[1.1e-3] * 10) == 4
 
 
-def test_a_number_given_stays() -> None:
+def test_configured_run_ahead_is_constant() -> None:
     assert after(5) == after(5, 1e-4, 1.0) == 5
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2"])
-def test_other_than_whole_numbers_of_steps_are_refused(wrong: object) -> None:
+def test_run_ahead_rejects_values_other_than_positive_integers(wrong: object) -> None:
     with pytest.raises(InvalidField, match="run_ahead"):
         EngineConfig(model="m", run_ahead=wrong)  # type: ignore[arg-type]
 
 
 class Quick(SimulatedPorts):
-    """A worker whose steps last half a millisecond and are back when the manager has queued all it wants to."""
+    """A worker with steps of half a millisecond, which are back once the manager has queued all it wants to."""
 
     def __init__(self) -> None:
         super().__init__(engine_info(), delay=100)
@@ -78,7 +78,7 @@ class Quick(SimulatedPorts):
 
 
 @pytest.mark.parametrize(("given", "queued"), [(None, 7), (3, 3)])
-def test_the_manager_queues_so_many_steps(given: int | None, queued: int) -> None:
+def test_manager_queues_as_many_steps_as_run_ahead_allows(given: int | None, queued: int) -> None:
     ports = Quick()
     manager = Manager(EngineConfig(model="m", run_ahead=given), ports.worker.info, ports, None)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))]})
@@ -86,9 +86,7 @@ def test_the_manager_queues_so_many_steps(given: int | None, queued: int) -> Non
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_no_time_that_is_told_goes_back_or_counts_a_jump_of_the_clock(
-    jump: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reported_times_are_monotonic_and_ignore_clock_jumps(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now, real = [0.0], (time.perf_counter, time.monotonic)
     for name, clock in zip(("perf_counter", "monotonic"), real, strict=True):
         monkeypatch.setattr(time, name, lambda clock=clock: clock() + now[0])
@@ -110,7 +108,7 @@ def test_no_time_that_is_told_goes_back_or_counts_a_jump_of_the_clock(
     assert times[-1][1:3] == [0, 0]
 
 
-def test_times_add_up_and_are_no_reason_to_report() -> None:
+def test_reported_times_add_up_and_alone_cause_no_report() -> None:
     manager, ports = make_manager(engine_info(), run_ahead=1)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True, seed=1))]})
     manager._report_if_changed()
@@ -131,7 +129,7 @@ class Over(Exception):
 
 
 @pytest.mark.parametrize("pause", [0.0, 2 * PATIENCE, -2 * PATIENCE])
-def test_figures_go_with_tokens_unless_these_are_long_in_coming(pause: float) -> None:
+def test_statistics_are_reported_alone_only_when_tokens_are_late(pause: float) -> None:
     manager, ports = make_manager(engine_info(), run_ahead=2)
     ports.delay = 2  # the queue is full before anything comes back
     now, waits = 100.0, list[float]()
@@ -142,7 +140,7 @@ def test_figures_go_with_tokens_unless_these_are_long_in_coming(pause: float) ->
             raise Over
         now += pause
         waits.append(seconds)
-        ports.idle = len(waits) % 2 == 0  # every other time nothing has come
+        ports.idle = len(waits) % 2 == 0  # every other wait brings nothing
 
     manager._clock, ports.wait = lambda: now, wait  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
@@ -151,8 +149,8 @@ def test_figures_go_with_tokens_unless_these_are_long_in_coming(pause: float) ->
         manager.run()
     alone = [not len(report.rid) for report in ports.reports]
     assert alone.count(False) == 9
-    assert alone[0]  # that the request runs
-    assert alone[-1]  # that it does no more
+    assert alone[0]  # reports that the request runs
+    assert alone[-1]  # reports that the request no longer runs
     assert ports.reports[-1].stats == manager.stats()
     if pause:
         assert alone.count(True) > 4

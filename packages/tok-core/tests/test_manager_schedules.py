@@ -1,4 +1,4 @@
-"""Whatever arrives when, is cancelled, preempted or put off: every sample reads its own context, and nothing leaks."""
+"""Under any arrivals, cancellations, preemption and deferral, samples read their own context and nothing leaks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass
 class Scenario:
-    """An engine's sizes and what comes to it."""
+    """Sizes and settings of an engine, and its requests."""
 
     info: EngineInfo
     arrivals: list[Arrival]
@@ -70,7 +70,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             max_tokens=draw(st.integers(1, max_len - len(prompt))),
             min_tokens=draw(st.sampled_from([0, 0, 1])),
             ignore_eos=draw(st.booleans()),
-            stop_token_ids=draw(st.sampled_from([(), (), (3, 9), (5, EOS)])),  # the worker does not know of these
+            stop_token_ids=draw(st.sampled_from([(), (), (3, 9), (5, EOS)])),  # unknown to the worker
             seed=1,
             priority=draw(st.sampled_from([0, 0, 0, -1, 5])),
         )
@@ -91,7 +91,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(info, arrivals, run_ahead, draw(st.booleans()), hurries, DeferredWork(bounds), pp)
 
 
-def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_computed() -> None:
+def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None:
     manager, ports = make_manager(engine_info(max_running=64, num_pages=1000, page_size=4))
     params = SamplingParams(n=64, max_tokens=50, seed=1)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], params)]})
@@ -108,7 +108,7 @@ def test_a_prompt_that_goes_on_after_an_end_id_reads_nothing_that_was_not_comput
 
 @settings(max_examples=30)
 @given(scenarios())
-def test_every_sample_follows_from_its_own_context_and_all_is_given_back(scenario: Scenario) -> None:
+def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)
     watch_preemptions(manager)
     hurry(manager, cycle(scenario.hurries), scenario.deferred)

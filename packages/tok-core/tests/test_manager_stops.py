@@ -1,4 +1,4 @@
-"""What ends a sample: flags against brute force, search and stream against a search of the whole text."""
+"""Stop sets flag tokens and find stop strings as a brute-force search of the whole text does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tok_core.sampling_params import SamplingParams
 from tok_core.text import Detokeniser, Tokenizer
 from tok_core.text.pieces import piece_decoder
 
-# Few bytes, so that pieces and stop strings meet: two letters, and characters whose bytes overlap.
+# Few bytes, so that stop strings match often: two letters, and characters whose bytes overlap.
 LETTERS = "ab\x00é詩🙂"
 STOP = st.text(LETTERS + "<", min_size=1, max_size=5)
 PIECE = st.binary(min_size=1, max_size=4) | st.builds(
@@ -36,7 +36,7 @@ SPECIAL = ["<a>", "b<"]
 
 
 def flags(sets: StopSets, set_id: int, tokens: list[int]) -> list[int]:
-    """Of each token, WITHIN left out."""
+    """Return the flags of each token, without WITHIN."""
     return [flag & ~WITHIN for flag in all_flags(sets, set_id, tokens)]
 
 
@@ -48,8 +48,10 @@ def all_flags(sets: StopSets, set_id: int, tokens: list[int]) -> list[int]:
 
 
 def can_complete(piece: bytes, stop: bytes) -> int:
-    """MAYBE_STRING where some beginning of `piece` ends with `stop` or is a proper end of it, else 0; and WITHIN where
-    one does that ends with it, or is one of more than seven bytes."""
+    """Return MAYBE_STRING if a prefix of `piece` ends with `stop` or is a proper suffix of it, else 0.
+
+    WITHIN is added if a prefix ends with `stop`, or is such a suffix of more than seven bytes.
+    """
     prefixes = [piece[:end] for end in range(1, len(piece) + 1)]
     whole = any(text.endswith(stop) for text in prefixes)
     sizes = [len(text) for text in prefixes if len(text) < len(stop) and stop.endswith(text)]
@@ -57,7 +59,7 @@ def can_complete(piece: bytes, stop: bytes) -> int:
 
 
 @given(st.lists(PIECE | st.just(b""), max_size=15), st.lists(STOP, min_size=1, max_size=3), st.integers(0, 2))
-def test_the_tokens_flagged_are_exactly_those_that_can_complete_a_stop_string(
+def test_flagged_tokens_are_exactly_those_that_can_end_a_stop_string(
     pieces: list[bytes], stops: list[str], more: int
 ) -> None:
     sets = StopSets(len(pieces) + more, [], pieces)
@@ -67,13 +69,13 @@ def test_the_tokens_flagged_are_exactly_those_that_can_complete_a_stop_string(
         assert flag == reduce(or_, (can_complete(piece, stop.encode()) for stop in stops))
 
 
-def test_a_stop_string_spelt_by_neighbours_in_the_vocabulary_flags_only_its_end() -> None:
+def test_stop_string_spanning_vocabulary_entries_flags_no_extra_token() -> None:
     sets = StopSets(4, [], [b"xa", b"b", b"ab", b"a"])
     assert flags(sets, sets.acquire(SamplingParams(stop=("ab",))), [0, 1, 2, 3]) == [0, *[MAYBE_STRING] * 2, 0]
 
 
 def byte_characters() -> dict[int, str]:
-    """The byte alphabet, by letting the library spell characters of every leading and continuing byte."""
+    """Return the byte-level alphabet, as the library spells characters of every leading and continuing byte."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = [*range(0x800), *range(0x800, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]
     text = "".join(map(chr, characters))
@@ -84,7 +86,7 @@ BYTE_CHARACTERS = byte_characters()
 
 
 def tokenizer_of(pieces: list[bytes]) -> Tokenizer:
-    """A real byte-level tokenizer with these pieces and `SPECIAL`."""
+    """Return a real byte-level tokenizer with these pieces and `SPECIAL`."""
     tokens = dict.fromkeys("".join(BYTE_CHARACTERS.get(byte, "!") for byte in piece) for piece in pieces)
     encoder = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     encoder.decoder = decoders.ByteLevel()
@@ -93,7 +95,7 @@ def tokenizer_of(pieces: list[bytes]) -> Tokenizer:
 
 
 def text_before(tokenizer: Tokenizer, ids: list[int], cut: int) -> bytes:
-    """Bytes to be shown of those before position `cut`."""
+    """Return the visible bytes before position `cut`."""
     shown, position = b"", 0
     for token in ids:
         piece = tokenizer.piece(token)
@@ -104,7 +106,7 @@ def text_before(tokenizer: Tokenizer, ids: list[int], cut: int) -> bytes:
 
 
 def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
-    """As the manager does: token by token, and only where the token is flagged and the bytes before it allow it."""
+    """Search token by token, as the manager does; check that flags and prefilter allow each hit."""
     possible = sets.possible(
         np.full(len(ids), set_id, np.int32), rows_of([ids[:count] for count in range(1, 1 + len(ids))])
     )
@@ -118,7 +120,7 @@ def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
 
 
 def rows_of(samples: list[list[int]], prompts: Sequence[list[int]] = ()) -> TokenRows:
-    """Each sample in a slot, the last one in the first, after its prompt if it has one."""
+    """Return rows with each sample in a slot, in reverse order, behind its prompt if it has one."""
     prompts = prompts or [[] for _ in samples]
     known = [prompt + sample for prompt, sample in zip(prompts, samples, strict=True)]
     tokens = np.full((len(samples), max(map(len, known), default=1)), -1, np.int32)
@@ -142,7 +144,7 @@ def cases(draw: st.DrawFn) -> tuple[Tokenizer, list[int], list[str]]:
 
 
 @given(cases(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_search_and_stream_agree_with_a_search_of_the_whole_text(
+def test_stop_search_and_stream_agree_with_a_search_of_the_whole_text(
     case: tuple[Tokenizer, list[int], list[str]], sizes: list[int]
 ) -> None:
     tokenizer, ids, stops = case
@@ -166,12 +168,12 @@ def test_search_and_stream_agree_with_a_search_of_the_whole_text(
 
 
 def open_end(text: bytes, stop: bytes) -> int:
-    """How many of the last bytes of `text` are a proper beginning of `stop`."""
+    """Return how many of the last bytes of `text` are a proper prefix of `stop`."""
     return max(count for count in range(len(stop)) if text.endswith(stop[:count]))
 
 
 @given(cases())
-def test_the_stream_withholds_only_what_may_begin_a_stop_string(
+def test_detokenizer_withholds_only_a_possible_stop_string_prefix(
     case: tuple[Tokenizer, list[int], list[str]],
 ) -> None:
     tokenizer, ids, stops = case
@@ -186,7 +188,7 @@ def test_the_stream_withholds_only_what_may_begin_a_stop_string(
         whole = text_before(tokenizer, ids[:count], len(text) - waiting)
         whole = whole[: len(visible) - max(open_end(visible, stop.encode()) for stop in stops)]
         kept = whole.decode(errors="replace")
-        # All of it but an unfinished character at its end, which a whole decode shows as one U+FFFD.
+        # All of `kept` but an unfinished character at its end, which a whole decode shows as one U+FFFD.
         assert shown in (kept, kept.removesuffix("\ufffd"))
 
 
@@ -194,7 +196,7 @@ ROW = st.tuples(st.integers(0, 3), *[st.lists(st.integers(0, 11), max_size=12)] 
 
 
 @given(PIECES, st.lists(st.lists(STOP, min_size=1, max_size=4), min_size=4, max_size=4), st.lists(ROW, max_size=20))
-def test_the_bytes_before_many_tokens_of_many_sets_at_once_tell_what_a_search_of_each_does(
+def test_stop_prefilter_keeps_every_row_that_a_search_would_hit(
     pieces: list[bytes], stops: list[list[str]], drawn: list[tuple[int, list[int], list[int], int]]
 ) -> None:
     sets = StopSets(len(pieces) + 1, [], pieces)
@@ -216,7 +218,7 @@ PLAIN_ROW = st.tuples(st.integers(0, 2), *[st.lists(st.integers(0, 5), max_size=
 
 
 @given(st.lists(st.lists(st.text("ab", min_size=1, max_size=8), max_size=3), min_size=3, max_size=3), st.data())
-def test_of_short_stop_strings_and_tokens_with_bytes_only_what_is_completed_is_possible(
+def test_stop_prefilter_is_exact_for_short_stops_and_tokens_with_bytes(
     stops: list[list[str]], data: st.DataObject
 ) -> None:
     sets = StopSets(len(PLAIN), [], PLAIN)
@@ -231,7 +233,7 @@ def test_of_short_stop_strings_and_tokens_with_bytes_only_what_is_completed_is_p
     assert sets.possible(ids[asked], rows).tolist() == [hit is not None for hit in hits]
 
 
-def test_a_set_of_one_stop_string_is_told_apart_beside_one_of_several() -> None:
+def test_stop_prefilter_separates_sets_of_one_and_of_several_strings() -> None:
     sets = StopSets(len(PLAIN), [], PLAIN)
     ids = [sets.acquire(SamplingParams(stop=stops)) for stops in (("ab",), ("bba", "aaab"), ("bb", "ba", "bab"))]
     rows = rows_of([[0, 1], [1, 1], [1, 1, 0], [0, 0, 0], [0, 0], [1, 0]])
@@ -241,7 +243,7 @@ def test_a_set_of_one_stop_string_is_told_apart_beside_one_of_several() -> None:
 
 @pytest.mark.parametrize("stop", ["abcdefgh", "xabcdefgh", "uvwxabcdefgh"])
 @pytest.mark.parametrize("border", range(1, 12))
-def test_a_long_stop_string_is_told_by_its_last_eight_bytes_wherever_its_border_is(stop: str, border: int) -> None:
+def test_stop_prefilter_checks_the_last_eight_bytes_of_long_stops(stop: str, border: int) -> None:
     at = max(len(stop) - border, 1)
     sets = StopSets(5, [], [stop[:at].encode(), stop[at:].encode() + b"!", b"-" + stop[1:at].encode(), b"", b"y"])
     ids = np.full(3, sets.acquire(SamplingParams(stop=(stop,))), np.int32)
@@ -250,11 +252,11 @@ def test_a_long_stop_string_is_told_by_its_last_eight_bytes_wherever_its_border_
         assert all_flags(sets, int(ids[0]), [1]) == [MAYBE_STRING | WITHIN]
         return
     assert all_flags(sets, int(ids[0]), [1]) == [MAYBE_STRING]
-    # What is only the last eight bytes of a longer one has to be looked at.
+    # A match of only the last eight bytes of a longer stop string has to be searched.
     assert sets.possible(ids, rows_of([[4, 0, 3, 1], [4, 2, 1], [1]])).tolist() == [True, len(stop) > 8, False]
 
 
-def test_where_only_tokens_without_bytes_lie_before_nothing_is_ruled_out_too_early() -> None:
+def test_stop_prefilter_keeps_rows_behind_many_tokens_without_bytes() -> None:
     sets = StopSets(3, [], [b"abc", b"", b"d"])
     ids = np.full(3, sets.acquire(SamplingParams(stop=("abcd",))), np.int32)
     rows = rows_of([[0, *[1] * 30, 2], [*[1] * 30, 2], [1, 2]])
@@ -266,7 +268,7 @@ def test_where_only_tokens_without_bytes_lie_before_nothing_is_ruled_out_too_ear
     ]
 
 
-def test_of_stop_strings_completed_at_once_the_first_to_end_counts_and_then_the_longest() -> None:
+def test_first_ending_then_longest_of_several_stop_strings_is_reported() -> None:
     sets = StopSets(3, [], [b"a", b"bcd", b"x"])
     tokens = np.array([2, 0, 1], np.int32)
     for stops, expected in [
@@ -278,7 +280,7 @@ def test_of_stop_strings_completed_at_once_the_first_to_end_counts_and_then_the_
 
 
 @pytest.mark.parametrize("between", [0, 300])
-def test_a_stop_string_may_be_longer_than_any_look_back(between: int) -> None:
+def test_stop_string_of_thousands_of_tokens_is_found(between: int) -> None:
     pieces = [b"a", b"", b"b", b"x"]
     stop = "a" * 2000 + "b"
     sets = StopSets(4, [], pieces)
@@ -312,7 +314,7 @@ def test_a_stop_string_is_found_across_special_tokens_that_are_not_shown(hidden:
     assert search(sets, set_id, [2, special, 2, special, 3]) == StopHit("ab", 5, 4)
 
 
-def test_end_ids_and_stop_ids_are_flagged_each_by_its_bit() -> None:
+def test_eos_and_stop_token_ids_are_flagged_by_separate_bits() -> None:
     sets = StopSets(8, [2, 5, 99], None)
     ids = [
         sets.acquire(params)
@@ -330,7 +332,7 @@ def test_end_ids_and_stop_ids_are_flagged_each_by_its_bit() -> None:
     assert rows[3] == [0, 0, 0, 0, 0, STOP_ID, 0, 0]
 
 
-def test_equal_sets_share_an_id_until_the_last_user_is_gone() -> None:
+def test_equal_stop_sets_share_an_id_until_the_last_release() -> None:
     sets = StopSets(4, [3], [b"a", b"b", b"c", b"d"])
     first = SamplingParams(stop=("a", "b"), stop_token_ids=(2, 1), seed=1)
     second = SamplingParams(stop=("b", "a", "b"), stop_token_ids=(1, 2), temperature=0)
@@ -357,7 +359,7 @@ CHOICES: list[Callable[[], SamplingParams]] = [
 
 
 @given(st.lists(st.integers(0, len(CHOICES) - 1), max_size=60), st.randoms(use_true_random=False))
-def test_rows_grow_and_are_used_anew_without_mixing_sets(order: list[int], rng: random.Random) -> None:
+def test_stop_set_rows_are_reused_without_mixing_sets(order: list[int], rng: random.Random) -> None:
     pieces = [b"a", b"b", b"xc"]
     sets = StopSets(3, [1], pieces)
     held: list[tuple[int, SamplingParams]] = []
@@ -371,7 +373,7 @@ def test_rows_grow_and_are_used_anew_without_mixing_sets(order: list[int], rng: 
             assert flags(sets, set_id, [0, 1, 2]) == flags(alone, alone.acquire(other), [0, 1, 2])
 
 
-def test_a_step_mixes_sets_in_one_lookup() -> None:
+def test_classify_handles_several_stop_sets_in_one_step() -> None:
     sets = StopSets(3, [0], [b"a", b"b", b"c"])
     one = sets.acquire(SamplingParams(stop=("b",)))
     two = sets.acquire(SamplingParams(ignore_eos=True, stop_token_ids=(2,)))
@@ -387,7 +389,7 @@ def test_a_step_mixes_sets_in_one_lookup() -> None:
         (SamplingParams(stop_token_ids=(4,)), [b"a"], "^stop_token_ids is 4; allowed: ids from 0 to 3"),
     ],
 )
-def test_what_cannot_end_a_sample_is_refused_and_nothing_acquired(
+def test_invalid_stops_are_rejected_and_acquire_no_stop_set(
     params: SamplingParams, pieces: list[bytes] | None, message: str
 ) -> None:
     sets = StopSets(4, [3], pieces)

@@ -1,4 +1,4 @@
-"""A worker that never answers is noticed, whatever the clock does, and cancelled requests leave the queue at once."""
+"""The watchdog detects a stuck worker despite clock jumps; cancelled requests leave the queue at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFO = EngineInfo(
 
 
 class Stuck(SimulatedPorts):
-    """A worker that takes steps, and returns some only once it `answers`."""
+    """A worker that takes steps and returns outputs only while `answers` is set."""
 
     answers = False
 
@@ -37,7 +37,7 @@ HOUR = 3600.0
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that stands still until `now` is set."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,14 +46,14 @@ class Clock:
         return self.now
 
     def turns(self, manager: Manager, seconds: int) -> None:
-        """A turn of the manager's loop every second."""
+        """Run one turn of the manager's loop per second."""
         for _ in range(seconds):
             self.now += 1
             manager.turn()
 
 
 def owing_manager(timeout: float) -> tuple[Manager, Clock, Stuck]:
-    """Its worker has been given all steps that it may be, and says nothing."""
+    """Return a manager whose worker has a full queue of steps and returns none."""
     clock, ports = Clock(), Stuck(INFO, delay=1)
     manager = Manager(EngineConfig(model="m", step_timeout=timeout), INFO, ports, None, clock=clock)
     ports.inbox.append(Submit(1, np.array([1, 2, 3], np.int32), SamplingParams(seed=1)))
@@ -62,21 +62,21 @@ def owing_manager(timeout: float) -> tuple[Manager, Clock, Stuck]:
     return manager, clock, ports
 
 
-def test_a_worker_that_is_stuck_ends_the_manager() -> None:
+def test_watchdog_ends_the_manager_of_a_stuck_worker() -> None:
     manager, clock, _ = owing_manager(60)
     clock.turns(manager, 60)
     with pytest.raises(EngineError, match="60 s: the worker is stuck"):
         clock.turns(manager, 1)
 
 
-def test_a_worker_that_owes_nothing_is_never_stuck() -> None:
+def test_watchdog_ignores_a_worker_without_queued_steps() -> None:
     ports, clock = Stuck(INFO, delay=1), Clock()
     clock.turns(Manager(EngineConfig(model="m", step_timeout=60), INFO, ports, None, clock=clock), 1000)
 
 
 @pytest.mark.parametrize("timeout", [0.1, 1.0, 60.0, 2 * HOUR])
 @pytest.mark.parametrize("jump", [HOUR, -HOUR, 24 * HOUR])
-def test_a_clock_that_jumps_is_no_reason_to_call_a_worker_stuck(jump: float, timeout: float) -> None:
+def test_watchdog_does_not_take_a_clock_jump_for_a_stuck_worker(jump: float, timeout: float) -> None:
     manager, clock, ports = owing_manager(timeout)
     clock.now += 0.4 * timeout
     manager.turn()
@@ -92,7 +92,7 @@ def test_a_clock_that_jumps_is_no_reason_to_call_a_worker_stuck(jump: float, tim
     manager.turn()
 
 
-def test_after_a_jump_a_worker_that_is_stuck_is_found_out_nevertheless() -> None:
+def test_watchdog_detects_a_stuck_worker_after_a_clock_jump() -> None:
     for jump in (HOUR, -HOUR):
         manager, clock, _ = owing_manager(60)
         clock.now += jump
@@ -101,7 +101,7 @@ def test_after_a_jump_a_worker_that_is_stuck_is_found_out_nevertheless() -> None
             clock.turns(manager, 61)
 
 
-def test_a_clock_that_stands_still_ends_nothing() -> None:
+def test_watchdog_ends_no_manager_while_the_clock_stands_still() -> None:
     manager, _, _ = owing_manager(1)
     for _ in range(1000):
         manager.turn()

@@ -1,4 +1,4 @@
-"""read_config understands what transformers writes, old and new, and names what it cannot serve."""
+"""read_config reads files of transformers 4 and 5, and names keys and values that are not supported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA3_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor
 
 
 def write(directory: Path, changes: Mapping[str, object], base: Mapping[str, object] = LLAMA) -> Path:
-    """A directory whose config.json is `base` with `changes`; a change to `...` removes the key."""
+    """Write `base` with `changes` as config.json; a change to `...` removes the key."""
     values = {key: value for key, value in {**base, **changes}.items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(values))
     return directory
@@ -53,14 +53,14 @@ def as_version_4(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_form_of_transformers_4_reads_like_that_of_5(kind: str, tmp_path: Path) -> None:
+def test_config_in_transformers_4_format_reads_like_version_5(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path)
     new = read_config(path)
     as_version_4(path)
     assert read_config(path) == new
 
 
-def test_every_field_of_a_real_directory_is_read(tmp_path: Path) -> None:
+def test_read_config_reads_every_field_of_a_saved_model(tmp_path: Path) -> None:
     config = read_config(make_model("qwen3", tmp_path, dtype=torch.bfloat16, layers=3))
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 512, 64)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 32)
@@ -72,7 +72,7 @@ def test_every_field_of_a_real_directory_is_read(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (320, (321, 322))
 
 
-def test_llama3_scaling_is_read(tmp_path: Path) -> None:
+def test_llama3_rope_scaling_is_read(tmp_path: Path) -> None:
     config = read_config(make_model("llama3", tmp_path))
     assert (config.rope_base, config.rope_scaling) == (500_000.0, LLAMA3_SCALING)
 
@@ -82,13 +82,13 @@ def test_rope_type_may_be_called_type(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, {"rope_scaling": scaling})).rope_scaling == LLAMA3_SCALING
 
 
-def test_llama3_scaling_without_original_length_counts_from_the_longest_context(tmp_path: Path) -> None:
+def test_llama3_scaling_original_length_defaults_to_max_positions(tmp_path: Path) -> None:
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
     config = read_config(write(tmp_path, {"rope_parameters": scaling}))
     assert config.rope_scaling == replace(LLAMA3_SCALING, original_max_positions=1024)
 
 
-def test_what_old_llama_configs_leave_out_has_their_defaults(tmp_path: Path) -> None:
+def test_keys_missing_from_old_llama_configs_get_their_defaults(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, {"num_key_value_heads": ..., "bos_token_id": None}))
     assert (config.num_kv_heads, config.head_dim, config.rope_base) == (4, 16, 10_000.0)
     assert (config.dtype, config.tied, config.bos_token_id) == (torch.float32, False, None)
@@ -116,7 +116,7 @@ def test_only_qwen2_always_has_qkv_biases(tmp_path: Path) -> None:
         (3, {"eos_token_id": 0}, (0,)),
     ],
 )
-def test_generation_config_has_the_last_word_on_eos(
+def test_generation_config_overrides_eos_token_ids(
     in_config: object, in_generation: object, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     write(tmp_path, {"eos_token_id": in_config})
@@ -149,7 +149,7 @@ TYPES = ["full_attention", "sliding_attention"]
         (QWEN2, {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 0}, (None, None)),
         (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "layer_types": TYPES}, (None, 8)),
         (QWEN2, {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, (None, None)),
-        # transformers' own default where a layer slides and nothing says how far
+        # transformers' default window, where a layer slides and no key gives the size
         (
             QWEN2,
             {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
@@ -165,7 +165,7 @@ TYPES = ["full_attention", "sliding_attention"]
         (MISTRAL, {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, (1024, 1024)),
     ],
 )
-def test_the_window_of_every_layer_is_read(
+def test_sliding_window_of_every_layer_is_read(
     base: Mapping[str, object], changes: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     assert read_config(write(tmp_path, changes, {**base, "num_key_value_heads": 2})).windows == windows
@@ -187,7 +187,7 @@ def test_the_window_of_every_layer_is_read(
         (MISTRAL, {"sliding_window": None, "layer_types": TYPES}, "layer_types is .*; allowed: full_attention"),
     ],
 )
-def test_windows_that_contradict_each_other_are_refused(
+def test_contradictory_sliding_window_keys_are_rejected(
     base: Mapping[str, object], changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -207,12 +207,12 @@ REQUIRED = (
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+def test_missing_config_key_is_named_in_the_error(key: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: {key} is "):
         read_config(write(tmp_path, {key: ...}))
 
 
-def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
+def test_qwen3_config_without_head_dim_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="head_dim is missing"):
         read_config(write(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}))
 
@@ -278,13 +278,15 @@ def test_qwen3_must_name_its_head_size(tmp_path: Path) -> None:
         ({"a": 1, "b": False, "c": None}, "not known here: a, b; .*--ignore-config-keys a,b "),
     ],
 )
-def test_what_cannot_be_served_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unsupported_config_value_is_named_in_the_error(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(write(tmp_path, changes))
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds a list")])
-def test_a_file_that_is_no_object_is_named(content: str, message: str, tmp_path: Path) -> None:
+def test_config_file_that_is_not_a_json_object_is_named(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):
         read_config(tmp_path)
@@ -294,24 +296,24 @@ def test_a_file_that_is_no_object_is_named(content: str, message: str, tmp_path:
         read_config(tmp_path)
 
 
-def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+def test_directory_without_config_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_config(tmp_path)
 
 
-def test_every_architecture_that_reads_can_be_built() -> None:
+def test_every_supported_architecture_has_a_model_class() -> None:
     assert set(ARCHITECTURES) == set(SUPPORTED_ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM", None])
-def test_a_model_type_says_what_its_architectures_do(name: str | None, tmp_path: Path) -> None:
+def test_model_type_or_architectures_selects_the_architecture(name: str | None, tmp_path: Path) -> None:
     named = {"architectures": None if name is None else [name]}
     assert read_config(write(tmp_path, {**named, "model_type": "llama"})).architecture == "LlamaForCausalLM"
     if name is not None:
         assert read_config(write(tmp_path, named)).architecture == "LlamaForCausalLM"
 
 
-def test_unknown_keys_are_passed_over_on_demand(tmp_path: Path) -> None:
+def test_read_config_ignores_unknown_keys_only_when_listed(tmp_path: Path) -> None:
     plain = read_config(write(tmp_path, {}))
     path = write(tmp_path, {"norm_type": "layernorm", "odd": 1})
     assert read_config(path, ("norm_type", "odd", "another")) == plain
@@ -322,7 +324,7 @@ def test_unknown_keys_are_passed_over_on_demand(tmp_path: Path) -> None:
             read_config(path, (key,))
 
 
-def test_an_engine_passes_unknown_keys_over_on_demand(tmp_path: Path) -> None:
+def test_engine_ignores_unknown_config_keys_only_when_listed(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**values, "norm_type": "rms"}))
@@ -332,7 +334,7 @@ def test_an_engine_passes_unknown_keys_over_on_demand(tmp_path: Path) -> None:
         assert engine.info.max_model_len == 1024
 
 
-def test_every_key_stands_in_one_table() -> None:
+def test_every_transformers_config_key_is_classified_in_a_table() -> None:
     for family in ARCHITECTURES_OF:
         honoured, allowed = HONOURED | HONOURED_BY[family], {**ALLOWED, **ALLOWED_BY.get(family, {})}
         assert not honoured & HARMLESS
@@ -344,8 +346,8 @@ def test_every_key_stands_in_one_table() -> None:
     assert not [key for key in base if key not in HONOURED | HARMLESS | ALLOWED.keys()]
 
 
-def test_what_is_absent_is_as_in_transformers(tmp_path: Path) -> None:
-    """Keys that an old or a hand-written file leaves out, and what null means in their place."""
+def test_absent_config_keys_default_as_in_transformers(tmp_path: Path) -> None:
+    """Old or hand-written files leave these keys out or set them to null."""
     for family in ("llama", "mistral", "qwen2"):
         base = {**LLAMA, "architectures": None, "model_type": family, "num_attention_heads": 32, "hidden_size": 128}
         for changes in ({},) if family == "mistral" else ({}, {"num_key_value_heads": None}):

@@ -1,4 +1,4 @@
-"""Dummy weights that end texts: the share of end ids among drawn tokens is what was asked for."""
+"""Dummy weights with `eos_probability` sample EOS ids at that rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def share_of_ends(path: Path, temperature: float, **options: float) -> tuple[int, int]:
-    """How many of the tokens drawn are end ids, and how many were drawn. A text stops at the first."""
+    """Return how many sampled tokens are EOS ids, and how many were sampled. A sample stops at its first EOS id."""
     with cpu_engine(path, load_format="dummy", max_running=256, **options) as engine:
         params = SamplingParams(n=256, max_tokens=8, temperature=temperature, seed=1)
         ends, drawn = set(engine.info.eos_token_ids), 0
@@ -33,21 +33,21 @@ def share_of_ends(path: Path, temperature: float, **options: float) -> tuple[int
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-untied"])
-def test_the_share_of_end_ids_is_the_probability_asked_for(kind: str, tmp_path: Path) -> None:
+def test_dummy_weights_sample_eos_with_eos_probability(kind: str, tmp_path: Path) -> None:
     path, p = make_model(kind, tmp_path, layers=1), 1 / 16
     found, drawn = share_of_ends(path, 0.6, eos_probability=p)
     assert drawn >= 20_000
     assert abs(found - p * drawn) < 4 * math.sqrt(p * (1 - p) * drawn)
 
 
-def test_the_probability_holds_at_the_temperature_named(tmp_path: Path) -> None:
+def test_eos_probability_holds_at_eos_temperature(tmp_path: Path) -> None:
     path, p = make_model("qwen3", tmp_path, layers=1), 1 / 16
     found, drawn = share_of_ends(path, 1.3, eos_probability=p, eos_temperature=1.3)
     assert drawn >= 20_000
     assert abs(found - p * drawn) < 4 * math.sqrt(p * (1 - p) * drawn)
 
 
-def test_without_it_an_end_id_is_as_likely_as_any_other(tmp_path: Path) -> None:
+def test_eos_is_as_likely_as_any_token_without_eos_probability(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, layers=1)
     found, drawn = share_of_ends(path, 0.6)
     p = 2 / 512
@@ -55,7 +55,7 @@ def test_without_it_an_end_id_is_as_likely_as_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-untied"])
-def test_only_coordinate_0_of_embedding_norm_and_head_differs_from_plain_noise(kind: str, tmp_path: Path) -> None:
+def test_eos_probability_changes_only_coordinate_0_of_dummy_weights(kind: str, tmp_path: Path) -> None:
     config = read_config(make_model(kind, tmp_path))
     plain, ending = (build(config, choose(CPU), CPU, torch.bfloat16) for _ in range(2))
     dummy(plain, 5)
@@ -74,7 +74,7 @@ def test_only_coordinate_0_of_embedding_norm_and_head_differs_from_plain_noise(k
     assert len(lifts) == (2 if config.tied else 1)
 
 
-def test_a_model_without_end_ids_is_refused(tmp_path: Path) -> None:
+def test_eos_probability_for_a_model_without_eos_ids_is_rejected(tmp_path: Path) -> None:
     config = dataclasses.replace(read_config(make_model("llama", tmp_path)), eos_token_ids=())
     with pytest.raises(InvalidField, match=r"eos_probability is 0\.5; allowed: nothing \(the model has no end id"):
         dummy(build(config, choose(CPU), CPU, torch.float32), eos_probability=0.5)
@@ -93,6 +93,6 @@ def test_a_model_without_end_ids_is_refused(tmp_path: Path) -> None:
         ({"load_format": "dummy", "eos_temperature": 1.0}, "eos_temperature is 1.0; allowed: nothing without"),
     ],
 )
-def test_settings_that_make_no_sense_are_named(given: dict[str, float], told: str) -> None:
+def test_invalid_eos_probability_settings_are_named(given: dict[str, float], told: str) -> None:
     with pytest.raises(InvalidField, match=told):
         EngineConfig(model="m", **given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The models' logits equal transformers', however the tokens are cut into chunks, pages and batches."""
+"""The models' logits equal those of transformers for every split of tokens into chunks, pages and batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Check float32 logits to a ten-thousandth of their spread: CPUs round products of matrices differently."""
+    """Check float32 logits to a ten-thousandth of their spread: CPUs round matmuls differently."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
@@ -65,7 +65,7 @@ def test_logits_equal_transformers_in_chunks_over_shuffled_pages(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decodes_and_prefill_chunks_of_one_step_do_not_disturb_each_other(kind: str, directory: Path) -> None:
+def test_mixed_decode_and_prefill_step_gives_the_logits_of_each_alone(kind: str, directory: Path) -> None:
     path = model_path(directory, kind)
     a, b, c = some_tokens(40, 1), some_tokens(60, 2), some_tokens(33, 3)
     sequences = Sequences(loaded(directory, kind), 3, 4)
@@ -75,7 +75,7 @@ def test_decodes_and_prefill_chunks_of_one_step_do_not_disturb_each_other(kind: 
     assert_close(mixed, torch.cat(alone))
 
 
-def test_only_the_rows_asked_for_reach_the_lm_head(directory: Path) -> None:
+def test_only_requested_rows_reach_the_lm_head(directory: Path) -> None:
     for kind in ("llama", "llama-untied"):
         tokens = some_tokens(30)
         whole = Sequences(loaded(directory, kind), 1, 16).feed([(0, tokens)])
@@ -93,7 +93,7 @@ def test_bfloat16_logits_stay_near_those_of_float32(kind: str, directory: Path) 
     assert error < 0.05
 
 
-def test_llama3_scaling_matters_for_the_tiny_model(directory: Path) -> None:
+def test_llama3_rope_scaling_changes_logits_of_the_tiny_model(directory: Path) -> None:
     path, tokens = model_path(directory, "llama3"), some_tokens(200)
     model = build(replace(read_config(path), rope_scaling=None), choose(CPU), CPU, torch.float32)
     load(model, path)
@@ -103,7 +103,7 @@ def test_llama3_scaling_matters_for_the_tiny_model(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tiny_models_wander(kind: str, directory: Path) -> None:
+def test_tiny_models_generate_varied_tokens(kind: str, directory: Path) -> None:
     prompts = [some_tokens(count, seed=count) for count in (1, 17, 100)]
     for tokens, logprobs in reference_greedy(model_path(directory, kind), prompts, 64):
         assert len(set(tokens)) >= 10
@@ -121,7 +121,7 @@ def test_biases_on_every_projection_are_computed(kind: str, tmp_path: Path) -> N
     assert_close(logits, reference_logits(path, some_tokens(40)))
 
 
-def test_an_architecture_nobody_computes_is_named(directory: Path) -> None:
+def test_build_names_an_unsupported_architecture(directory: Path) -> None:
     config = replace(read_config(model_path(directory, "llama")), architecture="MambaForCausalLM")
     with pytest.raises(ModelError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
         build(config, choose(CPU), CPU, torch.float32)

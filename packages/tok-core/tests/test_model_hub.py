@@ -1,4 +1,4 @@
-"""resolve finds a model on disk, in the cache or on a hub (here a small one of ours), or says what failed."""
+"""`resolve` finds a model on disk, in the cache or on a hub (here a small test server), or names the failure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HubHandler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def listing(self) -> bytes:
-        """The repository's description, or its files, whichever the path asks for."""
+        """Return the repository's description or its file list, as the path asks."""
         files = sorted(p.relative_to(self.server.directory) for p in self.server.directory.rglob("*") if p.is_file())
         if "/tree/" in self.path:
             tree = [{"type": "file", "path": str(f), "size": 1, "oid": COMMIT} for f in files]
@@ -81,12 +81,12 @@ class HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: tests look at what was served instead."""
+        """Log nothing; tests read `served` instead."""
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache of this test's own."""
+    """Return the path of an empty hub cache for this test."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -110,7 +110,7 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         thread.join()
 
 
-def test_a_local_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_returns_a_local_directory_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model("llama", tmp_path / "owner" / "tiny")
     assert resolve(str(path)) == path
     monkeypatch.chdir(tmp_path)
@@ -118,24 +118,24 @@ def test_a_local_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest
     assert resolve("./owner/tiny") == Path("owner/tiny")
 
 
-def test_the_home_directory_may_be_abbreviated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_expands_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = make_model("llama", tmp_path / "model")
     assert resolve("~/model") == path
 
 
-def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+def test_directory_without_config_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"directory {tmp_path}: has no config\.json"):
         resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./none", "../none", "~/none-such", ""])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(model: str, cache: Path) -> None:
+def test_missing_path_is_not_searched_on_the_hub(model: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=r"is no directory; allowed: a directory or a hub id"):
         resolve(model)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_resolve_rejects_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ModelError, match=r"model\.gguf': is no directory"):
         resolve(str(tmp_path / "model.gguf"))
@@ -164,7 +164,7 @@ def test_a_repository_is_downloaded_once_without_code_and_pickles(hub: Hub, cach
     assert hub.served == []
 
 
-def test_what_is_fetched_is_kept_in_the_data_directory(hub: Hub, cache: Path, tmp_path: Path) -> None:
+def test_downloads_are_stored_in_the_data_directory(hub: Hub, cache: Path, tmp_path: Path) -> None:
     path = resolve(REPOSITORY, str(tmp_path / "data"))
     assert path.is_relative_to(tmp_path / "data" / "models")
     assert not cache.exists() or not list(cache.rglob("*.safetensors"))
@@ -176,7 +176,7 @@ def test_a_cached_repository_needs_no_hub(hub: Hub, cache: Path, monkeypatch: py
     assert resolve(REPOSITORY) == path
 
 
-def test_offline_and_not_cached_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_repository_while_offline_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"'owner/tiny'.* it is not cached, and the hub does not answer"):
         resolve(REPOSITORY)
@@ -190,18 +190,18 @@ def test_offline_and_not_cached_is_said(cache: Path, monkeypatch: pytest.MonkeyP
         ("owner/broken", "as a hub id it is not cached, and the hub does not answer: .*409"),
     ],
 )
-def test_what_the_hub_refuses_is_said(model: str, message: str, hub: Hub, cache: Path) -> None:
+def test_hub_refusal_is_explained_in_the_error(model: str, message: str, hub: Hub, cache: Path) -> None:
     with pytest.raises(ModelError, match=f"model '{model}': .*{message}"):
         resolve(model)
 
 
-def test_a_repository_without_config_is_named(hub: Hub, cache: Path) -> None:
+def test_repository_without_config_json_is_named(hub: Hub, cache: Path) -> None:
     (hub.directory / "config.json").unlink()
     with pytest.raises(ModelError, match=rf"hub repository {REPOSITORY}: has no config\.json"):
         resolve(REPOSITORY)
 
 
-def test_a_download_that_breaks_off_is_said(hub: Hub, cache: Path) -> None:
+def test_failed_download_names_the_file_in_the_error(hub: Hub, cache: Path) -> None:
     hub.refused_files.add("model-00002-of-00002.safetensors")
     with pytest.raises(ModelError, match=r"as a hub id its download failed: .*409.*model-00002"):
         resolve(REPOSITORY)

@@ -1,4 +1,4 @@
-"""Configurations as published (published_configs.json, written from memory of them) are read as transformers does."""
+"""Published configurations (published_configs.json, written from memory) are read as in transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tok_core.model_config import read_config
 from tok_core.model_config.config_keys import ALLOWED, HARMLESS, HONOURED
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-# The context that scaling gives, where it is not max_position_embeddings.
+# Context length with rope scaling, where it differs from max_position_embeddings.
 STRETCHED = {
     "deepseek-ai/deepseek-coder-6.7b-base": 65_536,
     "lmsys/longchat-7b-v1.5-32k": 32_768,
@@ -43,7 +43,7 @@ def write(directory: Path, config: object) -> Path:
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:
-    """Both have read the same model."""
+    """Check that both have read the same model."""
     assert ours.architecture == f"{theirs.model_type.capitalize()}ForCausalLM"
     for mine, its in FIELDS.items():
         assert getattr(ours, mine) == getattr(theirs, its), mine
@@ -61,7 +61,7 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED["served"])
-def test_a_published_configuration_is_read_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_published_config_is_read_as_in_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, PUBLISHED["served"][name])
     ours, theirs = read_config(path), AutoConfig.from_pretrained(path, local_files_only=True)
     assert_alike(ours, theirs)
@@ -70,7 +70,7 @@ def test_a_published_configuration_is_read_as_transformers_does(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", PUBLISHED["refused"])
-def test_a_published_configuration_that_is_not_computed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_published_config_is_rejected_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=PUBLISHED["refused"][name]["names"]):
         read_config(write(tmp_path, PUBLISHED["refused"][name]["config"]))
 
@@ -84,7 +84,7 @@ NEAR: st.SearchStrategy[object] = st.booleans() | st.sampled_from(
 
 @st.composite
 def hostile_configs(draw: st.DrawFn) -> Any:
-    """A published configuration with some values replaced, by anything or by what other keys hold."""
+    """Draw a published configuration with some values replaced, at random or by values that other keys hold."""
     config = draw(changed(SERVED)) if draw(st.booleans()) else json.loads(json.dumps(draw(st.sampled_from(SERVED))))
     if isinstance(config, dict):
         config |= draw(st.dictionaries(KEYS, NEAR | VALUES if draw(st.booleans()) else NEAR, max_size=3))
@@ -94,7 +94,7 @@ def hostile_configs(draw: st.DrawFn) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @fuzzed(400)
 @given(config=hostile_configs())
-def test_whatever_a_config_holds_is_refused_by_name_or_read_as_transformers_does(config: Any, tmp_path: Path) -> None:
+def test_fuzzed_config_is_rejected_or_read_as_in_transformers(config: Any, tmp_path: Path) -> None:
     path = write(tmp_path, config)
     refusal = ""
     try:

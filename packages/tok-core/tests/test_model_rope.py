@@ -1,4 +1,4 @@
-"""Rotary embedding read from config.json rotates as transformers does that reads the same file, in every layout."""
+"""Rotary embeddings read from config.json rotate as in transformers, for every layout of the keys."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ours(path: Path) -> torch.Tensor:
 
 
 def theirs(path: Path, family: str) -> torch.Tensor:
-    """The rows of transformers' module, fed one position after another."""
+    """Return the rows of transformers' module, computed one position at a time."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
     module = getattr(modeling, f"{family.capitalize()}RotaryEmbedding")(config)
@@ -80,13 +80,13 @@ def theirs(path: Path, family: str) -> torch.Tensor:
 
 
 def assert_alike(path: Path, family: str) -> None:
-    # The base of dynamic scaling is a power in float32, which is an ulp off where many are computed at once.
+    # The base of dynamic scaling is a power in float32, which is an ulp off if many are computed at once.
     torch.testing.assert_close(ours(path), theirs(path, family), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES_OF)
 @pytest.mark.parametrize("name", SCALINGS)
-def test_every_scaling_of_every_family_rotates_as_in_transformers(name: str, family: str, tmp_path: Path) -> None:
+def test_every_rope_scaling_of_every_family_rotates_as_in_transformers(name: str, family: str, tmp_path: Path) -> None:
     scaling = SCALINGS[name]
     assert_alike(write(tmp_path, family, {"rope_parameters": {**scaling, "rope_theta": 5000.0}}), family)
     assert_alike(write(tmp_path, family, {"rope_scaling": scaling, "rope_theta": 5000.0}), family)
@@ -119,7 +119,7 @@ LINEAR, YARN = SCALINGS["linear"], SCALINGS["yarn"]
         {},
     ],
 )
-def test_every_layout_rotates_as_in_transformers(changes: dict[str, object], tmp_path: Path) -> None:
+def test_every_rope_key_layout_rotates_as_in_transformers(changes: dict[str, object], tmp_path: Path) -> None:
     assert_alike(write(tmp_path, "llama", changes), "llama")
 
 
@@ -175,7 +175,7 @@ def rope_settings(draw: st.DrawFn) -> dict[str, object] | None:
     outer=st.fixed_dictionaries({}, optional={"rope_theta": POSITIVE.map(lambda x: 1000 * x), ORIGINAL: LENGTHS}),
     family=st.sampled_from(sorted(ARCHITECTURES_OF)),
 )
-def test_what_is_read_at_all_rotates_as_in_transformers(
+def test_fuzzed_rope_settings_are_rejected_or_rotate_as_in_transformers(
     scaling: object, parameters: object, outer: dict[str, object], family: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, family, {"rope_scaling": scaling, "rope_parameters": parameters, **outer})
@@ -190,7 +190,7 @@ def test_what_is_read_at_all_rotates_as_in_transformers(
     ("scaling", "context"),
     [("default", 64), ("linear", 256), ("dynamic", 256), ("llama3", 64), ("yarn", 256), ("longrope", 64)],
 )
-def test_a_scaling_stretches_the_context_as_in_vllm(scaling: str, context: int, tmp_path: Path) -> None:
+def test_rope_scaling_extends_the_context_as_in_vllm(scaling: str, context: int, tmp_path: Path) -> None:
     assert read_config(write(tmp_path, "llama", {"rope_scaling": SCALINGS[scaling]})).max_positions == context
 
 
@@ -228,6 +228,8 @@ def test_a_scaling_stretches_the_context_as_in_vllm(scaling: str, context: int, 
         ({"rope_scaling": {**LINEAR, "partial_rotary_factor": 0.5}}, "rope_scaling: partial_rotary_factor is 0.5"),
     ],
 )
-def test_a_setting_that_cannot_be_computed_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unsupported_rope_setting_is_named_in_the_error(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(write(tmp_path, "llama", changes))

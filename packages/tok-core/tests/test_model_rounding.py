@@ -1,6 +1,6 @@
-"""In bfloat16 queries, keys and values are products in float16, where that has the range, rounded behind the rotation.
+"""bfloat16 models compute Q, K and V in float16, if its range suffices, and round them after the rotation.
 
-Scores magnify what rounding adds to either.
+Attention scores magnify the rounding errors of queries and keys.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layer_of(model: CausalLM, number: int) -> DecoderLayer:
 
 
 def edited(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """The model with its checkpoint's tensors changed, in whichever files they are."""
+    """Apply `change` to the tensors of each checkpoint file; return the path."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         change(tensors)
@@ -54,7 +54,7 @@ def edited(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_cached_keys_and_values_are_products_in_float16_turned_and_then_rounded(kind: str, tmp_path: Path) -> None:
+def test_cached_keys_and_values_are_fp16_gemms_rounded_after_rope(kind: str, tmp_path: Path) -> None:
     model = loaded(make_model(kind, tmp_path / kind, layers=1))
     tokens = torch.tensor(tokens_of(40))
     sequences = Sequences(model, 1, 64)
@@ -74,7 +74,7 @@ def test_cached_keys_and_values_are_products_in_float16_turned_and_then_rounded(
     (cache,) = sequences.caches
     assert torch.equal(cache.k[page, :40], turned.bfloat16())
     assert torch.equal(cache.v[page, :40], v.bfloat16())
-    # Rounded ahead of the rotation as well, keys would be others.
+    # Rounding before the rotation, too, would give other keys.
     _, twice = reference.rope(q, k.bfloat16(), torch.arange(40), model.cos_sin_LD)
     assert not torch.equal(cache.k[page, :40], twice)
 
@@ -84,7 +84,7 @@ def one_entry(tensors: dict[str, Tensor]) -> None:
 
 
 def a_row(tensors: dict[str, Tensor]) -> None:
-    tensors[Q + "weight"][63] = 1000.0  # of 64: as long as 8 000, and x up to 8
+    tensors[Q + "weight"][63] = 1000.0  # 64 entries: the row's norm is 8000, and that of x up to 8
 
 
 def a_bias(tensors: dict[str, Tensor]) -> None:
@@ -102,7 +102,7 @@ def no_number(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [one_entry, a_row, a_bias, a_gain, no_number])
-def test_a_layer_that_float16_may_not_have_the_range_for_is_as_bfloat16_as_the_rest(
+def test_layer_beyond_the_float16_range_stays_in_bfloat16(
     change: Callable[[dict[str, Tensor]], None], tmp_path: Path
 ) -> None:
     path = edited(make_model("qwen2", tmp_path, layers=3), change)
@@ -119,7 +119,7 @@ def test_a_layer_that_float16_may_not_have_the_range_for_is_as_bfloat16_as_the_r
         assert Sequences(model, 1, 64).feed([(0, tokens_of(40))]).isfinite().all()
 
 
-def test_a_layer_of_several_files_is_found_again(tmp_path: Path) -> None:
+def test_layer_split_over_files_stays_in_bfloat16_beyond_float16_range(tmp_path: Path) -> None:
     one = edited(make_model("llama", tmp_path / "one"), lambda tensors: tensors[Q + "weight"].mul_(1e4))
     many = make_model("llama", tmp_path / "many", shards=5)
     edited(many, lambda tensors: tensors[Q + "weight"].mul_(1e4) if Q + "weight" in tensors else None)
@@ -129,9 +129,7 @@ def test_a_layer_of_several_files_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [LIMIT - 50, LIMIT + 50])
-def test_within_the_limit_no_input_leaves_the_range_and_beyond_it_another_dtype_does(
-    most: float, tmp_path: Path
-) -> None:
+def test_float16_limit_bounds_the_largest_possible_qkv_output(most: float, tmp_path: Path) -> None:
     source = torch.Generator().manual_seed(1)
     direction = torch.randn(64, generator=source, dtype=torch.float64)
 
@@ -145,12 +143,12 @@ def test_within_the_limit_no_input_leaves_the_range_and_beyond_it_another_dtype_
     layer = layer_of(model, 1)
     linear, norm = layer.self_attn.qkv_proj, layer.input_layernorm
     assert (linear.weight.dtype == torch.float16) == (most < LIMIT)
-    worst = (direction * norm.weight).bfloat16()[None].repeat(2, 1)  # along a row, with the gains in it
+    worst = (direction * norm.weight).bfloat16()[None].repeat(2, 1)  # parallel to a row, gains included
     found = linear(worst, norm=norm)
     assert found[:, 9].tolist() == pytest.approx([most, most], rel=0.01)
 
 
-def test_ranks_agree_on_the_dtype_although_one_of_them_alone_has_the_large_row(tmp_path: Path) -> None:
+def test_ranks_agree_on_bfloat16_when_one_rank_has_the_large_row(tmp_path: Path) -> None:
     path = edited(make_model("llama", tmp_path, layers=3), lambda tensors: tensors[Q + "weight"][63].fill_(1000.0))
     alone = loaded(path)
     expected = Sequences(alone, 1, 64).feed([(0, tokens_of(40))]).float().numpy()

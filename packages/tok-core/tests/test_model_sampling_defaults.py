@@ -1,4 +1,4 @@
-"""What generation_config.json says of sampling is read, checked and told."""
+"""Sampling defaults of generation_config.json are read, validated and reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(path: Path, **values: object) -> Path:
     return path
 
 
-def test_what_the_file_sets_is_found(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_generation_config(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
     assert sampling_defaults(write(tmp_path, **given, do_sample=False, eos_token_id=1, max_length=7)) == given
@@ -33,18 +33,18 @@ def test_what_the_file_sets_is_found(tmp_path: Path) -> None:
         ({"temperature": "hot"}, r"generation_config\.json: temperature is 'hot'; allowed: "),
     ],
 )
-def test_what_cannot_be_is_named(values: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_invalid_sampling_default_is_named(values: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         sampling_defaults(write(tmp_path, **values))
 
 
-def test_an_engine_tells_them_unless_it_is_not_to(tmp_path: Path) -> None:
+def test_engine_reports_sampling_defaults_unless_disabled(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path / "model")
     write(path, **json.loads((path / "generation_config.json").read_text()), top_k=3)
     for generation_config, told in (("auto", {"top_k": 3}), ("none", {})):
         with cpu_engine(path, generation_config=generation_config) as engine:
             assert engine.info.sampling_defaults == told
-    with Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024)) as engine:  # told by another process
+    with Engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=1024)) as engine:  # in another process
         params = SamplingParams(**engine.info.sampling_defaults, max_tokens=2)  # type: ignore[arg-type]
         assert len(engine.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 2
     with pytest.raises(InvalidField, match="generation_config is 'vllm'; allowed: auto, none"):

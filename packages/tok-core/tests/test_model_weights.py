@@ -1,4 +1,4 @@
-"""Checkpoints of every layout land in the fused parameters; a bad one is refused by tensor and file."""
+"""Checkpoints of every layout load into the fused parameters; errors name the tensor and the file."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def assert_equal_parameters(a: CausalLM, b: CausalLM) -> None:
 
 
 def held(name: str, asked: torch.dtype) -> torch.dtype:
-    """In which dtype a model of the dtype asked for holds a tensor: what makes queries, keys and values is finer."""
+    """Return the dtype of a tensor in a model of dtype `asked`; bfloat16 models hold Q, K and V weights in float16."""
     fp16 = asked is torch.bfloat16 and re.search(r"\.(q|k|v|qkv)_proj\.", name)
     return torch.float16 if fp16 else asked
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrites the single checkpoint file of `path` after `change` has edited its tensors."""
+    """Rewrite the single checkpoint file of `path` after `change` has edited its tensors."""
     tensors = load_file(path / WEIGHTS)
     change(tensors)
     save_file(tensors, path / WEIGHTS)
@@ -80,9 +80,7 @@ def test_a_sharded_checkpoint_loads_like_a_single_file(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32])
-def test_any_stored_dtype_is_cast_to_the_one_asked_for(
-    stored: torch.dtype, target: torch.dtype, tmp_path: Path
-) -> None:
+def test_stored_dtypes_are_cast_to_the_model_dtype(stored: torch.dtype, target: torch.dtype, tmp_path: Path) -> None:
     path = make_model("qwen2", tmp_path, dtype=stored)
     filled = targets(loaded(path, target))
     for name, tensor in load_file(path / WEIGHTS).items():
@@ -99,7 +97,7 @@ def test_a_tied_model_has_no_lm_head_of_its_own(tmp_path: Path) -> None:
     assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
 
 
-def test_what_follows_from_the_rest_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_redundant_tensors_in_the_checkpoint_are_accepted(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     plain = loaded(path)
 
@@ -117,7 +115,7 @@ def without_prefix(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-untied"])
-def test_names_may_lack_the_prefix(kind: str, tmp_path: Path) -> None:
+def test_tensor_names_may_lack_the_model_prefix(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path)
     plain = loaded(path)
     edit(path, without_prefix)
@@ -133,7 +131,7 @@ def test_names_may_lack_the_prefix(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard_size", ["50KB", "1GB"])
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_what_save_pretrained_writes_is_read(
+def test_checkpoints_of_save_pretrained_are_read(
     kind: str, auto: type[AutoModel | AutoModelForCausalLM], shard_size: str, tmp_path: Path
 ) -> None:
     path = make_model(kind, tmp_path / "one", tied=True)
@@ -143,14 +141,14 @@ def test_what_save_pretrained_writes_is_read(
     assert_equal_parameters(loaded(tmp_path / "saved"), loaded(path))
 
 
-def test_a_saved_base_model_that_is_not_tied_lacks_its_head(tmp_path: Path) -> None:
+def test_saved_untied_base_model_is_missing_its_lm_head(tmp_path: Path) -> None:
     path = make_model("llama-untied", tmp_path / "one")
     AutoModel.from_pretrained(path, local_files_only=True).save_pretrained(tmp_path / "saved")
     with pytest.raises(ModelError, match=r"missing tensors: lm_head\.weight \[512, 64\]$"):
         loaded(tmp_path / "saved")
 
 
-def test_a_tensor_with_and_without_prefix_is_named(tmp_path: Path) -> None:
+def test_tensor_stored_with_and_without_prefix_is_named(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     edit(path, lambda tensors: tensors.update({"norm.weight": torch.ones(64)}))
     with pytest.raises(ModelError, match=r"tensor (model\.)?norm\.weight is stored twice"):
@@ -158,7 +156,7 @@ def test_a_tensor_with_and_without_prefix_is_named(tmp_path: Path) -> None:
 
 
 def add_head(path: Path) -> None:
-    """Gives a tied model's checkpoint an LM head that differs from the embedding in its last rows."""
+    """Add to a tied model's checkpoint an LM head that differs from the embedding in its last rows."""
 
     def add(tensors: dict[str, Tensor]) -> None:
         head = tensors["model.embed_tokens.weight"].clone()
@@ -169,7 +167,7 @@ def add_head(path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_a_head_that_differs_from_a_tied_embedding_is_used_as_in_transformers(
+def test_lm_head_that_differs_from_a_tied_embedding_is_used(
     prefixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "COMPARED_ROWS", 100)
@@ -188,7 +186,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_used_as_in_transformers(
     assert output.outputs[0].token_ids == tokens
 
 
-def test_a_tied_model_may_store_its_head_in_place_of_the_embedding(tmp_path: Path) -> None:
+def test_tied_model_may_store_its_lm_head_instead_of_the_embedding(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     plain = loaded(path)
     edit(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
@@ -230,7 +228,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         loaded(path)
 
 
-def test_a_tensor_that_could_broadcast_is_misshapen_too(tmp_path: Path) -> None:
+def test_tensor_that_could_broadcast_is_rejected_as_misshapen(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     edit(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[1\]; expected \[64\]"):
@@ -244,7 +242,7 @@ def test_a_tensor_of_integers_is_named(tmp_path: Path) -> None:
         loaded(path)
 
 
-def test_a_number_too_large_for_the_dtype_asked_for_is_told(tmp_path: Path) -> None:
+def test_weight_beyond_the_range_of_the_model_dtype_is_rejected(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     edit(path, lambda tensors: tensors.update({Q_PROJ: torch.full((64, 64), 1e5)}))
     with pytest.raises(ModelError, match=rf"tensor {Q_PROJ} holds numbers beyond 65504, which float16 cannot hold"):
@@ -256,7 +254,7 @@ def test_a_number_too_large_for_the_dtype_asked_for_is_told(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
-def test_a_cut_file_is_named(keep: int, tmp_path: Path) -> None:
+def test_truncated_safetensors_file_is_named(keep: int, tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     whole = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).write_bytes(whole[:keep])
@@ -295,7 +293,7 @@ def test_a_directory_without_safetensors_is_named(tmp_path: Path) -> None:
         loaded(path)
 
 
-def test_a_checkpoint_of_other_dimensions_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_other_dimensions_than_config_is_rejected(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))

@@ -1,7 +1,7 @@
-"""A simulated pipeline of eight L40S-class cards: its stages hardly stand idle, and a slow link costs it little.
+"""A simulated pipeline of eight L40S-class GPUs has small bubbles and loses little over a slow link.
 
-Llama-3.1-70B's shapes; prompts and outputs about as long as sharegpt's. Tensor parallelism, whose ranks exchange all
-activations twice a layer, loses most of its throughput over the same link.
+The shapes are those of Llama-3.1-70B; prompts and outputs are about as long as ShareGPT's. Tensor parallelism, whose
+ranks exchange all activations twice a layer, loses most of its throughput over the same link.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tok_core.simulation.pipeline import (
 )
 
 CARDS = 8
-PAGES = 34_000  # of 16 positions: what weights leave of eight times 48 GB
-CYCLES = 45, 25  # until memory is full, and then
+PAGES = 34_000  # pages of 16 positions: the memory that weights leave of eight times 48 GB
+CYCLES = 45, 25  # pipeline cycles until memory is full, and cycles measured
 INFO = EngineInfo(
     vocab_size=1000,
     eos_token_ids=(7,),
@@ -43,7 +43,7 @@ def for_ever(uniform: np.ndarray) -> Int64:
 
 
 def simulate(link: Link, *, pp: int, tp: int) -> Outcome:
-    """At saturation: memory is full, and whoever ends makes room for another prompt."""
+    """Simulate saturation: memory is full, and each request that ends frees pages for another prompt."""
     rng = np.random.default_rng(0)
     simulation = PipelineSimulation(INFO, for_ever, PipelineTimeline(LLAMA_70B, L40S, link, pp, tp))
     for rid in range(4000):
@@ -60,7 +60,7 @@ def simulate(link: Link, *, pp: int, tp: int) -> Outcome:
     return outcome
 
 
-def test_stages_hardly_stand_idle_and_lose_little_over_a_link_that_costs_ranks_most_of_their_speed() -> None:
+def test_pipeline_has_small_bubbles_and_loses_less_than_tp_on_a_slow_link() -> None:
     stages, ranks = ([simulate(link, pp=pp, tp=tp) for link in (PCIE4, NVLINK)] for pp, tp in ((CARDS, 1), (1, CARDS)))
     assert max(one.bubble for one in stages) < 0.07
     assert stages[0].tokens_per_second > 0.95 * stages[1].tokens_per_second

@@ -1,4 +1,4 @@
-"""However many ranks, stages and replicas compute an engine's answers together, the answers are those of one."""
+"""Engines with any number of ranks, stages and replicas give the answers of a single worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
 LENGTHS = (1, 3, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = random_prompts(LENGTHS)
 NEW = 20
-# On a CPU each process loads torch anew, and each of two replicas of two ranks is what {"tp": 2} would be alone.
+# Few on a CPU, where each process imports torch; each replica of {"dp": 2, "tp": 2} covers {"tp": 2}.
 ON_CPUS = ({"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
 COMBINATIONS = ({"dp": 2}, {"tp": 2}, {"pp": 2}, *ON_CPUS)
 ON_FOUR = ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"pp": 3}, {"dp": 2, "pp": 2})
@@ -36,7 +36,7 @@ SAMPLES = SamplingParams(n=8, temperature=0, max_tokens=NEW, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two key/value heads, four layers, biases, and an LM head that is the embedding."""
+    """Return a model with two key/value heads, four layers, biases, and a tied LM head."""
     return make_model("qwen2", tmp_path_factory.mktemp("parallel") / "qwen2", layers=4)
 
 
@@ -45,8 +45,10 @@ Found = tuple[Answers, Answers, Answers, list[list[float]], list[float]]
 
 
 def answers(path: Path, **options: Any) -> Found:
-    """Greedy ones twice, the second time from the cache and as samples that share a prompt; then drawn ones. Beside the
-    tokens, what is told of the greedy ones, and of the prompts themselves."""
+    """Generate greedily twice, the second time from the cache and as samples that share a prompt; then sample.
+
+    Return the tokens, the log-probabilities of the first greedy outputs, and values of the prompts themselves.
+    """
     settings = {"kv_cache_tokens": 4096, "max_running": 48, "max_step_tokens": 96, "dtype": "float32", **options}
     with Engine(EngineConfig(model=str(path), **settings)) as engine:
         first = engine.generate(PROMPTS, GREEDY)
@@ -69,9 +71,7 @@ def alone(path: Path) -> Found:
 
 
 @pytest.mark.parametrize("options", ON_CPUS, ids=str)
-def test_on_cpus_every_combination_gives_the_answers_of_one_worker(
-    path: Path, alone: Found, options: dict[str, int]
-) -> None:
+def test_tp_pp_and_dp_on_cpus_give_the_tokens_of_one_worker(path: Path, alone: Found, options: dict[str, int]) -> None:
     found = answers(path, device="cpu", **options)
     assert found[:3] == alone[:3]
     np.testing.assert_allclose(found[3], alone[3], atol=1e-3)
@@ -86,9 +86,7 @@ def test_one_worker_gives_the_tokens_of_transformers(path: Path, alone: Found) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ON_GPUS, ids=str)
-def test_on_gpus_every_combination_gives_the_tokens_of_one_cpu(
-    path: Path, alone: Found, options: dict[str, Any]
-) -> None:
+def test_tp_pp_and_dp_on_gpus_give_the_tokens_of_one_cpu(path: Path, alone: Found, options: dict[str, Any]) -> None:
     workers = math.prod(options.get(name, 1) for name in ("dp", "tp", "pp"))
     if torch.cuda.device_count() < workers:
         pytest.skip(f"needs {workers} CUDA devices")
@@ -105,7 +103,7 @@ def test_on_gpus_every_combination_gives_the_tokens_of_one_cpu(
         ({"pp": 9}, "pp", "layers"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused_at_once(
+def test_tp_or_pp_that_cannot_split_the_model_is_rejected_at_once(
     path: Path, options: dict[str, int], field: str, reason: str
 ) -> None:
     with pytest.raises(InvalidField, match=reason) as error:
@@ -113,6 +111,6 @@ def test_a_model_that_cannot_be_cut_so_is_refused_at_once(
     assert error.value.field == field
 
 
-def test_ranks_are_processes(path: Path) -> None:
+def test_tensor_parallel_ranks_need_separate_processes(path: Path) -> None:
     with pytest.raises(InvalidField, match="1 within one process"):
         Engine(EngineConfig(model=str(path), device="cpu", tp=2), in_process=True)

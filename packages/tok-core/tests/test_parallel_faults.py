@@ -1,4 +1,4 @@
-"""One of a replica's workers dies: what is open ends with an error at once, and all of them come back."""
+"""The death of one worker of a replica fails open requests at once, and all its workers are restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_GPUS = (
 
 
 @pytest.mark.parametrize(("parallel", "killed"), [({"tp": 2}, "worker 1"), ({"pp": 2}, "worker 0")], ids=str)
-async def test_any_killed_worker_ends_what_is_open_within_seconds_and_service_returns(
+async def test_killed_worker_fails_open_requests_soon_and_service_returns(
     tmp_path: Path, parallel: dict[str, int], killed: str
 ) -> None:
     await kill_under_load(tmp_path, "cpu", parallel, killed)
@@ -39,7 +39,7 @@ async def test_any_killed_worker_ends_what_is_open_within_seconds_and_service_re
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("parallel", "killed"), ON_GPUS, ids=str)
-async def test_so_it_is_on_gpus_where_the_others_wait_in_a_collective(
+async def test_killed_gpu_worker_fails_requests_with_ranks_in_a_collective(
     tmp_path: Path, parallel: dict[str, int], killed: str
 ) -> None:
     if torch.cuda.device_count() < math.prod(parallel.values()):
@@ -48,7 +48,7 @@ async def test_so_it_is_on_gpus_where_the_others_wait_in_a_collective(
 
 
 async def kill_under_load(path: Path, device: str, parallel: dict[str, int], killed: str) -> None:
-    """Kills a worker of an engine that generates; checks what its requests get, and that later ones are served."""
+    """Kill a worker of an engine that generates; check its requests' errors, and that later ones are served."""
     model = make_model("qwen2", path / "qwen2", layers=4, max_positions=8192)
     config: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_tokens": 98_304, **parallel}
     engine = AsyncEngine(EngineConfig(model=str(model), **config))

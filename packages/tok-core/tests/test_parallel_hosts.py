@@ -1,4 +1,4 @@
-"""Workers of several hosts: who can reach whose memory, and how much of a host's each may take."""
+"""Workers recognise others on their own host, and split its memory among themselves only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tok_core.worker.startup.memory import cache_tokens
 PER_TOKEN = 1 << 16
 
 
-def test_processes_of_a_host_know_it_for_the_same_and_one_of_another_name_or_start_for_another(
+def test_host_id_is_equal_across_processes_and_differs_by_name_and_boot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = "from tok_core.parallel.host import this_host; print(this_host())"
@@ -33,7 +33,7 @@ def test_processes_of_a_host_know_it_for_the_same_and_one_of_another_name_or_sta
     assert int(elsewhere.stdout) != this_host()
 
 
-def test_the_memory_of_a_host_is_cut_among_its_own_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_split_among_its_own_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory()._replace(available=1 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     config = EngineConfig(model="m", tp=4, dp=2)

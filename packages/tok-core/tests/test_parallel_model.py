@@ -1,4 +1,4 @@
-"""Ranks and stages together compute what one process does: the same logits, whatever a step's form."""
+"""TP ranks and pipeline stages compute the logits of one process, in every TP layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = {
     "qwen2-window": {},
     "qwen3": {"tied": True, "biases": True},
 }
-ROWS_CUT, DECODES_WHOLE, ALL_WHOLE = 0, 10, 1000  # by the number of tokens up to which a step is whole everywhere
+ROWS_CUT, DECODES_WHOLE, ALL_WHOLE = 0, 10, 1000  # tokens up to which a step uses all-reduce
 STEPS = 12
 
 
@@ -72,7 +72,7 @@ def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
         (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
     ],
 )
-def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
+def test_tp_ranks_compute_logits_and_sample_tokens_of_one_process(
     ranks: int, kinds: tuple[str, ...], max_all_reduce_tokens: tuple[int, ...], directory: Path
 ) -> None:
     paths = [model_path(directory, kind) for kind in kinds]
@@ -95,13 +95,13 @@ def test_ranks_compute_the_logits_and_draw_the_tokens_of_one_process(
 
 @pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen2-window"])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_one_after_the_other_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
+def test_chained_pipeline_stages_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
     path = model_path(directory, kind)
     chain = [model_of(path, place) for place in all_coordinates(stages, 1)]
     assert_close(chained_logits(chain), chained_logits([model_of(path)]))
 
 
-def test_a_stage_holds_its_own_layers_by_their_numbers_in_the_checkpoint(directory: Path) -> None:
+def test_pipeline_stage_keeps_the_checkpoint_numbers_of_its_layers(directory: Path) -> None:
     names = {}
     for kind in ("llama", "llama-untied"):
         config = read_config(model_path(directory, kind))

@@ -1,4 +1,4 @@
-"""Stages of a pipeline carry out a manager's steps to the same tokens as one worker with the whole model."""
+"""Pipeline stages compute the same tokens from a manager's steps as one worker with the whole model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = 3
 
 
 def given_away_early(steps: Sequence[StepInput]) -> int:
-    """How many slots get another sequence while draws of the one before are still to be taken over."""
+    """Count slots that get a new sequence while sampled tokens of the previous one are still pending."""
     count = 0
     for number, step in enumerate(steps):
         if step.new is not None:
@@ -28,7 +28,7 @@ def given_away_early(steps: Sequence[StepInput]) -> int:
     return count
 
 
-def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
+def test_pipeline_stages_sample_the_tokens_of_one_worker(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path / "model", layers=3)
     prompts = random_prompts((5, 17, 30, 1, 8, 44, 9, 16, 3, 25, 12, 7))
     params = [
@@ -39,7 +39,7 @@ def test_stages_draw_what_one_worker_draws(tmp_path: Path) -> None:
             seed=i,
             top_p=0.9 if i == 3 else 1.0,
             presence_penalty=0.5 if i == 4 else 0.0,
-            stop_token_ids=tuple(range(0, 512, 8)) if i > 4 else (),  # of these the workers know nothing
+            stop_token_ids=tuple(range(0, 512, 8)) if i > 4 else (),  # unknown to the workers
         )
         for i in range(len(prompts))
     ]

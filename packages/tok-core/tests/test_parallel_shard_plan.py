@@ -1,4 +1,4 @@
-"""Shares of a model: together they are the whole of it, and what cannot be cut is refused with the reason."""
+"""Shard plans together cover the whole model; impossible ones are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, num_layers=80, num_heads=64, num
     layers=st.integers(1, 20),
     stages=st.integers(1, 6),
 )
-def test_shares_cover_everything_once_and_key_value_heads_at_least_once(
+def test_shard_plans_cover_the_model_once_and_kv_heads_at_least_once(
     kv_heads: int, group: int, ranks: int, width: int, vocabulary: int, layers: int, stages: int
 ) -> None:
     heads = kv_heads * group
@@ -74,7 +74,7 @@ def test_shares_cover_everything_once_and_key_value_heads_at_least_once(
     own = [range(share.kv_heads.start, share.kv_heads.stop) for share in first_stage]
     assert {head for part in own for head in part} == set(range(kv_heads))
     for share, kv in zip(first_stage, own, strict=True):
-        # Every query head finds its key/value head, which is no further than its place among the rank's own says.
+        # Each query head's key/value head is on the same rank, at the index that its own local index implies.
         local = share.heads.count // len(kv)
         for number, head in enumerate(range(share.heads.start, share.heads.stop)):
             assert head // group == kv[number // local]
@@ -89,7 +89,7 @@ def test_shares_cover_everything_once_and_key_value_heads_at_least_once(
     first=st.integers(0, 100),
     last=st.integers(0, 300),
 )
-def test_no_cut_of_the_layers_has_a_cheaper_costliest_stage(
+def test_layer_split_minimizes_the_cost_of_the_costliest_stage(
     layers: int, stages: int, cost: int, first: int, last: int
 ) -> None:
     assume(stages <= layers)
@@ -109,15 +109,15 @@ def test_no_cut_of_the_layers_has_a_cheaper_costliest_stage(
     assert costliest(found) == min(map(costliest, every))
 
 
-def test_the_lm_head_counts_as_what_it_costs() -> None:
-    # 2.4 layers of the small model, 1.2 of the large one.
+def test_layer_split_accounts_for_the_cost_of_the_lm_head() -> None:
+    # The LM head costs as much as 2.4 layers of the small model, or 1.2 of the large one.
     assert [len(part) for part in stage_layers(LLAMA_8B, 2)] == [17, 15]
     assert [len(part) for part in stage_layers(LLAMA_70B, 4)] == [20, 21, 20, 19]
     head = LLAMA_8B.vocab_size * LLAMA_8B.hidden_size / layer_cost(LLAMA_8B)
     assert 2 < head < 3
 
 
-def test_a_rank_sees_a_smaller_model() -> None:
+def test_local_config_of_a_rank_has_its_shard_sizes() -> None:
     local = ShardPlan.of(LLAMA_70B, RankCoordinates(1, 4, 3, 16)).local(LLAMA_70B)
     assert (local.num_heads, local.num_kv_heads, local.intermediate_size, local.num_layers) == (4, 1, 1792, 21)
     assert local.head_dim == LLAMA_70B.head_dim
@@ -141,7 +141,7 @@ def test_a_rank_sees_a_smaller_model() -> None:
         ({}, RankCoordinates(0, 33, 0, 1), "pp is 33; allowed: at most 32, the model's layers"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(
+def test_impossible_shard_plan_is_rejected_with_the_reason(
     changes: dict[str, int], place: RankCoordinates, told: str
 ) -> None:
     with pytest.raises(InvalidField, match=told):

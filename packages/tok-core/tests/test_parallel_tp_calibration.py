@@ -1,4 +1,4 @@
-"""What is concluded from measured times: which form of sharing a layer steps of which size take."""
+"""TP calibration chooses the layout for each step size from measured times."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ SIZES = (16, 32, 64, 128, 256)
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 9, 9), 64, NEVER),
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8), 64, 128),
         ((9, 9, 9, 9, 9), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), 0, 16),
-        # Overlapping has to be ahead of whichever of the others is the faster one.
+        # The overlapped layout has to be ahead of the faster one of the others.
         ((2, 2, 2, 2, 2), (3, 3, 3, 3, 3), (9, 9, 9, 1, 1), 256, 128),
         ((2, 2, 2, 2, 2), (4, 4, 4, 4, 4), (3, 3, 3, 3, 3), 256, NEVER),
         ((4, 4, 4, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 3, 3), 0, NEVER),
-        # A single size at which the order is another is no threshold; nor is a gain that rounding could have made.
+        # A single size with another order is no threshold, nor is a gain within rounding.
         ((1, 9, 1, 1, 1), (2, 2, 2, 2, 2), (0, 0, 9, 0, 0), 16, 128),
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8.95), 64, NEVER),
     ],
 )
-def test_thresholds_hold_for_all_sizes_beyond_them(
+def test_layout_thresholds_hold_for_all_larger_sizes(
     whole: tuple[float, ...], sharded: tuple[float, ...], overlapped: tuple[float, ...], few: int, overlap_from: int
 ) -> None:
     assert choose(SIZES, whole, sharded, overlapped) == (few, overlap_from)
 
 
-def test_what_is_ahead_at_a_size_may_not_have_been_behind_at_a_smaller_one() -> None:
+def test_last_ahead_stops_at_the_first_size_that_is_slower() -> None:
     assert last_ahead(SIZES, (1, 2, 9, 1, 1), (2, 2, 2, 2, 2)) == 32
     assert last_ahead(SIZES, (3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
 
 
 @pytest.fixture
 def tensor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorParallel]:
-    """A group of one process, as far as numbers of tokens are concerned one of two."""
+    """Yield the tensor parallelism of one process that counts two ranks when it splits tokens."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -55,7 +55,7 @@ def tensor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorParallel]:
         dist.destroy_process_group()
 
 
-def test_a_step_overlaps_from_its_threshold_on_whatever_else_it_might_do(tensor: TensorParallel) -> None:
+def test_overlapped_layout_is_chosen_from_its_threshold_on(tensor: TensorParallel) -> None:
     tensor.max_all_reduce_tokens, tensor.min_overlap_tokens = 100, 40
     assert [type(choose_layout(tensor, tokens)) for tokens in (1, 39, 40, 41, 101)] == [AllReduceLayout] * 2 + [
         OverlappedLayout
@@ -70,7 +70,7 @@ def test_a_step_overlaps_from_its_threshold_on_whatever_else_it_might_do(tensor:
     assert [tensor.rows(tokens) for tokens in (100, 101, 999)] == [100, 51, 500]
 
 
-def test_a_cpu_sums_by_collectives(tensor: TensorParallel) -> None:
+def test_cpu_tensors_are_summed_by_collectives(tensor: TensorParallel) -> None:
     x = torch.ones((1, 8))
     assert not tensor.exchanges(x)
     assert torch.equal(tensor.sum(x), torch.ones((1, 8)))

@@ -1,4 +1,4 @@
-"""Every worker fills its share alike: from a checkpoint it reads its own part alone, and noise is as of the whole."""
+"""Each worker loads only its own slices of a checkpoint; dummy weights are slices of the whole model's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tok_core.errors import ModelError
 from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, dummy, load
-from tok_core.models.weights.targets import StoredTensor, targets
+from tok_core.models.weights.targets import targets
+from tok_core.quantization import StoredTensor
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def share_of(path: Path, place: RankCoordinates = RankCoordinates()) -> CausalLM
 
 
 def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
-    """Each share holds what its targets cut out of the whole model's tensors, and together they leave out nothing."""
+    """Check that each shard holds its slices of the whole model's tensors, and that together they cover them."""
     tensors = {name: target.view for name, target in targets(whole).items()}
     seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
     for share in shares:
@@ -41,7 +42,7 @@ def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
 
 @pytest.mark.parametrize(("stages", "ranks"), GRIDS)
 @pytest.mark.parametrize("kind", ["qwen2", "llama-untied"])
-def test_shares_of_a_checkpoint_are_parts_of_the_whole(kind: str, stages: int, ranks: int, tmp_path: Path) -> None:
+def test_loaded_shards_are_slices_of_the_whole_checkpoint(kind: str, stages: int, ranks: int, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path, layers=3, biases=True, vocab_size=514, shards=2)
     whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
@@ -51,7 +52,7 @@ def test_shares_of_a_checkpoint_are_parts_of_the_whole(kind: str, stages: int, r
 
 @pytest.mark.parametrize(("stages", "ranks"), GRIDS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_shares_of_dummy_weights_are_parts_of_the_whole(
+def test_dummy_weight_shards_are_slices_of_the_whole_model(
     tied: bool, stages: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tok_core.models.weights.dummy_weights.BLOCK", 1000)  # several blocks a tensor
@@ -92,7 +93,7 @@ class CountedSlice:
         return self.file.counted(self.stored[index])
 
 
-def test_a_worker_reads_no_more_than_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model("llama-untied", tmp_path, layers=4)
     files: list[Counted] = []
 
@@ -116,7 +117,7 @@ def test_a_worker_reads_no_more_than_it_keeps(tmp_path: Path, monkeypatch: pytes
     assert max(read[place] for place in all_coordinates(2, 2)) < 0.3 * whole
 
 
-def test_a_stage_refuses_what_no_stage_has_a_place_for(tmp_path: Path) -> None:
+def test_pipeline_stage_rejects_tensors_that_no_stage_holds(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, layers=2)
     tensors = load_file(path / "model.safetensors")
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.extra.weight", "model.other"):

@@ -1,4 +1,4 @@
-"""Replicas that Ray places on two nodes: one process's tokens, deaths told and mended, nothing left behind."""
+"""Ray replicas on two nodes give one process's tokens, recover from deaths, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def config(path: Path, cluster: str, **options: int) -> EngineConfig:
 
 
 def nothing_is_left(pids: list[int]) -> bool:
-    """Whether the processes are gone, their placement groups too, and both CPUs free."""
-    import ray  # not above: `support.ray_nodes` comes first
+    """Return whether the processes and their placement groups are gone and both CPUs are free."""
+    import ray  # not above: `support.ray_nodes` has to be imported first
     from ray.util.placement_group import placement_group_table
 
     groups = {group["state"] for group in placement_group_table().values()}
@@ -79,7 +79,7 @@ def actors_of(engine: AsyncEngine) -> list[RayActors]:
     return [replica.actors for replica in replicas if isinstance(replica, RayReplica)]
 
 
-def test_an_address_without_a_cluster_is_told_at_once(path: Path) -> None:
+def test_address_without_a_ray_cluster_is_an_error_at_once(path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -87,7 +87,7 @@ def test_an_address_without_a_cluster_is_told_at_once(path: Path) -> None:
             Engine(config(path, address))
 
 
-async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
+async def test_engine_of_replicas_on_two_ray_nodes_survives_a_worker_death(
     path: Path, alone: list[list[int]], cluster: str
 ) -> None:
     engine = AsyncEngine(config(path, cluster, dp=2))
@@ -115,7 +115,7 @@ async def test_two_replicas_on_two_nodes_are_one_engine_that_outlives_a_worker(
     await until(lambda: nothing_is_left(pids))
 
 
-async def test_a_process_that_hangs_on_a_node_is_killed_and_replaced(path: Path, cluster: str) -> None:
+async def test_hung_process_on_a_ray_node_is_killed_and_replaced(path: Path, cluster: str) -> None:
     engine = AsyncEngine(config(path, cluster, step_timeout=8))
     await engine.start()
     try:
@@ -140,13 +140,13 @@ model, ray, prompts = json.loads(sys.argv[1])
 engine = Engine(EngineConfig(model=model, ray=ray, device="cpu", tp=2, kv_cache_tokens=4096, max_running=8))
 outputs = engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
 actors = engine._core._replica_set.records[0].replica.actors
-pids = [where.pid for where in actors.whereabouts.values()]
+pids = [where.pid for where in actors.location.values()]
 print(json.dumps([[output.outputs[0].token_ids for output in outputs], actors.nodes, pids]), flush=True)
 time.sleep(600)
 """
 
 
-async def test_ranks_on_two_nodes_are_one_worker_and_end_with_the_engine_however_it_ends(
+async def test_tp_ranks_on_two_ray_nodes_match_and_end_with_the_engine(
     path: Path, alone: list[list[int]], cluster: str
 ) -> None:
     command = [sys.executable, "-c", ENGINE, json.dumps([str(path), cluster, PROMPTS])]
@@ -161,7 +161,7 @@ async def test_ranks_on_two_nodes_are_one_worker_and_end_with_the_engine_however
     await until(lambda: nothing_is_left(pids))
 
 
-async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path: Path, cluster: str) -> None:
+async def test_ray_start_names_a_host_without_the_model_and_can_be_closed(path: Path, cluster: str) -> None:
     settings = config(path, cluster)
     join_cluster(settings)
     reports: list[ToEngine] = []
@@ -183,7 +183,7 @@ async def test_a_host_without_the_model_says_so_and_a_start_can_be_given_up(path
     await until(lambda: nothing_is_left([]))
 
 
-async def test_a_start_given_up_at_any_moment_leaves_nothing_behind(path: Path, cluster: str) -> None:
+async def test_ray_start_closed_at_any_moment_leaves_nothing_behind(path: Path, cluster: str) -> None:
     settings = config(path, cluster, tp=2)
     join_cluster(settings)
     for milliseconds in (0, 1, 2, 4, 8, 100):
@@ -194,11 +194,11 @@ async def test_a_start_given_up_at_any_moment_leaves_nothing_behind(path: Path, 
         await until(lambda: nothing_is_left([]))
 
 
-async def test_room_given_back_while_it_is_being_made_is_free_again(path: Path, cluster: str) -> None:
+async def test_placement_group_removed_during_creation_is_freed(path: Path, cluster: str) -> None:
     join_cluster(config(path, cluster))
     from ray.util.placement_group import placement_group
 
-    for i in range(30):  # removed at once, every twentieth would stay reserved for good
+    for i in range(30):  # with immediate removal, every twentieth would stay reserved for good
         group = placement_group([{"CPU": 1.0}] * (1 + i % 2))
         end = time.perf_counter() + (i % 5) * 5e-4
         while time.perf_counter() < end:
@@ -211,7 +211,7 @@ def not_to_be_called(*told: object, **options: object) -> None:
     raise AssertionError((told, options))
 
 
-def test_of_several_that_have_ended_at_once_the_others_cause_is_told(path: Path, cluster: str) -> None:
+def test_ray_actors_that_end_together_report_the_root_cause(path: Path, cluster: str) -> None:
     settings = config(path, cluster)
     join_cluster(settings)
     import ray
@@ -234,7 +234,7 @@ def test_of_several_that_have_ended_at_once_the_others_cause_is_told(path: Path,
 
 
 @pytest.mark.parametrize("asked", [None, "15"])
-def test_members_run_at_the_usual_priority_unless_the_nodes_user_says_otherwise(
+def test_ray_member_resets_its_niceness_unless_the_user_set_one(
     asked: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(NICENESS)
@@ -257,7 +257,7 @@ def may_be_less_nice() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_what_the_cluster_cannot_hold_is_refused_at_once(path: Path, cluster: str) -> None:
+def test_engine_that_exceeds_the_ray_cluster_is_rejected_at_once(path: Path, cluster: str) -> None:
     with pytest.raises(InvalidField, match=r"tp is 3; allowed: dp × pp × tp at most 2, the CPUs of the Ray cluster"):
         Engine(config(path, cluster, tp=3))
     with pytest.raises(InvalidField, match=r"device is 'cuda'; allowed: cpu"):
@@ -266,7 +266,7 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once(path: Path, cluster: st
         Engine(config(path, "127.0.0.1:1"))
 
 
-def test_a_worker_sees_the_gpus_of_its_replica_on_its_node_and_computes_on_its_own(path: Path) -> None:
+def test_ray_worker_sees_its_replicas_gpus_on_its_node_and_uses_its_own(path: Path) -> None:
     actors = RayActors(EngineConfig(model=str(path), ray="auto", tp=2, pp=2), lambda: False)
     given = {"worker 0": ("a", "3"), "worker 1": ("a", "1"), "worker 2": ("b", "3"), "worker 3": ("b", "0")}
     for role, (node, gpu) in given.items():
@@ -280,7 +280,7 @@ def test_a_worker_sees_the_gpus_of_its_replica_on_its_node_and_computes_on_its_o
     assert (launches[0].requests, launches[0].outputs) == ("tcp://requests", "tcp://outputs")
 
 
-def test_ray_is_asked_for_by_address_and_only_where_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_ray_options_and_missing_ray_are_rejected(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("ray://head:10001", "head", "", "head:port", 6379):
         with pytest.raises(InvalidField, match="HOST:PORT"):
             EngineConfig(model=str(path), ray=address)  # type: ignore[arg-type]

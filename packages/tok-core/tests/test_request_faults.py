@@ -1,4 +1,4 @@
-"""A request that fails anywhere on its way fails alone: others get every token, and no replica ends."""
+"""A fault anywhere in the path of a request fails only that request: others get every token, no replica ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from tok_core.engine.requests.prompt_logprobs import PromptLogprobs
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.engine.requests.streamed_request import StreamedRequest
 from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
-from tok_core.manager.admission.admission import Admission
+from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.kv_cache.paging import Paging
 from tok_core.manager.loop import Manager
@@ -39,7 +40,7 @@ from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
 
 GUILTY = [77, 77, 77]
-CURRENT_SEQUENCE = (5,)  # a stop token of guilty requests alone
+CURRENT_SEQUENCE = (5,)  # a stop token that only guilty requests have
 INNOCENT = [[1, 2, 3], [4, 5], list(range(40))]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
@@ -75,10 +76,14 @@ def guilty_row(table: Any, slots: Any) -> bool:
     return any(request is not None and guilty_request(request) for request in requests)
 
 
-PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
+PLACES: dict[str, tuple[type | ModuleType, str, Callable[..., bool]]] = {
     "taken in": (Manager, "_submit", lambda self, message: guilty_request(message)),
     "queued": (Scheduler, "submit", lambda self, request: guilty_request(request)),
-    "weighed": (Admission, "_costs", lambda self, pending, samples: guilty_request(pending.request)),
+    "weighed": (
+        forecast_admission,
+        "sample_costs",
+        lambda *asked: guilty_request(asked[2].request),
+    ),
     "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
     "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == CURRENT_SEQUENCE),
@@ -136,7 +141,7 @@ async def test_a_fault_fails_its_request_and_no_other(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("ended", [True, False], ids=["at its end", "aborted"])
-async def test_a_text_that_cannot_be_made_fails_its_request_and_no_other(
+async def test_detokenization_fault_fails_its_request_and_no_other(
     engine: AsyncEngine, stream: bool, ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [(await engine.generate(prompt, PARAMS).output()).outputs[0].token_ids for prompt in INNOCENT]
@@ -166,7 +171,7 @@ async def test_a_text_that_cannot_be_made_fails_its_request_and_no_other(
     assert engine._core._token_store.blocks_used == 0
 
 
-async def test_prompt_values_that_cannot_be_taken_fail_their_request_and_no_other(
+async def test_prompt_logprobs_fault_fails_its_request_and_no_other(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [(await engine.generate(prompt, PARAMS).output()).outputs[0].token_ids for prompt in INNOCENT]
@@ -181,7 +186,7 @@ async def test_prompt_values_that_cannot_be_taken_fail_their_request_and_no_othe
 
 
 @pytest.mark.parametrize(("owner", "name"), [(PromptOutputProcessor, "_add"), (EmbedRequest, "learn")])
-async def test_an_embedding_that_fails_is_no_others_loss(
+async def test_embedding_fault_fails_its_request_and_no_other(
     engine: AsyncEngine, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [(await engine.generate(prompt, PARAMS).output()).outputs[0].token_ids for prompt in INNOCENT]
@@ -224,7 +229,7 @@ def test_a_request_that_cannot_be_sent_fails_alone() -> None:
     core.close()
 
 
-def test_deaths_that_requests_caused_do_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_deaths_caused_by_requests_do_not_use_up_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
     core = simulated_core(engine_info(), dp=1, max_restarts=1)
     for _ in range(5):
@@ -239,7 +244,7 @@ def test_deaths_that_requests_caused_do_not_use_up_the_restarts(monkeypatch: pyt
     core.close()
 
 
-def test_the_error_of_an_open_request_tells_the_first_class_among_those_that_may_be_guilty() -> None:
+def test_engine_dead_error_carries_min_open_priority() -> None:
     core = simulated_core(engine_info(), dp=1)
     replica_of(core, 0).be_ready()
     params = [SamplingParams(max_tokens=4, priority=priority) for priority in (7, 3, 9)]
@@ -255,7 +260,7 @@ def test_the_error_of_an_open_request_tells_the_first_class_among_those_that_may
     core.close()
 
 
-async def test_an_error_that_nobody_foresaw_ends_requests_but_not_the_service(
+async def test_unexpected_manager_error_fails_requests_but_not_the_service(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = AsyncEngine(msgspec.structs.replace(config(path), max_restarts=0), in_process=True)
@@ -274,7 +279,7 @@ async def test_an_error_that_nobody_foresaw_ends_requests_but_not_the_service(
     await engine.close()
 
 
-async def test_a_manager_that_crashes_ends_requests_but_not_the_service(path: Path) -> None:
+async def test_manager_crash_fails_requests_but_not_the_service(path: Path) -> None:
     engine = AsyncEngine(msgspec.structs.replace(config(path), max_restarts=0))
     await engine.start()
 
@@ -290,6 +295,6 @@ async def test_a_manager_that_crashes_ends_requests_but_not_the_service(path: Pa
         await stream.output()
     await until(lambda: engine.health().ok)
     assert len((await engine.generate(INNOCENT[0], PARAMS).output()).outputs[0].token_ids) == 24
-    kill("worker", signal.SIGKILL)  # that may be the device's fault
+    kill("worker", signal.SIGKILL)  # this may be the device's fault, so it counts as a restart
     await until(lambda: engine.health().state == "failed")
     await engine.close()

@@ -1,4 +1,4 @@
-"""Temporary directories of processes that were killed are removed by the next one; those in use are not."""
+"""Scratch directories of killed processes are removed by the next process; those in use are kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) -> None:
+def test_scratch_directory_of_a_killed_process_is_removed_and_no_other(parent: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     left = Path(holder.stdout.readline().strip())
@@ -58,7 +58,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) ->
     assert all(other.exists() for other in [*others, parent / "tok-sockets-00000000"])
 
 
-def test_a_forked_child_that_exits_leaves_it_to_its_parent() -> None:
+def test_scratch_directory_survives_the_exit_of_a_forked_child() -> None:
     own = ScratchDirectory("sockets")
     code = f"import os\nassert os.path.isdir({own.name!r})"
     child = os.fork()
@@ -71,6 +71,6 @@ def test_a_forked_child_that_exits_leaves_it_to_its_parent() -> None:
     own.cleanup()
 
 
-def test_one_that_is_dropped_is_removed() -> None:
+def test_dropped_scratch_directory_is_removed() -> None:
     name = ScratchDirectory("sockets").name
     assert not Path(name).exists()

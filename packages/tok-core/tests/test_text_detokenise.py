@@ -1,4 +1,4 @@
-"""Streamed text is the text of the whole, for every way of cutting the stream, and never early."""
+"""Streamed text equals that of a whole decode for every split of the stream, and is never shown early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def streamed(detokeniser: Detokeniser, ids: list[int], sizes: list[int]) -> list[str]:
-    """What each push shows, the pushes being of `sizes` tokens by turns."""
+    """Return the text of each push; pushes have `sizes` tokens in turn."""
     parts, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
@@ -39,7 +39,7 @@ STOPS = st.lists(st.text("the é", min_size=1, max_size=4), max_size=2)
 
 
 @given(st.lists(st.integers(0, 340), max_size=40), SIZES, STOPS)
-def test_any_ids_in_any_cuts_give_the_text_of_the_whole(
+def test_streamed_text_equals_the_decode_of_the_whole(
     model: Model, ids: list[int], sizes: list[int], stops: list[str]
 ) -> None:
     tokenizer, library = model
@@ -49,19 +49,19 @@ def test_any_ids_in_any_cuts_give_the_text_of_the_whole(
 
 
 @given(st.lists(st.integers(0, 340), max_size=40), SIZES, STOPS, st.data())
-def test_a_whole_text_is_what_its_stream_adds_up_to(
+def test_continuation_equals_the_sum_of_the_stream(
     model: Model, ids: list[int], sizes: list[int], stops: list[str], data: st.DataObject
 ) -> None:
     tokenizer, _ = model
     detokeniser = Detokeniser(tokenizer, stops)
     shown = "".join(streamed(detokeniser, ids, sizes))
-    # What may still be cut: from the last byte shown on, if there are stop strings at all.
+    # A cut may lie behind the last byte shown, and only if there are stop strings.
     cuts = st.none() | st.integers(detokeniser._released, detokeniser._seen) if stops else st.none()
     keep = data.draw(cuts)
     assert tokenizer.continuation(np.array(ids, np.int32), keep) == shown + detokeniser.finish(keep)
 
 
-def test_a_whole_text_cannot_be_cut_behind_its_end(model: Model) -> None:
+def test_continuation_rejects_a_cut_beyond_the_end(model: Model) -> None:
     tokenizer, _ = model
     ids = np.array(ids_of(tokenizer, "abc"), np.int32)
     assert [tokenizer.continuation(ids, keep) for keep in range(4)] == ["", "a", "ab", "abc"]
@@ -72,7 +72,7 @@ def test_a_whole_text_cannot_be_cut_behind_its_end(model: Model) -> None:
 
 
 @given(TEXTS, SIZES)
-def test_every_character_is_shown_as_soon_as_it_is_whole(model: Model, text: str, sizes: list[int]) -> None:
+def test_detokenizer_shows_each_character_once_complete(model: Model, text: str, sizes: list[int]) -> None:
     tokenizer, _ = model
     ids = tokenizer.encode(text, add_special_tokens=False)
     detokeniser = Detokeniser(tokenizer)
@@ -94,11 +94,11 @@ def test_an_emoji_split_over_tokens_comes_in_one_piece(model: Model) -> None:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a byte, whatever the merges."""
+    """Return one token per byte, without merges."""
     return [tokenizer.pieces.index(bytes([byte])) for byte in text.encode()]
 
 
-def test_what_may_begin_a_stop_string_waits_until_it_does_not(model: Model) -> None:
+def test_detokenizer_withholds_a_stop_string_prefix_until_ruled_out(model: Model) -> None:
     tokenizer, _ = model
     detokeniser = Detokeniser(tokenizer, ["ababc"])
     shown = streamed(detokeniser, ids_of(tokenizer, "xababab-"), [1])
@@ -113,7 +113,7 @@ def test_a_stop_string_that_ended_the_sample_is_cut(model: Model) -> None:
     assert detokeniser.finish(keep_bytes=4) == ""
 
 
-def test_a_completed_stop_string_that_ended_nothing_is_text(model: Model) -> None:
+def test_stop_string_that_did_not_end_the_sample_is_shown(model: Model) -> None:
     tokenizer, _ = model
     detokeniser = Detokeniser(tokenizer, ["stop"])
     assert streamed(detokeniser, ids_of(tokenizer, "stop!"), [4, 1]) == ["", "stop!"]
@@ -128,7 +128,7 @@ def test_stop_strings_that_overlap_are_each_withheld(model: Model) -> None:
     assert detokeniser.finish(keep_bytes=2) == ""
 
 
-def test_positions_count_special_tokens_which_are_not_shown(model: Model) -> None:
+def test_cut_positions_count_hidden_special_tokens(model: Model) -> None:
     tokenizer, library = model
     turn = SPECIAL_TOKENS[2]
     special = library.token_to_id(turn)
@@ -138,7 +138,7 @@ def test_positions_count_special_tokens_which_are_not_shown(model: Model) -> Non
     assert detokeniser.finish(keep_bytes=len(turn) + 1) == ""
 
 
-def test_no_more_is_withheld_than_the_stop_string_needs(model: Model) -> None:
+def test_detokenizer_withholds_no_more_than_the_stop_string_length(model: Model) -> None:
     tokenizer, _ = model
     detokeniser = Detokeniser(tokenizer, ["a" * 50 + "b"])
     shown = streamed(detokeniser, ids_of(tokenizer, "a" * 5000), [1])
@@ -157,7 +157,7 @@ def test_a_cut_of_text_already_shown_is_an_error(model: Model) -> None:
         Detokeniser(tokenizer).finish(keep_bytes=0)
 
 
-def test_generated_text_continues_the_prompt_so_its_first_space_stays(tmp_path: Path) -> None:
+def test_generated_text_keeps_its_leading_space(tmp_path: Path) -> None:
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     encoder.decoder = tokenizers.decoders.Metaspace()
     encoder.save(str(tmp_path / "tokenizer.json"))

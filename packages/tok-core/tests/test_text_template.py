@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in a sandbox, and refuse in their own words."""
+"""Chat templates render as in transformers, in a sandbox; errors that a template raises keep their text."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def by_transformers(directory: Path, messages: Messages, prompt: bool, tools: li
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one", "several"])
 @pytest.mark.parametrize("template", [LLAMA_LIKE, QWEN_LIKE], ids=["llama", "qwen"])
-def test_templates_render_as_transformers_renders_them(tmp_path: Path, template: str, messages: Messages) -> None:
+def test_chat_templates_render_as_in_transformers(tmp_path: Path, template: str, messages: Messages) -> None:
     chat = ChatTemplate.load(model(tmp_path, template))
     for prompt in (True, False):
         for tools in (None, TOOLS):
@@ -113,14 +113,14 @@ def test_templates_render_as_transformers_renders_them(tmp_path: Path, template:
             assert chat.render(messages, prompt, tools) == expected
 
 
-def test_the_jinja_file_wins_over_the_configuration_as_in_transformers(tmp_path: Path) -> None:
+def test_chat_template_jinja_file_overrides_tokenizer_config(tmp_path: Path) -> None:
     model(tmp_path, "configuration")
     (tmp_path / "chat_template.jinja").write_text("file of {{ bos_token }}")
     rendered = ChatTemplate.load(tmp_path).render(CONVERSATIONS[0])
     assert rendered == by_transformers(tmp_path, CONVERSATIONS[0], True, None) == "file of <|begin_of_text|>"
 
 
-def test_of_named_templates_tools_take_the_one_for_tools(tmp_path: Path) -> None:
+def test_tools_select_the_named_tool_use_template(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools | length }}"},
@@ -130,12 +130,12 @@ def test_of_named_templates_tools_take_the_one_for_tools(tmp_path: Path) -> None
         assert chat.render(CONVERSATIONS[0], tools=tools) == by_transformers(tmp_path, CONVERSATIONS[0], True, tools)
 
 
-def test_the_clock_is_the_one_given(tmp_path: Path) -> None:
+def test_chat_template_uses_the_given_clock(tmp_path: Path) -> None:
     chat = ChatTemplate.load(model(tmp_path, LLAMA_LIKE), now=lambda: datetime(1999, 12, 31))
     assert "Year: 1999" in chat.render(CONVERSATIONS[0])
 
 
-def test_a_refusal_of_the_template_names_the_messages_and_says_why(tmp_path: Path) -> None:
+def test_raise_exception_in_a_template_rejects_messages_with_its_text(tmp_path: Path) -> None:
     chat = ChatTemplate.load(model(tmp_path, LLAMA_LIKE))
     with pytest.raises(InvalidField, match="Roles must alternate") as caught:
         chat.render([{"role": "assistant", "content": "Hi"}])
@@ -143,13 +143,13 @@ def test_a_refusal_of_the_template_names_the_messages_and_says_why(tmp_path: Pat
     assert chat.render(CONVERSATIONS[0])
 
 
-def test_no_messages_at_all_are_refused(tmp_path: Path) -> None:
+def test_empty_messages_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match=r"messages is \[\]; allowed: at least one"):
         ChatTemplate({"default": "always this"}, {}).render([])
 
 
 @pytest.mark.parametrize("messages", [[{}], [{"role": "user"}], [{"role": "user", "content": 3}]])
-def test_messages_that_break_the_template_are_refused_not_a_crash(tmp_path: Path, messages: Messages) -> None:
+def test_messages_that_break_the_template_are_rejected(tmp_path: Path, messages: Messages) -> None:
     chat = ChatTemplate.load(model(tmp_path, "{{ messages[0]['role'] + '' + messages[0]['content'] }}"))
     with pytest.raises(InvalidField, match=r"^messages is"):
         chat.render(messages)
@@ -171,12 +171,12 @@ def test_a_template_cannot_leave_the_sandbox(template: str) -> None:
     assert messages == [{"role": "user", "content": "Hi"}]
 
 
-def test_a_directory_without_a_template_says_so(tmp_path: Path) -> None:
+def test_directory_without_a_chat_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         ChatTemplate.load(model(tmp_path, None))
 
 
-def test_a_template_that_is_not_jinja_is_named(tmp_path: Path) -> None:
+def test_invalid_jinja_template_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="chat template 'default' is not valid"):
         ChatTemplate.load(model(tmp_path, "{% for %}"))
 

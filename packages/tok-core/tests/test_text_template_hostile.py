@@ -1,4 +1,4 @@
-"""Templates that mean harm: none reaches Python, none takes all time or memory, each is refused in a short error."""
+"""Hostile chat templates reach no Python internals, take bounded time and memory, and get a short error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_core.errors import InvalidField, ModelError
 from tok_core.text import ChatTemplate, meter
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
-MAX_MEMORY_BYTES = 2 << 30  # bytes that any of them may take for a moment
+MAX_MEMORY_BYTES = 2 << 30  # bytes that a template may take for a moment
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]] | None = None, **roles: str) -> str:
@@ -56,7 +56,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_no_way_leads_to_python(source: str) -> None:
+def test_hostile_template_cannot_reach_python_internals(source: str) -> None:
     try:
         text = render(source)
     except (InvalidField, ModelError):  # and nothing else
@@ -74,7 +74,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("source", CHANGES)
-def test_a_template_changes_nothing_that_it_was_given(source: str) -> None:
+def test_template_cannot_modify_the_messages(source: str) -> None:
     with pytest.raises(InvalidField):
         render(source)
     assert MESSAGES == [{"role": "user", "content": "hello there"}]
@@ -145,9 +145,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_takes_too_much_is_refused_soon_and_in_few_words(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expensive_template_is_rejected_soon_with_a_short_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "MAX_RENDER_SECONDS", 0.3)
     before, began = psutil.Process().memory_info().rss, time.thread_time()
     watch = Watch()
@@ -159,7 +157,7 @@ def test_a_template_that_takes_too_much_is_refused_soon_and_in_few_words(
 
 
 class Watch:
-    """The most memory that the process has had meanwhile."""
+    """Sampler of the process's peak memory inside a `with` block."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -182,7 +180,7 @@ class Watch:
                 return
 
 
-def test_what_usual_templates_do_is_not_refused_however_long_the_conversation() -> None:
+def test_usual_template_renders_long_conversations() -> None:
     source = (
         "{% for m in messages if m.role != 'x' %}{% if loop.index0 < messages|length - 1 %}"
         "{{ '<|' ~ m.role ~ '|>' + m.content|trim + m['content'].split('</think>')[-1].replace('a', 'b') }}"
@@ -197,6 +195,6 @@ def test_what_usual_templates_do_is_not_refused_however_long_the_conversation() 
     assert len(render(joined, long, eos_token="</s>")) > 1 << 21
 
 
-def test_a_text_of_a_client_is_never_a_template() -> None:
+def test_message_content_is_never_rendered_as_a_template() -> None:
     hostile = "{{ 1 + 1 }}{% for i in range(9) %}x{% endfor %}{{ ''.__class__ }}{# #}"
     assert render("{{ messages[0].content }}", [{"role": "user", "content": hostile}]) == hostile

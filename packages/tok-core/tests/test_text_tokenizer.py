@@ -1,4 +1,4 @@
-"""The tokenizer's text is that of the `tokenizers` library, and the concatenation of its pieces."""
+"""The tokenizer's text equals that of the `tokenizers` library and the concatenation of its pieces."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def id_of(token: str, directory: Path) -> int:
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """As Llama 2: a space is U+2581, one is put in front; what the vocabulary lacks falls back to bytes."""
+    """Return a tokenizer like Llama 2's: spaces are U+2581, one is prepended; unknown characters become bytes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abé", "▁a", "▁▁", "ab"]
     encoder = tokenizers.Tokenizer(
         models.BPE(
@@ -73,7 +73,7 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As T5: Metaspace over a unigram vocabulary."""
+    """Return a tokenizer like T5's: Metaspace over a unigram vocabulary."""
     tokens = [("<unk>", 0.0), *((token, -2.0) for token in "▁abé"), ("▁a", -1.0), ("▁▁", -1.0)]
     encoder = tokenizers.Tokenizer(models.Unigram(tokens, unk_id=0, byte_fallback=False))
     encoder.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -178,7 +178,7 @@ def test_a_lone_surrogate_is_refused(byte_level: Path) -> None:
         ({}, {}, None, ()),
     ],
 )
-def test_roles_come_from_the_configuration_then_from_the_special_tokens_map(
+def test_bos_and_eos_come_from_tokenizer_config_then_special_tokens_map(
     tmp_path: Path, config: dict[str, object], special_map: object, bos: int | None, eos: tuple[int, ...]
 ) -> None:
     saved(sentencepiece_like(), tmp_path, config)
@@ -187,13 +187,13 @@ def test_roles_come_from_the_configuration_then_from_the_special_tokens_map(
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, eos)
 
 
-def test_a_token_with_a_role_is_special_even_if_it_was_not_added_as_such(tmp_path: Path) -> None:
+def test_eos_token_is_special_even_if_not_added_as_special(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved(sentencepiece_like(), tmp_path, {"eos_token": "ab"}))
     assert tokenizer.eos_ids[0] in tokenizer.special_ids
     assert tokenizer.decode(tokenizer.eos_ids) == ""
 
 
-def test_tokens_that_only_the_configuration_knows_are_added(tmp_path: Path) -> None:
+def test_tokens_only_in_added_tokens_decoder_are_added(tmp_path: Path) -> None:
     encoder = sentencepiece_like()
     size = encoder.get_vocab_size()
     entries = {
@@ -207,25 +207,25 @@ def test_tokens_that_only_the_configuration_knows_are_added(tmp_path: Path) -> N
     assert size + 1 not in tokenizer.special_ids
 
 
-def test_an_added_token_whose_id_cannot_be_had_is_refused(tmp_path: Path) -> None:
+def test_added_token_with_an_unavailable_id_is_rejected(tmp_path: Path) -> None:
     saved(sentencepiece_like(), tmp_path, {"added_tokens_decoder": {"9999": {"content": "<far>"}}})
     with pytest.raises(ModelError, match=r"'<far>' cannot be given id 9999"):
         Tokenizer.load(tmp_path)
 
 
-def test_an_end_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_eos_token_outside_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     saved(sentencepiece_like(), tmp_path, {"eos_token": "<nowhere>"})
     with pytest.raises(ModelError, match="eos_token '<nowhere>' is not in the vocabulary"):
         Tokenizer.load(tmp_path)
 
 
-def test_a_directory_without_tokenizer_json_says_so(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_json_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+def test_broken_tokenizer_file_is_named(tmp_path: Path, name: str) -> None:
     saved(sentencepiece_like(), tmp_path)
     (tmp_path / name).write_text('{"decoder": ')
     with pytest.raises(ModelError, match=f"{name} cannot be read"):
@@ -243,9 +243,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
         (decoders.Replace(tokenizers.Regex("a+"), " "), "Regex"),
     ],
 )
-def test_a_decoder_that_is_not_understood_is_named(
-    tmp_path: Path, decoder: decoders.Decoder | None, named: str
-) -> None:
+def test_unsupported_decoder_is_named(tmp_path: Path, decoder: decoders.Decoder | None, named: str) -> None:
     encoder = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     if decoder is not None:
         encoder.decoder = decoder
@@ -262,7 +260,7 @@ def test_an_added_token_outside_of_the_byte_alphabet_is_its_own_text(tmp_path: P
     assert tokenizer.decode([0, 1, 2, 3]) == encoder.decode([0, 1, 2, 3])
 
 
-def test_importing_the_text_side_loads_no_torch() -> None:
+def test_importing_tok_core_text_loads_no_torch() -> None:
     code = "import sys, tok_core.text, tok_core.manager.stops.stop_sets; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

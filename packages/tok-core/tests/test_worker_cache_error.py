@@ -1,4 +1,4 @@
-"""A cache of eight bits without scales is warned of at the start, with the error that it makes in this model."""
+"""The start warns of an FP8 KV cache without scales, with the error that it causes in the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if "without scales" in one.getMessage()]
 
 
-def test_the_start_warns_with_the_error_that_requests_will_see(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_warning_states_the_fp8_cache_error_of_requests(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = np.random.default_rng(0).integers(0, 512, MAX_TOKENS).tolist()
     found, top = list[list[float]](), list[list[int]]()
     with caplog.at_level(logging.WARNING):
@@ -51,6 +51,8 @@ def test_the_start_warns_with_the_error_that_requests_will_see(path: Path, caplo
     np.testing.assert_allclose([float(one) for one in numbers.groups()], [error.mean(), error.max(), other], rtol=0.06)
 
 
-def test_a_step_too_short_to_measure_is_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_warns_of_fp8_cache_with_too_few_tokens_to_measure(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), cpu_engine(path, kv_cache_dtype="fp8", max_step_tokens=1, max_running=1):
         assert len(warnings_of(caplog)) == 1

@@ -1,4 +1,4 @@
-"""Page tables of many slots that begin alike: told once, they are what they would be entry by entry."""
+"""Pages shared by many slots are sent once and give the page tables that single entries would give."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_pages_shared_come_in_order_and_entries_after_them(path: Path) -> None:
+def test_shared_pages_apply_in_order_before_single_entries(path: Path) -> None:
     cpu = torch.device("cpu")
     sizes = {"slots": SLOTS, "num_pages": 60, "page_size": 4, "pages_per_slot": PAGES}
     state = WorkerState(read_config(path), cpu, torch.float32, **sizes)
@@ -50,8 +50,8 @@ def test_pages_shared_come_in_order_and_entries_after_them(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_samples_that_share_a_prompt_go_on_like_one(path: Path, at_once: int) -> None:
-    """Few pages: some fork from the prompt's prefill, others start late."""
+def test_samples_that_share_a_prompt_match_transformers(path: Path, at_once: int) -> None:
+    """Pages are few: some samples fork from the prompt's prefill, others start late."""
     prompts = random_prompts((5, 64, 130))
     wanted = [list(tokens) for tokens, _ in reference_greedy(path, prompts, 40)]
     with cpu_engine(path, kv_cache_tokens=1024, max_model_len=256, max_running=16) as engine:

@@ -1,4 +1,4 @@
-"""What a step's groups become on their way to the kernels: where rows begin by themselves, and places left free."""
+"""Step tensors hold the prefix groups of a step, padded for its CUDA graph; page copies are simultaneous."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tok_core.worker.state import WorkerState
 CPU = torch.device("cpu")
 
 
-def test_a_row_begins_where_the_innermost_of_its_groups_ends() -> None:
+def test_own_start_of_a_row_is_the_end_of_its_innermost_group() -> None:
     step = dummy_step(decode=6, groups=2, prefix=96, levels=3)
     inner = step.levels[2]
     inner.count[1] = 2  # the last row is in the outer groups alone
@@ -27,7 +27,7 @@ def test_a_row_begins_where_the_innermost_of_its_groups_ends() -> None:
     assert step_tensors.own_start(dummy_step(decode=3)).tolist() == [0, 0, 0]
 
 
-def test_levels_become_cascade_levels_with_the_bounds_of_their_groups() -> None:
+def test_step_levels_become_cascade_levels_with_group_bounds() -> None:
     step = dummy_step(decode=7, groups=3, prefix=64, levels=2)
     put = {name: torch.from_numpy(array) for name, array in step_tensors.arrays(step).items()}
     outer, inner = step_tensors._cascade(step, put)
@@ -39,7 +39,7 @@ def test_levels_become_cascade_levels_with_the_bounds_of_their_groups() -> None:
     assert put["kv_start"].tolist() == [64] * 7
 
 
-def test_a_step_fills_the_places_that_its_graph_was_recorded_with() -> None:
+def test_step_arrays_are_padded_to_the_shapes_of_their_cuda_graph() -> None:
     recorded = _arrays(None, 16, 8, padding=99)
     for step in (dummy_step(decode=10, groups=3, prefix=32), dummy_step(decode=16, groups=8, prefix=32)):
         filled = _arrays(step, 16, 8, padding=99)
@@ -55,10 +55,10 @@ def test_a_step_fills_the_places_that_its_graph_was_recorded_with() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("together", [1, 3, 1000])
-def test_pages_are_copied_as_they_were_before_in_whatever_portions(
+def test_page_copies_read_the_old_contents_in_any_chunk_size(
     dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One is copied over by a third, and two change places."""
+    """Page 0 is copied and then overwritten by page 1; pages 2 and 3 change places."""
     config = read_config(make_model("llama", tmp_path / "tiny"))
     state = WorkerState(config, CPU, dtype, slots=1, num_pages=8, page_size=4, pages_per_slot=2)
     state.kv.view(torch.uint8).random_(0, 120)

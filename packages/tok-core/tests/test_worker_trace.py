@@ -1,4 +1,4 @@
-"""Tracer: exactly the steps asked for are in the file, and the file is whole once it is there."""
+"""The tracer records exactly the requested steps, and its file is complete once it exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 STEPS = {12: torch.relu, 13: torch.tanh, 14: torch.sigmoid, 15: torch.exp}
 
 
-def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
+def test_tracer_records_only_the_requested_steps(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     tracer = Tracer.of(EngineConfig(model="m", trace=str(file), trace_from=13, trace_steps=2), RankCoordinates(), CPU)
     assert tracer is not None
@@ -32,12 +32,13 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_without_a_file_nothing_is_traced() -> None:
+def test_tracer_is_absent_without_a_trace_file() -> None:
     assert Tracer.of(EngineConfig(model="m"), RankCoordinates(), CPU) is None
     assert trace_files(EngineConfig(model="m", tp=2)) == {}
 
 
-def test_each_worker_has_a_file_of_its_own_and_the_one_that_returns_tokens_has_the_one_asked_for() -> None:
+def test_each_worker_has_its_own_trace_file() -> None:
+    """Rank 0 of the last stage, which returns tokens, writes to the configured path itself."""
     files = trace_files(EngineConfig(model="m", tp=2, pp=2, trace="a/steps.json"))
     assert list(files) == list(all_coordinates(2, 2))
     assert [str(file) for file in files.values()] == [
@@ -58,7 +59,7 @@ def test_a_worker_traces_into_its_own_file(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["steps.stage0.rank0.json"]
 
 
-def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_trace_file_is_an_error_at_startup(tmp_path: Path) -> None:
     config = EngineConfig(model="m", trace=str(tmp_path / "no" / "trace.json"))
     with pytest.raises(InvalidField, match=r"trace is '.*; allowed: a file in a directory that exists"):
         Tracer.of(config, RankCoordinates(), CPU)
@@ -73,6 +74,6 @@ def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) 
         ("trace_steps", 0, "integers from 1"),
     ],
 )
-def test_what_cannot_be_traced_is_named(field: str, value: object, allowed: str) -> None:
+def test_invalid_trace_settings_are_named(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidField, match=f"{field} is {value!r}; allowed: {allowed}"):
         EngineConfig(model="m", **{field: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Warm-up: whatever the sizes of an engine, its trial steps stay within the page tables and the model's positions.
+"""Warm-up steps stay within the page tables and the model's positions for every size of an engine.
 
 On a CPU a position outside of either is an error; a GPU would read past the table, or end the process.
 """
@@ -41,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(directory: Path, slots: int, positions: int, page_size: int, length: int) -> Runner:
-    """On the reference backend, with one page to stand on and page tables for `length` positions."""
+    """Return a runner on the reference backend with one page, and page tables for `length` positions."""
     path = directory / str(positions)
     if not path.exists():
         make_model("llama", path, max_positions=positions, layers=1)
@@ -54,7 +54,7 @@ def runner_of(directory: Path, slots: int, positions: int, page_size: int, lengt
 
 
 @pytest.mark.parametrize(("slots", "tokens", "positions", "page_size"), SIZES)
-def test_every_kind_of_step_fits_the_sizes_it_is_made_for(
+def test_every_warm_up_step_fits_the_engine_sizes(
     directory: Path, slots: int, tokens: int, positions: int, page_size: int
 ) -> None:
     runner = runner_of(directory, slots, positions, page_size, positions)
@@ -70,7 +70,7 @@ def test_every_kind_of_step_fits_the_sizes_it_is_made_for(
 
 
 @pytest.mark.parametrize(("slots", "tokens", "positions", "page_size"), SIZES)
-def test_what_is_measured_is_the_largest_step_that_sequences_can_fill(
+def test_measured_step_is_the_largest_that_sequences_can_fill(
     directory: Path, slots: int, tokens: int, positions: int, page_size: int
 ) -> None:
     runner = runner_of(directory, slots, positions, page_size, measured_len(positions, slots, tokens))
@@ -78,19 +78,19 @@ def test_what_is_measured_is_the_largest_step_that_sequences_can_fill(
     assert len(step.prefill_token) == min(tokens, slots * positions)
     assert step.prefill_count.max() <= positions
     assert len(run_dummy_step(runner, step).token) == min(slots, tokens)
-    # Steps tried later do not stand behind what earlier ones have left.
+    # Later trial steps do not continue sequences that earlier ones left.
     assert graph_rows(runner) in sizes(slots)
     assert int(runner.state.columns.length.max()) == 1
 
 
-def test_memory_is_kept_for_page_tables_and_for_what_graphs_hold(directory: Path) -> None:
+def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path) -> None:
     state = runner_of(directory, 3, 24, 16, 17).state
     assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
     # With prefix groups and without; up to 512 rows for short contexts and for long ones.
     assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
 
 
-def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
+def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._draw
@@ -108,7 +108,7 @@ def test_whatever_rows_ask_of_a_whole_vocabulary_is_drawn_at_once(
 
 
 @pytest.mark.parametrize("place", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)
-def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
+def test_gemm_warm_up_runs_each_row_count_once_in_a_pipeline(
     directory: Path, monkeypatch: pytest.MonkeyPatch, place: RankCoordinates
 ) -> None:
     path = make_model("llama", directory / f"stage {place.stage} of {place.stages}")
@@ -130,7 +130,7 @@ def test_in_a_pipeline_products_of_each_number_of_rows_are_computed_once(
     assert list(seen.values()) == [[*range(1, 101)] * several] * 3
 
 
-def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
+def test_warm_up_covers_the_gemm_row_counts_of_all_possible_steps(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -142,7 +142,7 @@ def test_the_warm_up_computes_the_products_of_all_steps_that_there_can_be(
 
 
 @given(st.integers(1, 9000), st.sampled_from([16, 64]))
-def test_numbers_of_rows_are_all_or_close_to_each_other_with_odd_ones_between(most: int, step: int) -> None:
+def test_gemm_warm_up_row_counts_leave_no_large_gaps(most: int, step: int) -> None:
     found = numbers(most, step)
     assert found[:1024] == [*range(1, min(most, 1024) + 1)]
     assert found[-1] == most

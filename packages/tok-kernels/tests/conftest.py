@@ -1,4 +1,4 @@
-"""The tests of this package run on the CPU, and again on a CUDA device where there is one."""
+"""Run the tests of this package on the CPU, and again on a CUDA device if there is one."""
 
 from __future__ import annotations
 

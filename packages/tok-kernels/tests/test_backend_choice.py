@@ -1,4 +1,4 @@
-"""Which backend computes: what is asked for, what the device allows, and phases of different origin in one step."""
+"""Tests of the choice of a backend, and of composed backends that mix kernels of several origins in one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(8, 2, 64, 16, 2, torch.float32, torch.float32)
 
 
-def test_a_cpu_has_the_reference_backend_and_measures_nothing() -> None:
+def test_auto_backend_on_a_cpu_is_the_reference() -> None:
     backend = choose(CPU, "auto", SHAPE)
     assert backend.name == "reference"
     assert backend.needs_host_lengths == frozenset()
@@ -31,7 +31,7 @@ def test_a_cpu_has_the_reference_backend_and_measures_nothing() -> None:
 
 @pytest.mark.parametrize("requested", ["triton", "flashinfer"])
 @pytest.mark.parametrize("shape", [None, SHAPE])
-def test_what_a_cpu_cannot_run_is_refused_by_name(requested: str, shape: AttentionShape | None) -> None:
+def test_gpu_backends_are_refused_by_name_on_a_cpu(requested: str, shape: AttentionShape | None) -> None:
     assert requested in BACKENDS
     with pytest.raises(ValueError, match=f"backend is '{requested}'; allowed on cpu here: reference"):
         choose(CPU, requested, shape)
@@ -41,7 +41,7 @@ def test_what_a_cpu_cannot_run_is_refused_by_name(requested: str, shape: Attenti
 @pytest.mark.parametrize(
     ("field", "value", "allowed"), [("head_dim", 512, "at most 256"), ("page_size", 24, "powers of two")]
 )
-def test_a_shape_that_triton_does_not_compute_is_refused_before_anything_is_measured(
+def test_shapes_that_triton_lacks_are_refused_before_calibration(
     requested: str, field: str, value: int, allowed: str, tmp_path: Path
 ) -> None:
     shape = replace(SHAPE, **{field: value})  # type: ignore[arg-type]
@@ -51,13 +51,13 @@ def test_a_shape_that_triton_does_not_compute_is_refused_before_anything_is_meas
 
 
 @pytest.mark.gpu
-def test_flashinfer_wants_to_know_the_shape() -> None:
+def test_flashinfer_backend_requires_a_shape() -> None:
     with pytest.raises(ValueError, match="shape is None; allowed with backend 'flashinfer'"):
         choose(torch.device("cuda"), "flashinfer")
 
 
 def spy(phase: str, calls: list[str]) -> PhaseKernel:
-    """Writes the rows of its phase as the reference does."""
+    """Return a kernel that records its phase and writes the rows of it as the reference does."""
 
     def kernel(q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out: Tensor) -> None:
         calls.append(phase)
@@ -91,7 +91,7 @@ def test_each_phase_of_a_step_is_computed_by_its_own_kernel(
 
 
 @pytest.mark.parametrize(("window", "cached"), [(7, torch.float32), (None, torch.bfloat16)])
-def test_windows_and_caches_of_another_dtype_are_left_to_triton(
+def test_sliding_windows_and_other_cache_dtypes_fall_back_to_triton(
     window: int | None, cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, calls = build(Shape(4, 2, 2, 16, ((2, ((0, (3, 18)),)),), ((5, 3),), seed=1), CPU), list[str]()
@@ -108,7 +108,7 @@ def test_windows_and_caches_of_another_dtype_are_left_to_triton(
     assert calls == ["triton"]
 
 
-def test_only_what_decodes_without_a_plan_can_be_captured() -> None:
+def test_only_backends_that_decode_without_a_plan_are_capturable() -> None:
     assert ComposedBackend("mixed", {}, frozenset()).capturable
     for phase in PHASES:
         backend = ComposedBackend("mixed", {}, frozenset({phase}))

@@ -1,4 +1,4 @@
-"""Calibration with times that the test sets: what is chosen, what is kept on disk, what is left out and why."""
+"""Tests of calibration with fake times: choices, the cache on disk, and reasons for left-out candidates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def everywhere(name: str, kernel: PhaseKernel = plain, planned: bool = False) ->
 
 @dataclass
 class Clock:
-    """Times by candidate and phase, device and host and plan; runs the work once."""
+    """A timer that runs the work once and returns set device, host and plan times by candidate and phase."""
 
     times: dict[str, tuple[float, float, float]]
     asked: list[str] = field(default_factory=list)
@@ -71,26 +71,28 @@ def run(directory: Path, clock: Clock, among: list[Candidate] = BOTH, **options:
     return calibrate(SHAPE, CPU, among, directory=directory, timer=clock, steps=STEPS, launches=(), **options)
 
 
-def test_the_fastest_of_each_phase_is_chosen_and_all_times_are_told(tmp_path: Path) -> None:
+def test_calibration_chooses_the_fastest_per_phase_and_reports_all_times(tmp_path: Path) -> None:
     choice = run(tmp_path, Clock(CLOCK))
     assert choice.fastest == {"prefill": "b", "decode": "a", "cascade": "a"}
     assert len(choice.measured) == 2 * len(STEPS)
     costs = {(one.candidate, one.step): one.cost_ms for one in choice.measured}
-    # What a CUDA graph holds costs the host nothing, and prompts' products hide what it does.
+    # Kernels in a CUDA graph cost the host nothing, and the GEMMs of a prefill hide the host's work.
     assert costs["a", "3 × 6"] == 1.0
     assert costs["a", "1 × 9"] == 1.0
     assert costs["b", "4 × 3, 2 groups × 9"] == 2.0
 
 
 @pytest.mark.parametrize(("plan_ms", "fastest"), [(0.0, "b"), (4.0, "b"), (6.0, "a")])
-def test_planning_counts_where_the_layers_do_not_cover_it(plan_ms: float, fastest: str, tmp_path: Path) -> None:
+def test_calibration_counts_planning_time_that_the_layers_do_not_hide(
+    plan_ms: float, fastest: str, tmp_path: Path
+) -> None:
     times = {"a": (1.0, 0.1, 0.0), "b": (0.5, 0.2, plan_ms)}  # 10 layers
     choice = run(tmp_path, Clock(times))
     assert choice.fastest == {"prefill": "b", "decode": fastest, "cascade": fastest}
 
 
 @pytest.mark.parametrize(("device_ms", "fastest"), [(0.96, "a"), (0.94, "b")])
-def test_another_than_the_first_is_chosen_only_where_it_is_worth_it(
+def test_calibration_leaves_the_first_candidate_only_for_a_clear_gain(
     device_ms: float, fastest: str, tmp_path: Path
 ) -> None:
     times = {"a": (1.0, 0.1, 0.0), "b": (device_ms, 0.1, 0.0)}
@@ -98,14 +100,14 @@ def test_another_than_the_first_is_chosen_only_where_it_is_worth_it(
 
 
 @pytest.mark.parametrize(("device_ms", "fastest"), [(0.55, "b"), (0.45, "a")])
-def test_a_decode_that_no_graph_holds_costs_the_launches_of_its_layer(
+def test_decode_outside_cuda_graphs_costs_the_launches_of_its_layer(
     device_ms: float, fastest: str, tmp_path: Path
 ) -> None:
     times = {"a": (device_ms, 9.0, 0.0), "b": (0.4, 0.2, 0.0)}
     assert run(tmp_path, Clock(times)).fastest["decode"] == fastest
 
 
-def test_steps_count_alike_whatever_their_size(tmp_path: Path) -> None:
+def test_calibration_weighs_steps_equally_whatever_their_size(tmp_path: Path) -> None:
     times = {
         "a, prefill 1 ×": (100.0, 0.0, 0.0),
         "a": (1.0, 0.0, 0.0),
@@ -115,11 +117,11 @@ def test_steps_count_alike_whatever_their_size(tmp_path: Path) -> None:
     assert run(tmp_path, Clock(times)).fastest["prefill"] == "a"
 
 
-def test_of_equals_the_first_is_taken(tmp_path: Path) -> None:
+def test_calibration_takes_the_first_of_equal_candidates(tmp_path: Path) -> None:
     assert set(run(tmp_path, Clock({"a": (1.0, 0.1, 0.0), "b": (1.0, 0.1, 0.0)})).fastest.values()) == {"a"}
 
 
-def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+def test_a_cached_calibration_is_not_measured_again(tmp_path: Path) -> None:
     assert known(SHAPE, CPU, BOTH, tmp_path) is None
     first = run(tmp_path, Clock(CLOCK))
     later = Clock({})
@@ -130,7 +132,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     assert set(run(tmp_path, Clock({})).fastest.values()) == {"a"}
 
 
-def test_another_shape_and_other_candidates_are_measured_for_themselves(tmp_path: Path) -> None:
+def test_another_shape_or_candidate_list_is_calibrated_separately(tmp_path: Path) -> None:
     run(tmp_path, Clock(CLOCK))
     assert known(replace(SHAPE, layers=11), CPU, BOTH, tmp_path) is None
     assert known(SHAPE, CPU, BOTH[:3], tmp_path) is None
@@ -164,7 +166,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_that_is_not_this_calibration_is_measured_and_replaced(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_or_outdated_calibration_file_is_replaced(damage: str, tmp_path: Path) -> None:
     first = run(tmp_path, Clock(CLOCK))
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -175,7 +177,7 @@ def test_a_file_that_is_not_this_calibration_is_measured_and_replaced(damage: st
     assert file.read_bytes() == whole
 
 
-def test_writers_at_the_same_time_leave_a_whole_file_and_nothing_else(tmp_path: Path) -> None:
+def test_concurrent_calibration_writes_leave_one_whole_file(tmp_path: Path) -> None:
     choice, key = run(tmp_path / "one", Clock(CLOCK)), store.key_of(SHAPE, CPU, BOTH)
     there = tmp_path / "many"
     store.write(there, key, choice)
@@ -189,7 +191,7 @@ def test_writers_at_the_same_time_leave_a_whole_file_and_nothing_else(tmp_path: 
     assert len(list(there.iterdir())) == 1
 
 
-def test_a_directory_that_cannot_be_written_is_told_and_measured_nonetheless(
+def test_an_unwritable_cache_directory_is_logged_and_still_calibrates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -197,7 +199,7 @@ def test_a_directory_that_cannot_be_written_is_told_and_measured_nonetheless(
     assert "the calibration is not kept" in caplog.text
 
 
-def test_candidates_that_cannot_be_built_or_compute_something_else_are_left_out_with_the_reason(
+def test_broken_and_wrong_candidates_are_left_out_with_the_reason(
     tmp_path: Path,
 ) -> None:
     odd = [*everywhere("a"), *everywhere("b", wrong), Candidate("decode", "c", True, missing)]
@@ -208,13 +210,15 @@ def test_candidates_that_cannot_be_built_or_compute_something_else_are_left_out_
     assert known(SHAPE, CPU, odd, tmp_path) == choice
 
 
-def test_a_phase_that_nobody_computes_is_an_error_with_the_reasons(tmp_path: Path) -> None:
+def test_a_phase_without_a_working_kernel_is_an_error_with_reasons(tmp_path: Path) -> None:
     among = [*everywhere("a")[:1], Candidate("decode", "c", True, missing)]
     with pytest.raises(ValueError, match=r"no kernel computes decode here \(decode c: RuntimeError: nvcc was not"):
         run(tmp_path, Clock(CLOCK), among)
 
 
-def test_choices_are_kept_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calibrations_are_kept_in_the_cache_directory_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "tok" / "kernels"
     run_here = calibrate(SHAPE, CPU, BOTH, timer=Clock(CLOCK), steps=STEPS, launches=())
@@ -236,7 +240,7 @@ def by_launch(work: TimedWork) -> Timing:
     return Timing(1.0 / warps, 0.0, 0.0)
 
 
-def test_launches_are_searched_kept_and_used_from_then_on(tmp_path: Path) -> None:
+def test_tuned_launches_are_stored_and_used_from_then_on(tmp_path: Path) -> None:
     search = Search(KERNEL, LAUNCHES, STEPS[2:3])
     of_table = config.decode_launch(16, 2, torch.float32, torch.float32)
     try:
@@ -250,7 +254,7 @@ def test_launches_are_searched_kept_and_used_from_then_on(tmp_path: Path) -> Non
         config.remove_override(KERNEL)
 
 
-def test_a_search_in_which_nothing_works_is_an_error(tmp_path: Path) -> None:
+def test_a_launch_search_without_a_working_launch_is_an_error(tmp_path: Path) -> None:
     search = Search(KERNEL, LAUNCHES[2:], STEPS[2:3])
     with pytest.raises(ValueError, match="no launch of Triton's decode kernel works on this device"):
         calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=by_launch, steps=STEPS, launches=(search,))
@@ -259,7 +263,7 @@ def test_a_search_in_which_nothing_works_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_alternatives_begin_with_the_launch_of_the_table_and_are_distinct(size: int, dtype: torch.dtype) -> None:
+def test_launch_alternatives_begin_with_the_table_entry_and_are_distinct(size: int, dtype: torch.dtype) -> None:
     for name, of_table in (
         ("decode", replace(config.decode_launch(size, 1, dtype, dtype), rows=16)),
         ("tile", config.tile_launch(size, dtype)),
@@ -269,7 +273,7 @@ def test_alternatives_begin_with_the_launch_of_the_table_and_are_distinct(size: 
         assert 3 < len(found) == len(set(found)) < 8
 
 
-def test_a_cpu_searches_no_launches_and_has_only_tritons_candidates() -> None:
+def test_calibration_on_a_cpu_has_only_triton_and_no_launch_search() -> None:
     assert searches(SHAPE, CPU) == []
     found, left_out = candidates(SHAPE, CPU)
     phases: list[Phase] = [one.phase for one in found]
@@ -280,7 +284,7 @@ def test_a_cpu_searches_no_launches_and_has_only_tritons_candidates() -> None:
 
 
 @pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "page_size", "layers"])
-def test_a_shape_is_checked_by_name(field: str) -> None:
+def test_an_attention_shape_is_validated_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0; allowed: integers from 1"):
         replace(SHAPE, **{field: 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"heads is 4; allowed: multiples of kv_heads \(3\)"):

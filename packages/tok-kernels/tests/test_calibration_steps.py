@@ -1,4 +1,4 @@
-"""The steps that kernels are measured on are what their names say; the floors count what must be moved and done."""
+"""Tests of the steps that kernels are measured on, and of their floors in bytes moved and operations computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problem_of(step: AttentionStep) -> AttentionProblem:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_problem_holds_the_lengths_of_its_step_on_host_and_device(name: str) -> None:
+def test_an_attention_problem_has_equal_lengths_on_host_and_device(name: str) -> None:
     step = STEPS[name]
     batch, host = problem_of(step).batch, problem_of(step).batch.host
     assert host is not None
@@ -54,36 +54,36 @@ def test_a_problem_holds_the_lengths_of_its_step_on_host_and_device(name: str) -
     assert step.phase == ("prefill" if not step.rows else "cascade" if step.groups else "decode")
 
 
-def test_rows_of_a_group_share_their_first_pages_and_no_others() -> None:
+def test_rows_of_a_group_share_only_their_prefix_pages() -> None:
     batch = problem_of(STEPS["6 × 3, 2 groups × 9"]).batch
     table = batch.page_table[batch.slots.long()]
-    assert table.shape == (6, 3)  # 9 + 3 positions in pages of 4, of which 2 are shared
+    assert table.shape == (6, 3)  # 9 + 3 positions in pages of 4; 2 of the pages are shared
     assert batch.kv_start.tolist() == [8] * 6
     assert torch.equal(table[:3, :2], table[:1, :2].expand(3, 2))
     assert torch.equal(table[3:, :2], table[3:4, :2].expand(3, 2))
     assert len(set(table.flatten().tolist())) == 2 * 2 + 6
 
 
-def test_a_cascade_step_equals_the_same_step_read_flat() -> None:
+def test_a_cascade_step_equals_the_same_step_without_groups() -> None:
     problem = problem_of(STEPS["6 × 3, 2 groups × 9"])
     flat = replace(problem.batch, kv_start=torch.zeros_like(problem.batch.kv_start), levels=())
     ours, theirs = (attention(problem.q, problem.cache, one, problem.scale) for one in (problem.batch, flat))
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_pool_too_small_for_all_pages_gives_some_to_several_sequences() -> None:
+def test_an_undersized_page_pool_lets_sequences_share_pages() -> None:
     page = 2 * SHAPE.page_size * SHAPE.kv_heads * SHAPE.head_dim * 4
     problem = new_problem(AttentionStep(rows=50, own=8), SHAPE, CPU, 10 * page)
     assert problem.cache.k.shape[0] == 10
     assert int(problem.batch.page_table.max()) < 10
 
 
-def test_groups_of_unequal_size_are_refused_by_name() -> None:
+def test_an_attention_step_of_unequal_groups_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"rows is 7; allowed: multiples of groups \(2\)"):
         problem_of(AttentionStep(rows=7, own=1, groups=2, prefix=4))
 
 
-def test_the_floor_of_attention_counts_each_pair_and_reads_shared_keys_once() -> None:
+def test_attention_floor_counts_every_qk_pair_and_reads_shared_keys_once() -> None:
     for step in STEPS.values():
         problem = problem_of(step)
         moved, operations = attention_floor(problem, SHAPE)
@@ -98,7 +98,7 @@ def test_the_floor_of_attention_counts_each_pair_and_reads_shared_keys_once() ->
         assert moved == int(keys) * 2 * 2 * 16 * 4 + 2 * problem.q.nbytes
 
 
-def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
+def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
     found = list(cases(choose(CPU), MODEL, CPU, tokens=8, attention=tuple(STEPS.values())))
     for case in found:
         case.run()
@@ -119,14 +119,12 @@ def test_every_kernel_is_measured_beside_what_it_must_move() -> None:
     assert by_name["copy of pages"].size == "2 pages"
 
 
-def test_the_products_of_a_layer_are_as_large_as_the_model_says() -> None:
+def test_layer_gemms_have_the_shapes_of_the_model() -> None:
     assert layer_gemms(MODEL) == ((48, (4 + 2 * 2) * 16), (4 * 16, 48), (48, 2 * 80), (80, 48))
 
 
 @pytest.mark.parametrize("distinct", [1, 1 << 30], ids=["one layer's weights for all", "each layer's own"])
-def test_the_products_of_a_forward_are_those_of_all_layers_and_of_the_head(
-    distinct: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_gemms_cover_all_layers_and_the_lm_head(distinct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tok_kernels.measure.gemms.DISTINCT_BYTES", distinct)
     case = forward_gemms(MODEL, CPU, rows=6)
     with FlopCounterMode(display=False) as counter:
@@ -136,18 +134,18 @@ def test_the_products_of_a_forward_are_those_of_all_layers_and_of_the_head(
     assert case.moved == parameters * 4
 
 
-def test_a_forward_says_how_many_tokens_a_second_it_allows() -> None:
+def test_kernel_time_converts_to_tokens_per_second() -> None:
     assert KernelTime("k", "s", 4.0, 1.0, tokens=8).tokens_per_second == 2000.0
 
 
-def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
+def test_machine_floor_is_the_longer_of_memory_and_compute_time() -> None:
     machine = Machine(bandwidth=1000.0, rate=500.0)
     assert machine.floor_ms(10, 1) == 10.0
     assert machine.floor_ms(10, 50) == 100.0
     assert KernelTime("k", "s", 4.0, 1.0).share == 0.25
 
 
-def test_a_layer_costs_the_longer_of_device_and_host() -> None:
+def test_a_layer_costs_the_longer_of_device_and_host_time() -> None:
     timing = Timing(device_ms=1.0, host_ms=0.5, plan_ms=8.0)
     assert timing.per_layer(4, hidden=False) == 2.5
     assert timing.per_layer(32, hidden=False) == 1.0
@@ -155,7 +153,7 @@ def test_a_layer_costs_the_longer_of_device_and_host() -> None:
     assert timing.per_layer(4, hidden=False, others_ms=2.0) == 4.5
 
 
-def test_kernels_are_measured_on_a_cuda_device_alone() -> None:
+def test_measure_kernels_refuses_devices_other_than_cuda() -> None:
     with pytest.raises(ValueError, match="device is cpu; allowed: cuda"):
         measure_kernels(choose(CPU), MODEL, CPU)
 
@@ -165,14 +163,14 @@ def test_no_kernel_is_faster_than_its_floor() -> None:
     llama_1b = ModelShape(AttentionShape(32, 8, 64, 16, 16, torch.bfloat16, torch.bfloat16), 2048, 8192, 128256)
     gpu = torch.device("cuda")
     found = list(measure_kernels(choose(gpu), llama_1b, gpu)[1])
-    # Small tensors stay in the GPU's own cache, which is faster than its memory.
+    # Small tensors stay in the GPU's L2 cache, which is faster than its memory.
     large = [one for one in found if one.floor_ms > 0.1]
     assert len(large) > 6
     assert [one for one in large if not 0 < one.share < 1.1] == []
 
 
 @pytest.mark.gpu
-def test_a_timer_tells_the_device_from_the_host() -> None:
+def test_cuda_timer_separates_device_host_and_plan_time() -> None:
     x = torch.randn(1 << 26, device="cuda")
     planned: list[Tensor] = []
 

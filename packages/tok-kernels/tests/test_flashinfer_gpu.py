@@ -1,4 +1,4 @@
-"""FlashInfer's adapters on a GPU: every candidate of a shape against the reference, also where steps are queued."""
+"""GPU tests of FlashInfer's adapters against the reference, also while earlier steps are queued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_kernels.calibration import Candidate, candidates
 from tok_kernels.measure.steps import AttentionStep, new_problem
 
 CUDA = torch.device("cuda")
-TOLERANCE = 1e-2  # of 16-bit results, some of them merged from 16-bit parts
+TOLERANCE = 1e-2  # relative; results are 16-bit, and some are merged from 16-bit partials
 RUNS: Runs = ((3, ((0, (1, 2, 15, 17)), (1, (33,)))), (0, ((0, (40, 3)),)), (2, ((1, (5, 20)), (2, (30, 46)))))
 
 pytestmark = [
@@ -43,7 +43,7 @@ def of_flashinfer(shape: AttentionShape) -> list[Candidate]:
 
 
 def hosted(batch: AttentionBatch) -> AttentionBatch:
-    """The batch with its lengths on the host."""
+    """Return the batch with its lengths on the host."""
 
     def array(values: Tensor) -> np.ndarray:
         return values.cpu().numpy().astype(np.int32)
@@ -57,7 +57,7 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
-def test_every_phase_equals_the_reference_in_a_cache_of_nan_where_nothing_was_written(shape: AttentionShape) -> None:
+def test_flashinfer_phases_over_a_nan_filled_cache_match_the_reference(shape: AttentionShape) -> None:
     case = build(Shape(16, 8, 4, shape.head_dim, RUNS, ((40, 0), (3, 90), (300, 17)), 3), CUDA, torch.bfloat16)
     flat = replace(case.batch, kv_start=torch.zeros_like(case.batch.kv_start), levels=())
     expected = reference(case.q.float(), case.cache, case.batch, case.scale)
@@ -67,13 +67,13 @@ def test_every_phase_equals_the_reference_in_a_cache_of_nan_where_nothing_was_wr
     for one in of_flashinfer(shape):
         rows = slice(decode, None) if one.phase == "prefill" else slice(decode)
         batch, kernel = hosted(flat if one.phase == "decode" else case.batch), one.make()
-        for q in (case.q, fused[:, :32]):  # the second call runs what the first has planned
+        for q in (case.q, fused[:, :32]):  # the second call reuses the plan of the first
             out = torch.full_like(case.q, torch.nan)
             kernel(q, case.cache, batch, case.scale, out)
             assert error(out[rows], expected[rows]) < TOLERANCE, one
 
 
-def test_steps_planned_while_earlier_ones_are_queued_keep_their_plans(shape: AttentionShape) -> None:
+def test_flashinfer_plans_survive_while_earlier_steps_are_queued(shape: AttentionShape) -> None:
     for one in of_flashinfer(shape):
         groups = 0 if one.phase == "decode" else 4
         steps = [
@@ -92,7 +92,7 @@ def test_steps_planned_while_earlier_ones_are_queued_keep_their_plans(shape: Att
             assert error(problem.out, expected) < TOLERANCE, one
 
 
-def test_without_lengths_on_the_host_a_step_is_refused(shape: AttentionShape) -> None:
+def test_flashinfer_prefill_without_host_lengths_is_refused(shape: AttentionShape) -> None:
     problem = new_problem(AttentionStep(chunks=((8, 0),)), shape, CUDA, 1 << 24)
     with pytest.raises(ValueError, match="host is None; allowed where FlashInfer prefills: HostLengths"):
         Adapters(shape, CUDA).prefill("fa2")(
@@ -100,9 +100,7 @@ def test_without_lengths_on_the_host_a_step_is_refused(shape: AttentionShape) ->
         )
 
 
-def test_a_composed_backend_computes_mixed_steps_and_is_known_the_second_time(
-    shape: AttentionShape, tmp_path: Path
-) -> None:
+def test_a_composed_backend_runs_mixed_steps_and_reuses_calibrations(shape: AttentionShape, tmp_path: Path) -> None:
     case = build(Shape(16, 8, 4, shape.head_dim, RUNS, ((40, 0), (3, 90)), 5), CUDA, torch.bfloat16)
     expected = reference(case.q.float(), case.cache, case.batch, case.scale)
     for requested in ("auto", "flashinfer"):
@@ -116,7 +114,7 @@ def test_a_composed_backend_computes_mixed_steps_and_is_known_the_second_time(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_shape_that_flashinfer_has_no_kernels_for_is_refused_by_name(tmp_path: Path) -> None:
+def test_flashinfer_refuses_unsupported_shapes_by_name(tmp_path: Path) -> None:
     odd = AttentionShape(8, 2, 96, 16, 1, torch.bfloat16, torch.bfloat16)
     with pytest.raises(ValueError, match="head_dim is 96; FlashInfer's kernels allow 64, 128, 256"):
         choose(CUDA, "flashinfer", odd, tmp_path)

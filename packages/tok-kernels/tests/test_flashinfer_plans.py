@@ -1,4 +1,4 @@
-"""What FlashInfer is planned with: page lists, and cascade levels as items, against loops over what they stand for."""
+"""Tests of FlashInfer's plan inputs, page lists and cascade levels as items, against plain loops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_item_that_ends_before_it_starts_has_no_pages() -> None:
     assert lists.length.tolist() == [0, 5]
 
 
-def test_a_start_within_a_page_is_refused_by_name() -> None:
+def test_a_kv_start_within_a_page_is_refused_by_name() -> None:
     table = torch.zeros((1, 8), dtype=torch.int32)
     with pytest.raises(ValueError, match=r"kv_start is 6; allowed: multiples of the page size \(4\)"):
         page_lists(table, torch.zeros(2, dtype=torch.int32), ints([4, 6]), ints([9, 9]), PAGE)
@@ -60,10 +60,10 @@ groups = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0,
 
 
 @given(groups=groups, after=st.integers(0, 3), order=st.randoms(use_true_random=False))
-def test_items_cover_all_rows_and_give_each_the_keys_of_its_group(
+def test_level_items_cover_all_rows_with_the_keys_of_their_groups(
     groups: list[tuple[int, int, int]], after: int, order: st.DataObject
 ) -> None:
-    wanted: list[tuple[int, int]] = []  # the range of each row
+    wanted: list[tuple[int, int]] = []  # the key range of each row
     columns: list[tuple[int, int, int, int]] = []
     for gap, count, pages in groups:
         wanted += [(0, 0)] * gap
@@ -84,5 +84,5 @@ def test_items_cover_all_rows_and_give_each_the_keys_of_its_group(
         assert end == start == 0 or (level.kv_start[group], level.kv_end[group]) == (start, end)
 
 
-def test_a_cpu_has_no_flashinfer() -> None:
+def test_flashinfer_is_unusable_on_a_cpu() -> None:
     assert unusable(SHAPE, torch.device("cpu")) == "FlashInfer does not run on cpu"

@@ -1,4 +1,4 @@
-"""Paged and cascade attention against a loop in float64."""
+"""Tests of the reference's paged and cascade attention against a float64 loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compare(case: Case, expected: tuple[np.ndarray, np.ndarray], rtol: float = 0
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes)
-def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.device) -> None:
+def test_attention_of_any_mixed_step_equals_a_float64_loop(shape: Shape, device: torch.device) -> None:
     case = build(shape, device)
     expected = oracle(case)
     compare(case, expected)
@@ -52,7 +52,7 @@ def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.d
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, window=st.integers(1, 100), budget=st.sampled_from([100, 1 << 20]))
-def test_a_window_hides_what_lies_before_it_from_each_query(
+def test_a_sliding_window_hides_earlier_keys_from_each_query(
     shape: Shape, window: int, budget: int, device: torch.device
 ) -> None:
     case = without_unseen(build(shape, device), window)
@@ -68,7 +68,7 @@ def test_a_window_hides_what_lies_before_it_from_each_query(
 
 @settings(max_examples=15, deadline=None)
 @given(shape=shapes)
-def test_bfloat16_differs_from_the_loop_only_by_the_rounding_of_the_result(shape: Shape, device: torch.device) -> None:
+def test_bfloat16_attention_rounds_only_its_result(shape: Shape, device: torch.device) -> None:
     check(build(shape, device, torch.bfloat16), rtol=2.0**-8)
 
 
@@ -85,17 +85,19 @@ LARGE = Shape(
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 64])
 @pytest.mark.parametrize("head_dim", [16, 256])
-def test_decode_batches_of_every_size_and_head_dim(batch: int, head_dim: int, device: torch.device) -> None:
+def test_attention_of_decode_batches_of_every_size_and_head_dim(
+    batch: int, head_dim: int, device: torch.device
+) -> None:
     run = ((0, ((0, tuple(1 + 7 * i % 50 for i in range(batch))),)),)
     check(build(replace(LARGE, runs=run, prefill=(), head_dim=head_dim), device))
 
 
-def test_float16_is_computed_in_float32(device: torch.device) -> None:
+def test_float16_attention_is_computed_in_float32(device: torch.device) -> None:
     check(build(LARGE, device, torch.float16), rtol=2.0**-11)
 
 
 @pytest.mark.parametrize("budget", [1000, 10_000, 100_000])
-def test_cutting_a_step_into_smaller_pieces_changes_nothing(
+def test_attention_computed_in_smaller_pieces_is_unchanged(
     budget: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "_CPU_BUDGET", budget)
@@ -103,8 +105,8 @@ def test_cutting_a_step_into_smaller_pieces_changes_nothing(
     check(build(LARGE, device))
 
 
-def test_host_bounds_may_be_loose(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on a device whose lengths the host does not read.
+def test_attention_is_exact_with_loose_host_bounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a GPU the host does not read lengths, and uses the bounds as they are.
     monkeypatch.setattr(pieces, "_tight", lambda _name, _lengths, bound: bound)
     case = build(LARGE, device)
     levels = tuple(replace(level, max_rows=level.max_rows + 3, max_kv=level.max_kv * 2) for level in case.batch.levels)
@@ -112,7 +114,7 @@ def test_host_bounds_may_be_loose(device: torch.device, monkeypatch: pytest.Monk
     check(replace(case, batch=batch))
 
 
-def test_host_bounds_that_are_too_low_are_refused_by_name() -> None:
+def test_attention_refuses_too_low_host_bounds_by_name() -> None:
     case = build(LARGE, torch.device("cpu"))
     for field, batch in (
         ("max_q", replace(case.batch, max_q=2)),
@@ -122,27 +124,27 @@ def test_host_bounds_that_are_too_low_are_refused_by_name() -> None:
             attention_with_lse(case.q, case.cache, batch, case.scale)
 
 
-def test_a_suffix_without_keys_leaves_the_prefix_alone(device: torch.device) -> None:
+def test_a_row_with_an_empty_suffix_attends_to_its_prefix_alone(device: torch.device) -> None:
     case = build(replace(LARGE, runs=((2, ((0, (16,)),)),), prefill=()), device)
     zero, kv_len = torch.zeros_like(case.batch.kv_len), case.batch.kv_len
     level = CascadeLevel(zero, zero + 1, case.batch.slots, zero, kv_len, max_rows=1, max_kv=48)
     check(replace(case, batch=replace(case.batch, kv_start=kv_len, levels=(level,))))
 
 
-def test_a_window_bounds_the_keys_that_are_gathered() -> None:
+def test_a_sliding_window_bounds_the_gathered_keys() -> None:
     run = ((40, ((0, (9, 20)),)),)
     case = build(replace(LARGE, runs=run, prefill=((10, 700),)), torch.device("cpu"))
     sizes = (len(case.q), 4, 128)
     own = list(pieces.sequence_pieces(case.batch, *sizes, window=50))
     (level,) = pieces.cascade_pieces(case.batch.levels[0], case.batch, *sizes, window=50)
-    # The longer of two decode rows has its own 20 keys, ten queries have 50 and the nine after the first's.
+    # The longer decode row has 20 keys of its own. Ten prefill queries see the window of the first and 9 more keys.
     assert [piece.width for piece in own] == [20, 59]
     assert level.width == 41  # of 640: the shorter row's window begins at 649 − 50
     (outside,) = pieces.cascade_pieces(case.batch.levels[0], case.batch, *sizes, window=5)
     assert outside.width == 1
 
 
-def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_other(device: torch.device) -> None:
+def test_an_ended_row_of_a_group_attends_to_the_shared_prefix_only(device: torch.device) -> None:
     case = build(replace(LARGE, runs=((0, ((3, (1, 9, 40)),)),), prefill=()), device)
     out, lse = oracle(case)
     shared = torch.full_like(case.batch.kv_len, 48)
@@ -153,7 +155,7 @@ def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64, 512, 1024])
-def test_pages_of_every_power_of_two(page_size: int, device: torch.device) -> None:
+def test_attention_over_pages_of_every_power_of_two(page_size: int, device: torch.device) -> None:
     runs = ((min(1, 32 // page_size), ((0, (3, page_size + 1)),)),)
     shape = replace(
         LARGE, page_size=page_size, kv_heads=1, head_dim=16, runs=runs, prefill=((5, max(page_size - 2, 0)),)
@@ -183,36 +185,36 @@ def test_tokens_without_keys_get_zeros_even_from_a_cache_of_nan(device: torch.de
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_nan_among_the_keys_that_a_query_sees_stays_nan_and_disturbs_no_other_sequence(device: torch.device) -> None:
+def test_a_nan_key_makes_only_the_rows_that_attend_to_it_nan(device: torch.device) -> None:
     case = build(LARGE, device)
     expected = oracle(case)
-    # The first two rows share pages, and each has a token of its own; the last chunk's NaN is its last key.
+    # One NaN key belongs to row 1 alone, although rows 0 and 1 share pages; the other is the last chunk's last key.
     spoil(case, (1, int(case.batch.kv_len[1]) - 1), (-1, int(case.batch.kv_len[-1]) - 1))
     rows = [1, len(case.q) - 1]
     for each in (case, flat(case)):
         out, lse = attention_with_lse(each.q, each.cache, each.batch, each.scale)
         assert out[rows].isnan().all()
         assert lse[rows].isnan().all()
-        chunk = int(case.batch.q_start[-2])  # a chunk's other queries may be spoilt: they are the same request's
+        chunk = int(case.batch.q_start[-2])  # NaN may spread to other queries of the chunk, of the same request
         rest = [row for row in range(chunk) if row != 1]
         np.testing.assert_allclose(out[rest].double().cpu().numpy(), expected[0][rest], atol=1e-5)
 
 
-def test_a_step_without_tokens_yields_no_rows() -> None:
+def test_attention_of_zero_tokens_returns_no_rows() -> None:
     case = build(LARGE, torch.device("cpu"))
     empty = torch.empty(0, dtype=torch.int32)
     batch = AttentionBatch(case.batch.page_table, empty, empty.new_zeros(1), empty, empty, 0, 0, 0)
     assert choose(torch.device("cpu")).attention(case.q[:0], case.cache, batch, 1.0).shape == (0, 4, 64)
 
 
-def test_large_scores_do_not_overflow(device: torch.device) -> None:
+def test_large_attention_scores_do_not_overflow(device: torch.device) -> None:
     case = build(LARGE, device)
     check(replace(case, q=case.q * 0.0 + 1.0, cache=LayerCache(case.cache.k.sign() * 50.0, case.cache.v)))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_step_on_a_cuda_device_never_waits_for_it() -> None:
+def test_reference_attention_never_synchronizes_with_the_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     case = build(LARGE, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Drawn tokens occur as often as the distribution says, for each way of shaping it, by a chi-square test."""
+"""Chi-square tests of sampled token frequencies, for temperature, filters, bias and penalties."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(
     bias: LogitBias | None = None,
     filters: Filters | None = None,
 ) -> None:
-    """20 000 rows of the same logits, apart by position only, against `probability` `[V]`."""
+    """Sample 20 000 rows that differ in position only, and check their frequencies against `probability`, `[V]`."""
     count = torch.arange(ROWS, device=device)
     fixed = torch.full_like(count, 1234)
     heat = torch.full((ROWS,), temperature, device=device)
@@ -38,7 +38,7 @@ def check(
     found = choose(device).sample(logits, batch).token.bincount(minlength=VOCABULARY).cpu().numpy()
     assert found[probability == 0].sum() == 0
     expected = probability * ROWS
-    rare = (expected < 5) & (probability > 0)  # joined, for the test to hold
+    rare = (expected < 5) & (probability > 0)  # merged into one bin, since a chi-square test needs 5 a bin
     bins = [np.append(x[expected >= 5], x[rare].sum()) for x in (found, expected)]
     used = bins[1] > 0
     if used.sum() > 1:
@@ -67,31 +67,31 @@ def nucleus(probability: np.ndarray, top_p: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_temperature(temperature: float, device: torch.device) -> None:
+def test_sampling_with_temperature_matches_its_distribution(temperature: float, device: torch.device) -> None:
     check(special.softmax(LOGITS / temperature), device, temperature)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 17, 63])
-def test_top_k(top_k: int, device: torch.device) -> None:
+def test_sampling_with_top_k_matches_its_distribution(top_k: int, device: torch.device) -> None:
     probability = special.softmax(LOGITS / 1.5)
     kept = np.sort(LOGITS)[-top_k] <= LOGITS
     check(only(probability, kept), device, 1.5, filters=same_filters(device, top_k=top_k))
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
-def test_top_p(top_p: float, device: torch.device) -> None:
+def test_sampling_with_top_p_matches_its_distribution(top_p: float, device: torch.device) -> None:
     probability = special.softmax(LOGITS / 1.5)
     check(only(probability, nucleus(probability, top_p)), device, 1.5, filters=same_filters(device, top_p=top_p))
 
 
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
-def test_min_p(min_p: float, device: torch.device) -> None:
+def test_sampling_with_min_p_matches_its_distribution(min_p: float, device: torch.device) -> None:
     probability = special.softmax(LOGITS / 0.8)
     kept = probability >= min_p * probability.max()
     check(only(probability, kept), device, 0.8, filters=same_filters(device, min_p=min_p))
 
 
-def test_all_filters_together(device: torch.device) -> None:
+def test_sampling_with_all_filters_matches_its_distribution(device: torch.device) -> None:
     probability = special.softmax(LOGITS / 2)
     probability = only(probability, np.sort(LOGITS)[-30] <= LOGITS)
     probability = only(probability, nucleus(probability, 0.8))
@@ -100,7 +100,7 @@ def test_all_filters_together(device: torch.device) -> None:
     check(probability, device, 2.0, filters=same_filters(device, top_k=30, top_p=0.8, min_p=0.2))
 
 
-def test_bias(device: torch.device) -> None:
+def test_sampling_with_logit_bias_matches_its_distribution(device: torch.device) -> None:
     token, value = [3, 50, 9], [2.5, -1.0, -math.inf]
     row = torch.arange(ROWS, device=device)
     bias = LogitBias(
@@ -116,7 +116,9 @@ def test_bias(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("presence", "frequency", "repetition"), [(1.2, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.5), (-0.5, 0.3, 0.8)]
 )
-def test_penalties(presence: float, frequency: float, repetition: float, device: torch.device) -> None:
+def test_sampling_with_penalties_matches_its_distribution(
+    presence: float, frequency: float, repetition: float, device: torch.device
+) -> None:
     in_prompt = np.arange(VOCABULARY) % 5 == 0
     generated = np.arange(VOCABULARY).repeat(SEEN)
     contexts = contexts_of([np.flatnonzero(in_prompt).tolist()], [generated.tolist()], device)

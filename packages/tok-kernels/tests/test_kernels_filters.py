@@ -1,4 +1,4 @@
-"""What filters keep, by their definitions; that what is drawn again has the filtered distribution; and masks."""
+"""Tests of the tokens that filters keep, of the distribution of resampled tokens, and of masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF = np.inf
 
 
 def filters_of(rows: int, top_k: int, top_p: float, min_p: float, device: torch.device) -> Filters:
-    """The same for all rows."""
+    """Return the same filters for all rows."""
     every = torch.arange(rows, device=device)
     return Filters(every, (every * 0 + top_k).int(), every * 0 + top_p, every * 0 + min_p)
 
@@ -31,7 +31,7 @@ def batch_of(rows: int, device: torch.device, filters: Filters | None = None) ->
 
 
 def kept_by_definition(logits: np.ndarray, heat: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Entry by entry, in order of rank: of equals the lower id first."""
+    """Return which tokens the filters keep, decided one by one in descending order, ties by lowest id."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     weight = np.exp((logits - logits.max()) / heat)
     left = [t for t in order if top_k == 0 or (logits > logits[t]).sum() < top_k]
@@ -54,7 +54,7 @@ def kept_by_definition(logits: np.ndarray, heat: float, top_k: int, top_p: float
     top_p=st.sampled_from([0.0, 0.303, 0.811, 1.0]),
     min_p=st.sampled_from([0.0, 0.0511, 0.403, 1.0]),
 )
-def test_what_is_kept_is_what_the_definitions_say(
+def test_filters_keep_the_tokens_of_their_definitions(
     seed: int, heat: float, distinct: int, top_k: int, top_p: float, min_p: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ def test_what_is_kept_is_what_the_definitions_say(
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (9, 0.7, 0.2)])
-def test_a_token_that_is_kept_stays_and_another_comes_from_what_is_kept_at_the_second_number(
+def test_only_filtered_out_tokens_are_resampled_from_the_kept_ones(
     top_k: int, top_p: float, min_p: float, device: torch.device
 ) -> None:
     rows, source = 20_000, np.random.default_rng(top_k)
@@ -79,8 +79,8 @@ def test_a_token_that_is_kept_stays_and_another_comes_from_what_is_kept_at_the_s
     stays = keeps[plain]
     assert 0.2 < stays.mean() < 0.95
     assert (token[stays] == plain[stays]).all()
-    # What came instead is as often each token as these are among what is kept: biased neither by the first number nor
-    # by which token was removed.
+    # Resampled tokens follow the filtered distribution, biased neither by the first uniform number nor by the token
+    # that was removed.
     expected = special.softmax(np.where(keeps, logits.astype(float), -INF))[keeps]
     first_half = plain < np.median(plain[~stays])
     for part in (~stays, ~stays & first_half, ~stays & ~first_half):
@@ -107,7 +107,7 @@ def test_filters_that_remove_nothing_change_nothing(device: torch.device) -> Non
 
 
 def masks_of(device: torch.device, allowed: np.ndarray, rows: list[int], which: list[int]) -> Masks:
-    """Of `allowed`, bool `[u, V]`."""
+    """Return the masks that allow `allowed`, bool `[u, V]`."""
     padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
     words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
     return Masks(*(torch.tensor(x, device=device) for x in (rows, which, words)))
@@ -115,7 +115,9 @@ def masks_of(device: torch.device, allowed: np.ndarray, rows: list[int], which: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [31, 32, 33, 8200])
-def test_masks_leave_their_rows_only_what_they_allow(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_masks_set_forbidden_tokens_of_their_rows_to_minus_infinity(
+    vocabulary: int, dtype: torch.dtype, device: torch.device
+) -> None:
     rng = np.random.default_rng(vocabulary)
     allowed = rng.random((4, vocabulary)) < np.array([[0.5], [1.0], [0.001], [0.0]])
     allowed[:, [3, vocabulary - 1]] = True
@@ -134,7 +136,7 @@ def test_masks_leave_their_rows_only_what_they_allow(vocabulary: int, dtype: tor
 
 
 class Whole:
-    """One rank's part of a vocabulary: all of it."""
+    """Shards of a single rank, which holds the whole vocabulary."""
 
     rank, ranks, first = 0, 1, 0
     exchange: Exchange | None = None
@@ -143,7 +145,7 @@ class Whole:
         return x.unsqueeze(0)
 
 
-def test_masks_of_a_part_of_the_vocabulary_are_refused() -> None:
+def test_masks_over_a_sharded_vocabulary_are_refused() -> None:
     device = torch.device("cpu")
     with pytest.raises(ValueError, match="masks is given; allowed: nothing where the vocabulary is cut"):
         replace(batch_of(1, device), masks=masks_of(device, np.ones((1, 5), bool), [0], [0]), shards=Whole())

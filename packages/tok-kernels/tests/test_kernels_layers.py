@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gated activation and cache writes against formulas and transformers' layers."""
+"""Tests of the reference's norms, RoPE, gated activation and KV-cache writes against formulas and transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rope_makes_scores_depend_on_distance_alone(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_keeps_dtype_and_leaves_its_inputs(dtype: torch.dtype, device: torch.device) -> None:
+def test_rope_keeps_the_dtype_and_does_not_modify_its_inputs(dtype: torch.dtype, device: torch.device) -> None:
     q, k = noise(3, 2, 16, dtype=dtype, device=device), noise(3, 1, 16, dtype=dtype, device=device)
     kept, position = q.clone(), torch.tensor([4, 0, 9], dtype=torch.int32, device=device)
     table = rope_table(16, 10, 10000.0).to(device)
@@ -84,9 +84,7 @@ def test_silu_and_mul_is_silu_of_the_first_half_times_the_second(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_stores_each_token_in_its_place_and_touches_nothing_else(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_write_kv_writes_only_the_given_cache_rows(dtype: torch.dtype, device: torch.device) -> None:
     all_layers = torch.full((2, 2, 5, 4, 3, 16), 7.0, dtype=dtype, device=device)
     cache = LayerCache(all_layers[1, 0], all_layers[1, 1])
     k, v = noise(3, 3, 16, device=device), noise(3, 3, 16, device=device) + 1
@@ -97,14 +95,14 @@ def test_write_kv_stores_each_token_in_its_place_and_touches_nothing_else(
     assert torch.equal(all_layers, expected)
 
 
-def test_write_kv_refuses_a_cache_whose_rows_do_not_lie_evenly(device: torch.device) -> None:
+def test_write_kv_refuses_a_cache_without_a_uniform_row_stride(device: torch.device) -> None:
     uneven = torch.zeros((5, 6, 3, 16), device=device)[:, :4]
     row, index = torch.zeros((1, 3, 16), device=device), torch.tensor([0], device=device)
     with pytest.raises(RuntimeError, match="view"):
         choose(device).write_kv(row, row, LayerCache(uneven, uneven), index)
 
 
-def test_a_cpu_has_the_reference_backend_and_no_other() -> None:
+def test_choose_on_a_cpu_allows_only_the_reference_backend() -> None:
     cpu = torch.device("cpu")
     assert BACKENDS == ("auto", "reference", "triton", "flashinfer")
     assert choose(cpu).name == choose(cpu, "reference").name == "reference"
@@ -115,7 +113,7 @@ def test_a_cpu_has_the_reference_backend_and_no_other() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_triton_unless_the_reference_is_asked_for() -> None:
+def test_choose_on_a_gpu_returns_triton_unless_reference_is_requested() -> None:
     gpu = torch.device("cuda")
     assert choose(gpu).name == choose(gpu, "triton").name == "triton"
     assert choose(gpu, "reference").name == "reference"

@@ -1,4 +1,4 @@
-"""Merging partial attention results by log-sum-exp."""
+"""Tests of `merge_states`, which merges partial attention results by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attend(score: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @settings(max_examples=50, deadline=None)
 @given(seed=seeds, keys=st.integers(2, 40), cut=st.floats(0, 1), spread=st.sampled_from([0.1, 1.0, 30.0]))
-def test_two_parts_of_the_keys_make_the_whole(
+def test_merge_states_of_two_key_ranges_equals_full_attention(
     seed: int, keys: int, cut: float, spread: float, device: torch.device
 ) -> None:
     source = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ def test_two_parts_of_the_keys_make_the_whole(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
-def test_the_order_of_merging_does_not_matter(seed: int, device: torch.device) -> None:
+def test_merge_states_is_associative(seed: int, device: torch.device) -> None:
     source = torch.Generator().manual_seed(seed)
     out = torch.randn((3, 7, 4), generator=source, dtype=torch.float64).to(device)
     lse = torch.randn((3, 7), generator=source, dtype=torch.float64).to(device) * 20
@@ -45,7 +45,7 @@ def test_the_order_of_merging_does_not_matter(seed: int, device: torch.device) -
 
 
 @pytest.mark.parametrize("content", [0.0, 5.0, torch.nan, torch.inf])
-def test_an_empty_part_changes_nothing_whatever_it_holds(content: float, device: torch.device) -> None:
+def test_merge_states_ignores_the_contents_of_an_empty_state(content: float, device: torch.device) -> None:
     out, lse = noise(4, 8, device=device), noise(4, device=device)
     nothing = torch.full_like(out, content), torch.full_like(lse, -torch.inf)
     for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
@@ -53,14 +53,14 @@ def test_an_empty_part_changes_nothing_whatever_it_holds(content: float, device:
         torch.testing.assert_close(merged[1], lse)
 
 
-def test_two_empty_parts_are_an_empty_part(device: torch.device) -> None:
+def test_merge_states_of_two_empty_states_is_empty(device: torch.device) -> None:
     nothing = torch.full((4, 8), torch.nan, device=device), torch.full((4,), -torch.inf, device=device)
     out, lse = merge_states(*nothing, *nothing)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, nothing[1])
 
 
-def test_far_apart_log_sum_exps_do_not_overflow(device: torch.device) -> None:
+def test_merge_states_of_far_apart_lse_does_not_overflow(device: torch.device) -> None:
     one, lse = torch.ones((2, 4), device=device), torch.tensor([1e4, -1e4], device=device)
     out, merged = merge_states(one, lse, 3 * one, -lse)
     torch.testing.assert_close(out, torch.stack((one[0], 3 * one[0])))

@@ -1,4 +1,4 @@
-"""The counter-based generator against published vectors, and the uniform numbers made from it."""
+"""Tests of the Philox generator against published vectors, and of the uniform numbers made from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scipy import stats
 
 from tok_kernels.sampling.reference.philox import philox4x32, uniform, uniforms
 
-# The known-answer vectors that Random123 publishes for philox4x32-10: counter, key, result.
+# Random123's known-answer vectors for philox4x32-10: counter, key, result.
 VECTORS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -21,15 +21,15 @@ def words(column: int, device: torch.device) -> list[torch.Tensor]:
     return list(torch.tensor(rows, device=device).unbind(-1))
 
 
-def test_the_published_vectors_come_out_all_at_once(device: torch.device) -> None:
+def test_philox4x32_equals_the_random123_known_answer_vectors(device: torch.device) -> None:
     c0, c1, c2, c3 = words(0, device)
     k0, k1 = words(1, device)
     result = philox4x32((c0, c1, c2, c3), (k0, k1))
     assert [word.tolist() for word in result] == [word.tolist() for word in words(2, device)]
 
 
-def test_a_uniform_number_is_made_of_53_bits_of_two_words_and_the_second_of_the_other_two(device: torch.device) -> None:
-    # The seed is -1: all 64 bits set; sample and position as in 32 bits.
+def test_uniforms_are_made_of_53_bits_of_two_philox_words_each(device: torch.device) -> None:
+    # Seed -1 has all 64 bits set; sample and position fit in 32 bits.
     seed, sample, position = (torch.tensor([x], device=device) for x in (-1, 5, 9))
     zero, ones = torch.zeros_like(seed), torch.full_like(seed, 0xFFFFFFFF)
     first, second, third, fourth = philox4x32((sample, position, zero, zero), (ones, ones))
@@ -40,7 +40,7 @@ def test_a_uniform_number_is_made_of_53_bits_of_two_words_and_the_second_of_the_
 
 
 @pytest.mark.parametrize("varied", ["seed", "high seed", "sample", "position"])
-def test_numbers_are_uniform_and_unrelated_along_each_part_of_the_key(varied: str, device: torch.device) -> None:
+def test_philox_numbers_are_uniform_and_uncorrelated_per_key_part(varied: str, device: torch.device) -> None:
     count = torch.arange(20_000, device=device)
     fixed = torch.full_like(count, 42)
     seed, sample, position = fixed, fixed, fixed
@@ -60,14 +60,14 @@ def test_numbers_are_uniform_and_unrelated_along_each_part_of_the_key(varied: st
     assert stats.pearsonr(u[:-1], u[1:]).pvalue > 1e-4
 
 
-def test_the_two_numbers_of_a_row_are_unrelated(device: torch.device) -> None:
+def test_the_two_uniforms_of_a_row_are_uncorrelated(device: torch.device) -> None:
     count = torch.arange(20_000, device=device)
     first, second = (x.cpu().numpy() for x in uniforms(count * 0 + 42, count * 0, count))
     assert stats.kstest(second, "uniform").pvalue > 1e-4
     assert stats.pearsonr(first, second).pvalue > 1e-4
 
 
-def test_each_part_of_the_key_has_its_own_stream(device: torch.device) -> None:
+def test_philox_streams_of_different_key_parts_are_uncorrelated(device: torch.device) -> None:
     count = torch.arange(1, 20_001, device=device)
     fixed = torch.zeros_like(count)
     streams = [

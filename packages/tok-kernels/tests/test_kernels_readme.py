@@ -1,4 +1,4 @@
-"""What the README promises is so."""
+"""Tests that the README's example runs and that its tables and lists are complete."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_the_table_in_the_readme_names_every_operation() -> None:
     assert set(named) == operations | {"merge_states"}
 
 
-def test_the_readme_tells_what_every_backend_is() -> None:
+def test_the_readme_describes_every_backend() -> None:
     assert set(re.findall(r"^- `(\w+)`", README.read_text(encoding="utf-8"), re.M)) == set(tok_kernels.BACKENDS)
 
 
-def test_the_public_names_are_these() -> None:
+def test_tok_kernels_exports_exactly_its_public_names() -> None:
     assert set(tok_kernels.__all__) == {
         "BACKENDS",
         "AttentionBatch",

@@ -1,4 +1,4 @@
-"""The table of rotary angles against transformers' own, and its refusals."""
+"""Tests of RoPE tables and rows against transformers, and of refused arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = LongRopeScaling(
 
 
 def theirs(head_dim: int, base: float, scaling: RopeScaling, max_positions: int) -> LlamaRotaryEmbedding:
-    """transformers' module of the same settings, as fresh as before its first forward pass."""
+    """Return a new transformers module with the same settings."""
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": base}
     match scaling:
         case Llama3Scaling(factor, low, high, original):
@@ -76,7 +76,7 @@ def theirs(head_dim: int, base: float, scaling: RopeScaling, max_positions: int)
 
 
 def angles(module: LlamaRotaryEmbedding, position: torch.Tensor) -> torch.Tensor:
-    """The rows that transformers makes of these positions in one forward pass."""
+    """Return the rows that transformers computes for these positions in one forward pass."""
     cos, sin = module(torch.zeros(1), position[None])
     half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
@@ -93,11 +93,11 @@ def angles(module: LlamaRotaryEmbedding, position: torch.Tensor) -> torch.Tensor
         YarnScaling(4.0, 1024, 1.1386294361119891),
         YarnScaling(40.0, 64, 1.0, 16.0, 2.0),
         YarnScaling(8.0, 4096, 0.5, 32.0, 1.0, truncate=False),
-        YarnScaling(2.0, 4, 1.0),  # no column turns often enough: all are stretched
+        YarnScaling(2.0, 4, 1.0),  # no column rotates often enough: all are stretched
     ],
 )
 @pytest.mark.parametrize(("head_dim", "base"), [(16, 10000.0), (64, 500000.0), (128, 1e6)])
-def test_the_table_equals_that_of_transformers(head_dim: int, base: float, scaling: RopeScaling) -> None:
+def test_rope_table_equals_that_of_transformers(head_dim: int, base: float, scaling: RopeScaling) -> None:
     table = rope_table(head_dim, 5000, base, scaling)
     assert table.shape == (5000, head_dim)
     assert table.dtype == torch.float32
@@ -107,7 +107,7 @@ def test_the_table_equals_that_of_transformers(head_dim: int, base: float, scali
 
 
 @pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 64), DynamicScaling(1.0, 64), LONG])
-def test_rows_of_a_growing_length_equal_those_of_a_transformers_that_grows_with_them(scaling: RopeScaling) -> None:
+def test_dynamic_rope_table_equals_transformers_at_growing_lengths(scaling: RopeScaling) -> None:
     table, module = rope_table(16, 300, 10000.0, scaling), theirs(16, 10000.0, scaling, 256)
     grown = torch.cat([angles(module, torch.tensor([position])) for position in range(300)])
     torch.testing.assert_close(table, grown, rtol=0, atol=2e-5)  # the base is a power in float32, off by an ulp
@@ -116,14 +116,14 @@ def test_rows_of_a_growing_length_equal_those_of_a_transformers_that_grows_with_
 
 @pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 64), LONG])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_rows_of_one_pass_equal_those_of_transformers(length: int, scaling: RopeScaling) -> None:
+def test_rope_rows_of_one_forward_pass_equal_those_of_transformers(length: int, scaling: RopeScaling) -> None:
     position = torch.arange(length)
     rows = rope_rows(16, 10000.0, scaling, position, torch.full((length,), length))
     expected = angles(theirs(16, 10000.0, scaling, 256), position)
     torch.testing.assert_close(rows, expected, rtol=0, atol=2e-5)
 
 
-def test_position_zero_does_not_turn() -> None:
+def test_rope_at_position_zero_is_the_identity() -> None:
     assert rope_table(8, 1, 10000.0).tolist() == [[1.0] * 4 + [0.0] * 4]
 
 
@@ -145,7 +145,7 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
         ((8, 10, float("nan")), "base is nan"),
     ],
 )
-def test_a_bad_argument_is_refused_by_name(arguments: tuple[int, int, float], message: str) -> None:
+def test_rope_table_refuses_bad_arguments_by_name(arguments: tuple[int, int, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rope_table(*arguments)
 
@@ -176,6 +176,6 @@ def test_bad_llama3_scaling_is_refused_by_name(values: tuple[float, float, float
         (lambda: rope_table(2, 10, 1e4, DynamicScaling(2.0, 8)), "head_dim is 2; dynamic scaling needs at least 4"),
     ],
 )
-def test_bad_scaling_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+def test_bad_rope_scaling_is_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Which token a row gets, and with which log-probability: everything about sampling but the frequencies."""
+"""Tests of the reference sampler: tokens, log-probabilities, penalties and filters, but not token frequencies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch_of(
     filters: Filters | None = None,
     top_logprobs: int = 0,
 ) -> SamplingBatch:
-    """Rows apart from each other by position only."""
+    """Return a batch whose rows differ in position only."""
     count = torch.arange(rows, device=device)
     return SamplingBatch(
         temperature=torch.full((rows,), temperature, device=device),
@@ -61,15 +61,13 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
 
 @pytest.mark.parametrize("all_greedy", [False, True])
-def test_temperature_zero_takes_the_largest_logit_and_the_lowest_id_among_equals(
-    all_greedy: bool, device: torch.device
-) -> None:
+def test_temperature_zero_takes_the_largest_logit_with_the_lowest_id(all_greedy: bool, device: torch.device) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [-INF, -3.0, -INF, -3.0], [2.0, 2.0, 2.0, 2.0]], device=device)
     batch = replace(batch_of(3, device, 0.0), all_greedy=all_greedy)
     assert draw(logits, batch).token.tolist() == [1, 1, 0]
 
 
-def test_greedy_and_drawn_rows_share_a_batch(device: torch.device) -> None:
+def test_greedy_and_sampled_rows_share_a_batch(device: torch.device) -> None:
     logits = logits_of(64, 500, device)
     greedy = torch.arange(64, device=device) % 2 == 0
     batch = batch_of(64, device)
@@ -84,7 +82,7 @@ def test_a_tiny_temperature_acts_as_greedy(temperature: float, device: torch.dev
     assert torch.equal(draw(logits, batch_of(32, device, temperature)).token, logits.argmax(-1))
 
 
-def test_a_huge_temperature_draws_every_possible_token(device: torch.device) -> None:
+def test_a_huge_temperature_samples_every_allowed_token(device: torch.device) -> None:
     logits = logits_of(4000, 20, device, spread=50.0)
     logits[:, 7] = -INF
     counts = draw(logits, batch_of(4000, device, 3e38)).token.bincount(minlength=20).tolist()
@@ -94,7 +92,7 @@ def test_a_huge_temperature_draws_every_possible_token(device: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_are_those_of_the_model_whatever_the_row_asks(
+def test_logprobs_ignore_temperature_bias_and_filters(
     dtype: torch.dtype, temperature: float, device: torch.device
 ) -> None:
     logits = logits_of(16, 1000, device).to(dtype)
@@ -115,7 +113,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_row_asks(
     torch.testing.assert_close(exact.gather(-1, result.top_token), exact.topk(5).values, rtol=0, atol=0)
 
 
-def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device: torch.device) -> None:
+def test_top_logprobs_are_sorted_with_ties_by_lowest_id(device: torch.device) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -INF]], device=device)
     result = draw(logits, batch_of(1, device, 0.0, top_logprobs=5))
     assert result.top_token.tolist() == [[1, 3, 2, 0, 4]]
@@ -123,7 +121,7 @@ def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device
     assert result.logprob.tolist() == result.top_logprob[:, 0].tolist()
 
 
-def test_only_rows_that_ask_get_top_logprobs(device: torch.device) -> None:
+def test_only_rows_that_request_top_logprobs_get_them(device: torch.device) -> None:
     logits = logits_of(9, 200, device)
     batch = batch_of(9, device, top_logprobs=3)
     every = draw(logits, batch)
@@ -139,7 +137,7 @@ def test_only_rows_that_ask_get_top_logprobs(device: torch.device) -> None:
         assert not some.top_logprob[others].any()
 
 
-def test_no_top_logprobs_are_empty_and_too_many_are_refused(device: torch.device) -> None:
+def test_zero_top_logprobs_are_empty_and_too_many_are_refused(device: torch.device) -> None:
     logits = logits_of(3, 10, device)
     result = draw(logits, batch_of(3, device))
     assert result.top_token.shape == result.top_logprob.shape == (3, 0)
@@ -159,7 +157,7 @@ def test_a_step_without_sampling_rows_yields_no_tokens(device: torch.device) -> 
     vocabulary=st.sampled_from([2, 127, 128, 129, 1000]),
     filtered=st.booleans(),
 )
-def test_a_row_gets_the_same_token_alone_and_in_any_batch(
+def test_sampled_tokens_do_not_depend_on_the_rest_of_the_batch(
     seed: int, rows: int, pick: int, vocabulary: int, filtered: bool, device: torch.device
 ) -> None:
     logits, row = logits_of(rows, vocabulary, device), torch.arange(rows, device=device)
@@ -182,7 +180,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(
     assert torch.equal(some(row.flip(0)), together.flip(0))
 
 
-def test_seed_sample_and_position_each_change_the_draw(device: torch.device) -> None:
+def test_seed_sample_and_position_each_change_the_sampled_token(device: torch.device) -> None:
     logits = torch.zeros((500, 1 << 13), device=device)
     batch = batch_of(500, device)
     base = draw(logits, batch).token
@@ -197,11 +195,11 @@ def test_seed_sample_and_position_each_change_the_draw(device: torch.device) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), vocabulary=st.integers(1, 700), zeros=st.floats(0, 0.99))
-def test_the_token_is_where_the_cumulative_sum_passes_the_uniform_number(
+def test_invert_cdf_returns_the_token_where_the_cdf_passes_u(
     seed: int, vocabulary: int, zeros: float, device: torch.device
 ) -> None:
     rng = np.random.default_rng(seed)
-    # Whole numbers have exact sums, so that the answer is known to the last bit.
+    # Sums of whole numbers are exact, so that the answer is known to the last bit.
     weight = rng.integers(1, 1000, (20, vocabulary)) * (rng.random((20, vocabulary)) >= zeros)
     weight[:, rng.integers(vocabulary)] += 1
     total, running = weight.sum(-1), weight.cumsum(-1)
@@ -214,7 +212,7 @@ def test_the_token_is_where_the_cumulative_sum_passes_the_uniform_number(
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("vocabulary", [3, 128, 5000])
-def test_a_token_of_probability_zero_is_never_drawn(u: float, vocabulary: int, device: torch.device) -> None:
+def test_invert_cdf_never_returns_a_token_of_probability_zero(u: float, vocabulary: int, device: torch.device) -> None:
     weight = logits_of(500, vocabulary, device).exp()
     weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.7] = 0.0
     weight[torch.arange(500), torch.arange(500) % vocabulary] = 1e-30
@@ -225,7 +223,7 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float, vocabulary: int, d
         assert torch.equal(token, ends.argmax(-1))
 
 
-def test_forbidden_tokens_are_never_drawn(device: torch.device) -> None:
+def test_tokens_at_minus_infinity_are_never_sampled(device: torch.device) -> None:
     logits = torch.full((3000, 400), -INF, device=device)
     logits[:, 130::60] = 0.0
     token = draw(logits, batch_of(3000, device)).token.tolist()
@@ -233,7 +231,9 @@ def test_forbidden_tokens_are_never_drawn(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_no_token_left_takes_its_largest_raw_logit(temperature: float, device: torch.device) -> None:
+def test_a_row_whose_bias_forbids_all_tokens_takes_the_largest_raw_logit(
+    temperature: float, device: torch.device
+) -> None:
     logits = logits_of(4, 300, device)
     everything = torch.arange(300, device=device)
     bias = LogitBias(torch.full_like(everything, 2), everything, torch.full((300,), -INF, device=device))
@@ -246,7 +246,7 @@ def test_a_row_with_no_token_left_takes_its_largest_raw_logit(temperature: float
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("content", [-INF, torch.nan, INF])
-def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
+def test_a_row_of_nan_or_infinity_still_yields_a_valid_token_id(
     content: float, temperature: float, device: torch.device
 ) -> None:
     logits = logits_of(3, 300, device)
@@ -261,13 +261,13 @@ def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
         assert result.logprob[1].item() == -INF
 
 
-def test_penalties_follow_their_formulas_on_the_rows_that_ask(device: torch.device) -> None:
+def test_penalties_follow_their_formulas_on_requesting_rows_only(device: torch.device) -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, -1.1, 0.0]], device=device).repeat(5, 1)
 
     def column(*values: float) -> Tensor:
         return torch.tensor(values, device=device)
 
-    # Rows 0, 2, 3 and 4 ask; row 1 does not.
+    # Rows 0, 2, 3 and 4 have penalties; row 1 has none.
     penalties = Penalties(
         rows=torch.tensor([4, 0, 2, 3], device=device),
         contexts=contexts_of([[0, 0]] * 4, [[1, 2, 1, 1]] * 4, device),
@@ -290,9 +290,7 @@ def test_penalties_follow_their_formulas_on_the_rows_that_ask(device: torch.devi
     assert greedy.token.tolist() == [0, 1, 0, 1, 1]
 
 
-def test_contexts_are_counted_in_portions_as_they_are_at_once(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_computed_in_portions_are_unchanged(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     source = np.random.default_rng(4)
     prompts, generated = ([source.integers(0, 30, n).tolist() for n in source.integers(0, 40, 7)] for _ in range(2))
     presence, frequency, repetition = torch.rand((3, 7), generator=torch.Generator().manual_seed(1)).to(device)
@@ -308,7 +306,7 @@ def test_contexts_are_counted_in_portions_as_they_are_at_once(
     assert not torch.equal(found[0], logits_of(7, 50, device))
 
 
-def test_biases_of_one_token_add_up(device: torch.device) -> None:
+def test_logit_biases_of_one_token_add_up(device: torch.device) -> None:
     index = torch.tensor([0, 0, 1], device=device)
     token, value = torch.tensor([2, 2, 2], device=device), torch.tensor([0.6, 0.6, 0.6], device=device)
     logits = torch.tensor([[0.0, 1.0, 0.0]], device=device).repeat(2, 1)
@@ -317,7 +315,7 @@ def test_biases_of_one_token_add_up(device: torch.device) -> None:
 
 
 def support(logits: list[float], device: torch.device, **asked: float) -> set[int]:
-    """The tokens that 3 000 draws of such a row find."""
+    """Return the set of tokens in 3 000 samples of a row with these filters."""
     row = torch.arange(3000, device=device)
     values = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0} | asked
     columns = {name: torch.full((3000,), value, device=device) for name, value in values.items()}
@@ -326,7 +324,7 @@ def support(logits: list[float], device: torch.device, **asked: float) -> set[in
     return set(draw(table, batch_of(3000, device, filters=filters)).token.tolist())
 
 
-def test_each_filter_keeps_what_its_definition_says(device: torch.device) -> None:
+def test_top_k_top_p_and_min_p_keep_the_tokens_of_their_definitions(device: torch.device) -> None:
     logits = torch.tensor([0.1, 0.4, 0.2, 0.2, 0.1]).log().tolist()
     assert support(logits, device) == {0, 1, 2, 3, 4}
     assert support(logits, device, top_k=1) == {1}
@@ -334,16 +332,16 @@ def test_each_filter_keeps_what_its_definition_says(device: torch.device) -> Non
     assert support(logits, device, top_k=100) == {0, 1, 2, 3, 4}
     assert support(logits, device, top_p=0.3) == {1}
     assert support(logits, device, top_p=0.0) == {1}
-    assert support(logits, device, top_p=0.5) == {1, 2}  # of equals the lower id
+    assert support(logits, device, top_p=0.5) == {1, 2}  # the lower id of two equal logits
     assert support(logits, device, top_p=0.7) == {1, 2, 3}
     assert support(logits, device, min_p=0.49) == {1, 2, 3}
     assert support(logits, device, min_p=0.51) == {1}
     assert support(logits, device, min_p=1.0) == {1}
-    assert support(logits, device, top_k=2, top_p=0.6) == {1, 2}  # of 0.5, 0.25 and 0.25
+    assert support(logits, device, top_k=2, top_p=0.6) == {1, 2}  # top-p over probabilities 0.5, 0.25 and 0.25
     assert support(logits, device, top_k=3, top_p=0.9, min_p=0.6) == {1}
 
 
-def test_over_equal_logits_the_token_is_the_uniform_number_scaled(device: torch.device) -> None:
+def test_sampling_from_equal_logits_scales_the_uniform_number(device: torch.device) -> None:
     batch = batch_of(200, device)
     u = uniform(batch.seed, batch.sample, batch.position)
     flat = torch.zeros((200, 1000), device=device)
@@ -352,7 +350,7 @@ def test_over_equal_logits_the_token_is_the_uniform_number_scaled(device: torch.
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_sampling_on_a_cuda_device_never_waits_for_it() -> None:
+def test_reference_sampling_never_synchronizes_with_the_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")

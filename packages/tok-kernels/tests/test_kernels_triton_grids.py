@@ -1,4 +1,4 @@
-"""How many programs are launched follows from host bounds, and from rows rather than groups where these are loose."""
+"""Tests of grid sizes of Triton attention, which follow from rows, not groups, where host bounds are loose."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ def groups(rows: int, number: int, max_rows: int, max_kv: int) -> varlen_attenti
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 8192])
 @pytest.mark.parametrize("number", [1, 8, 64, 256])
-def test_groups_that_may_hold_all_rows_are_launched_as_tiles_of_rows_and_not_of_rows_times_groups(
-    rows: int, number: int
-) -> None:
+def test_tile_count_grows_with_rows_and_not_with_rows_times_groups(rows: int, number: int) -> None:
     launched, _ = varlen_attention._tile_counts(operands(rows), groups(rows, number, rows, 1000))
     tile_rows = config.tile_launch(64, torch.bfloat16).rows
     needed = -(-rows * 4 // tile_rows)
     assert needed <= launched <= 2 * (needed + min(number, rows))
 
 
-def test_groups_of_known_size_are_given_their_tiles_without_a_search() -> None:
+def test_groups_of_known_size_get_their_tile_count_without_a_search() -> None:
     assert varlen_attention._tile_counts(operands(8192), groups(8192, 8, 1024, 704)) == (512, 64)
 
 
-def test_a_full_batch_with_shared_pages_is_chained_and_neither_cut_nor_joined() -> None:
+def test_a_full_batch_with_shared_pages_gets_no_split_kv() -> None:
     assert not varlen_attention.splits_pay(operands(8192), groups(8192, 256, 8192, 128 * 1024))
     assert plan_split_kv(8192, wanted=264, max_kv=128 * 1024) is None
 
 
 @pytest.mark.parametrize("rows", [1, 16, 132, 512])
 @pytest.mark.parametrize("max_kv", [128, 1024, 8192, 131072])
-def test_chunks_of_few_rows_are_as_many_as_keep_a_gpu_busy_and_one_more_a_row(rows: int, max_kv: int) -> None:
+def test_split_kv_plan_of_few_rows_fills_the_gpu_with_chunks(rows: int, max_kv: int) -> None:
     chunks = plan_split_kv(rows, wanted=264, max_kv=max_kv)
     if chunks is None:
         assert rows > 132
@@ -54,6 +52,6 @@ def test_chunks_of_few_rows_are_as_many_as_keep_a_gpu_busy_and_one_more_a_row(ro
     assert chunks.most * config.DECODE_SPLIT_KEYS < max_kv + config.DECODE_SPLIT_KEYS
 
 
-def test_rows_too_short_to_cut_are_not_cut() -> None:
+def test_split_kv_plan_does_not_split_short_rows() -> None:
     assert plan_split_kv(1, wanted=264, max_kv=config.DECODE_SPLIT_KEYS) is None
     assert no_split_kv(7).number == 7

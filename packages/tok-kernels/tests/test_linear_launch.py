@@ -1,4 +1,4 @@
-"""How products of one token are launched, for the sizes of real models and any others."""
+"""Tests of launch configurations of one-token linear layers, for the shapes of real models and any other."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, stream
         (64, 80, False, LinearLaunch(4, 128, 4)),
     ],
 )
-def test_sizes_of_models_get_the_launch_of_the_table(
+def test_linear_launch_of_known_model_shapes_comes_from_the_table(
     outputs: int, inputs: int, gated: bool, launch: LinearLaunch
 ) -> None:
     assert linear_launch(outputs, inputs, gated=gated) == launch
 
 
 @given(st.integers(1, 1 << 18), st.integers(1, 1 << 12).map(lambda eights: 8 * eights), st.booleans())
-def test_every_size_has_a_launch_of_powers_of_two(outputs: int, inputs: int, gated: bool) -> None:
+def test_linear_launch_of_any_shape_is_made_of_powers_of_two(outputs: int, inputs: int, gated: bool) -> None:
     launch = linear_launch(outputs, inputs, gated=gated)
     for number in (launch.rows, launch.block, launch.warps):
         assert number > 0
@@ -39,7 +39,7 @@ def test_every_size_has_a_launch_of_powers_of_two(outputs: int, inputs: int, gat
     assert launch.block < 2 * max(inputs, 64)
 
 
-def test_one_token_of_inputs_in_eights_is_streamed() -> None:
+def test_streaming_needs_one_token_and_inputs_in_multiples_of_eight() -> None:
     assert streams(1, 8)
     assert not streams(2, 8)
     assert not streams(0, 8)

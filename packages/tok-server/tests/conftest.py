@@ -1,4 +1,4 @@
-"""One tiny random model, and one server of it, for all tests of the package."""
+"""Fixtures: one tiny random model and one server of it, shared by all tests of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that cannot be made is one client's loss: it gets an error, nothing stays open, others are answered."""
+"""An exception while an answer is written fails that request alone: others are answered and nothing stays open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fault(Exception):
 
 
 def break_form(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """Let a form's method fail for requests of so many tokens."""
+    """Make method `name` of a form raise for requests of GUILTY_TOKENS tokens."""
     right = getattr(owner, name)
 
     def wrong(self: Any, *arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def ask(server: Server, form: type, *, max_tokens: int, stream: bool, **fields: 
 
 @pytest.mark.parametrize("form", [CompletionForm, ChatForm])
 @pytest.mark.parametrize(("name", "stream"), [("whole", False), ("events", True), ("last_chunk", True)])
-def test_an_answer_that_cannot_be_written_is_one_clients_loss(
+def test_exception_while_writing_an_answer_fails_only_that_request(
     server: Server, form: type, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_form(monkeypatch, form, name)
@@ -52,7 +52,7 @@ def test_an_answer_that_cannot_be_written_is_one_clients_loss(
         guilty = pool.submit(ask, server, form, max_tokens=GUILTY_TOKENS, stream=stream, **options).result()
         answers = [one.result() for one in others]
     if stream:
-        assert guilty.status == 200  # it had begun
+        assert guilty.status == 200  # the stream had begun
         assert '"code":"internal_error"' in guilty.events()[-1]
     else:
         assert (guilty.status, guilty.error()["code"]) == (500, "internal_error")
@@ -63,9 +63,7 @@ def test_an_answer_that_cannot_be_written_is_one_clients_loss(
     assert server.engine.stats()["restarts"] == 0
 
 
-def test_a_text_that_cannot_be_made_ends_its_stream_with_an_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detokenizer_exception_ends_the_stream_with_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Detokeniser, ids: list[int]) -> str:
         raise Fault("it has no text")
 

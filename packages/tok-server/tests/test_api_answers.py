@@ -1,4 +1,4 @@
-"""What answers hold: the same whole and streamed, choices in order, tokens counted once, valid JSON throughout."""
+"""Answers of completions and chats: equal whole and streamed, choices in order, tokens counted once, valid JSON."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.near import near
 from support.serving import Server
+from support.tolerance import near
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TEXT = "the quick brown fox"
@@ -24,7 +24,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
     return [item for one in lists for item in one]
 
 
-def test_a_streamed_completion_concatenates_to_the_whole_one(server: Server) -> None:
+def test_streamed_completion_concatenates_to_the_unstreamed_completion(server: Server) -> None:
     fields = {"prompt": TEXT, "max_tokens": 200, "logprobs": 1, "return_token_ids": True, **GREEDY}
     whole = choices(server.complete(**fields).json())[0]
     chunks = server.complete(**fields, stream=True).chunks()
@@ -33,14 +33,14 @@ def test_a_streamed_completion_concatenates_to_the_whole_one(server: Server) -> 
     assert joined(part["token_ids"] for part in parts) == whole["token_ids"]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert near(joined(part["logprobs"][name] for part in parts), whole["logprobs"][name])
-    assert len(parts) > 1  # it came while it ran, however late the loop was
+    assert len(parts) > 1  # chunks arrive while the request runs, however late the loop is
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_a_streamed_chat_concatenates_to_the_whole_one(server: Server) -> None:
+def test_streamed_chat_concatenates_to_the_unstreamed_chat(server: Server) -> None:
     fields = {"messages": USER, "max_tokens": 60, "return_token_ids": True, **GREEDY}
     whole = choices(server.chat(**fields).json())[0]
     chunks = server.chat(**fields, stream=True).chunks()
@@ -55,7 +55,7 @@ def test_a_streamed_chat_concatenates_to_the_whole_one(server: Server) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_usage_comes_last_and_alone_when_asked_for(server: Server) -> None:
+def test_include_usage_sends_usage_in_a_last_chunk_without_choices(server: Server) -> None:
     for call, prompt in ((server.complete, {"prompt": TEXT}), (server.chat, {"messages": USER})):
         fields = {**prompt, "max_tokens": 5, "n": 3, **GREEDY}
         whole = call(**fields).json()["usage"]
@@ -71,7 +71,7 @@ def test_usage_comes_last_and_alone_when_asked_for(server: Server) -> None:
         assert used["total_tokens"] == used["prompt_tokens"] + 15
 
 
-def test_prompt_tokens_are_counted_once_whatever_n_is(server: Server) -> None:
+def test_usage_counts_prompt_tokens_once_for_any_n(server: Server) -> None:
     prompt = list(range(40, 70))
     used = server.complete(prompt=prompt, n=4, max_tokens=3, ignore_eos=True).json()["usage"]
     assert isinstance(used, dict)
@@ -79,7 +79,7 @@ def test_prompt_tokens_are_counted_once_whatever_n_is(server: Server) -> None:
     assert used["completion_tokens"] == 12
 
 
-def test_cached_prompt_tokens_are_told(server: Server) -> None:
+def test_usage_reports_cached_prompt_tokens(server: Server) -> None:
     prompt = list(range(100, 200))
     fields = {"prompt": prompt, "max_tokens": 2, **GREEDY}
     server.complete(**fields)
@@ -90,7 +90,7 @@ def test_cached_prompt_tokens_are_told(server: Server) -> None:
 
 
 def test_choices_come_in_order_of_prompt_then_sample_not_of_finish(server: Server) -> None:
-    # Prompts end at different times: the stop ids are what greedy decoding of each draws, sooner or later.
+    # The stop ids are tokens that greedy decoding samples sooner or later, so that prompts end at different times.
     prompts = ["zebra", "apple", "moon", "river"]
     alone = [
         choices(server.complete(prompt=one, max_tokens=24, return_token_ids=True, **GREEDY).json())[0]
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_logprobs_of_a_completion_are_lists_beside_each_other(server: Server, top: int) -> None:
+def test_completion_logprobs_are_parallel_lists(server: Server, top: int) -> None:
     choice = choices(server.complete(prompt=TEXT, max_tokens=30, logprobs=top, **GREEDY).json())[0]
     found = choice["logprobs"]
     assert {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {30}
@@ -141,18 +141,18 @@ def test_logprobs_of_a_completion_are_lists_beside_each_other(server: Server, to
             assert choice["text"][offset:].startswith(token)
 
 
-def test_without_logprobs_there_are_none(server: Server) -> None:
+def test_logprobs_are_null_unless_requested(server: Server) -> None:
     assert choices(server.complete(prompt=TEXT, max_tokens=2).json())[0]["logprobs"] is None
     assert choices(server.chat(messages=USER, max_tokens=2).json())[0]["logprobs"] is None
 
 
-def test_logprobs_of_a_chat_have_text_and_bytes(server: Server) -> None:
+def test_chat_logprobs_have_token_text_and_bytes(server: Server) -> None:
     choice = choices(server.chat(messages=USER, max_tokens=30, logprobs=True, top_logprobs=2, **GREEDY).json())[0]
     found = choice["logprobs"]["content"]
     assert len(found) == 30
     for entry in found:
         assert len(entry["top_logprobs"]) == 2
-        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy draws the likeliest
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy sampling takes the most likely token
         try:
             assert bytes(entry["bytes"]).decode() == entry["token"]
         except UnicodeDecodeError:
@@ -169,7 +169,7 @@ def test_a_logit_bias_of_minus_100_forbids_a_token(server: Server) -> None:
     assert choices(answer.json())[0]["token_ids"] != [token]
 
 
-def test_a_stop_string_is_cut_off_whole_and_streamed(server: Server) -> None:
+def test_stop_string_is_cut_from_whole_and_streamed_text(server: Server) -> None:
     fields = {"prompt": TEXT, "max_tokens": 60, **GREEDY}
     text: str = choices(server.complete(**fields).json())[0]["text"]
     stop = re.findall("[ -~]{3}", text)[-1]
@@ -182,7 +182,7 @@ def test_a_stop_string_is_cut_off_whole_and_streamed(server: Server) -> None:
     assert "".join(choices(chunk)[0]["text"] for chunk in chunks) == expected
 
 
-def test_max_tokens_defaults_to_16_for_completions_and_to_the_context_for_chats(server: Server) -> None:
+def test_max_tokens_default_is_16_for_completions_and_context_for_chats(server: Server) -> None:
     used: dict[str, Any] = server.complete(prompt=TEXT, **GREEDY).json()["usage"]  # type: ignore[assignment]
     assert used["completion_tokens"] == 16
     used = server.chat(messages=USER, **GREEDY).json()["usage"]  # type: ignore[assignment]
@@ -198,14 +198,14 @@ def test_text_and_its_token_ids_are_the_same_prompt(server: Server) -> None:
     assert choices(by_text)[0]["text"] == choices(by_ids)[0]["text"]
 
 
-def test_content_in_parts_is_the_same_as_one_text(server: Server) -> None:
+def test_message_content_in_parts_equals_one_string(server: Server) -> None:
     parts = [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}]
     fields = {"max_tokens": 8, **GREEDY}
     whole = server.chat(messages=USER, **fields).json()
     assert choices(server.chat(messages=[{"role": "user", "content": parts}], **fields).json()) == choices(whole)
 
 
-def test_a_chat_is_the_completion_of_its_template(server: Server) -> None:
+def test_chat_equals_the_completion_of_its_rendered_template(server: Server) -> None:
     template, tokenizer = server.engine.chat_template, server.engine.tokenizer
     assert template is not None
     assert tokenizer is not None
@@ -219,14 +219,14 @@ def test_a_chat_is_the_completion_of_its_template(server: Server) -> None:
         assert answer["usage"]["prompt_tokens"] == len(ids)  # type: ignore[index]
 
 
-def test_sampling_extensions_take_effect(server: Server) -> None:
+def test_top_k_1_min_p_1_and_tiny_top_p_give_the_greedy_text(server: Server) -> None:
     greedy = choices(server.complete(prompt=TEXT, max_tokens=20, **GREEDY).json())[0]["text"]
     for fields in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
         found = choices(server.complete(prompt=TEXT, max_tokens=20, ignore_eos=True, **fields).json())[0]
         assert found["text"] == greedy, fields
 
 
-def test_the_model_is_listed_and_found_by_name(server: Server) -> None:
+def test_models_endpoint_lists_the_model_and_finds_it_by_name(server: Server) -> None:
     listed: dict[str, Any] = server.call("GET", "/v1/models").json()
     assert listed["object"] == "list"
     (model,) = listed["data"]

@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the field, and the next request is served as if nothing had been."""
+"""Bad input gets an error that names the field, and the next request is served normally."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def check_serves(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), COMPLETIONS, ids=lambda value: str(value)[:60])
-def test_a_completion_with_a_bad_field_is_refused_naming_it(
+def test_completion_with_a_bad_field_gets_400_naming_the_field(
     server: Server, fields: dict[str, object], param: str
 ) -> None:
     check_refused(server.complete(**{"prompt": "one", **fields}), param)
@@ -155,9 +155,7 @@ def test_a_completion_with_a_bad_field_is_refused_naming_it(
 
 
 @pytest.mark.parametrize(("fields", "param"), CHAT, ids=lambda value: str(value)[:60])
-def test_a_chat_completion_with_a_bad_field_is_refused_naming_it(
-    server: Server, fields: dict[str, object], param: str
-) -> None:
+def test_chat_with_a_bad_field_gets_400_naming_the_field(server: Server, fields: dict[str, object], param: str) -> None:
     check_refused(server.chat(**{"messages": USER, "max_completion_tokens": None, **fields}), param)
     check_serves(server)
 
@@ -187,11 +185,11 @@ def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, bod
 
 
 @pytest.mark.parametrize(("path", "param"), [("completions", "prompt"), ("chat/completions", "messages")])
-def test_a_missing_field_is_named(server: Server, path: str, param: str) -> None:
+def test_missing_required_field_gets_400_naming_the_field(server: Server, path: str, param: str) -> None:
     check_refused(server.call("POST", f"/v1/{path}", {"model": "tiny"}), param)
 
 
-def test_an_empty_prompt_is_served_only_where_the_tokenizer_begins_texts(server: Server) -> None:
+def test_empty_prompt_is_served_only_if_the_tokenizer_adds_a_bos_token(server: Server) -> None:
     tokenizer = server.engine.tokenizer
     assert tokenizer is not None
     answer = server.complete(prompt="", max_tokens=1)
@@ -203,19 +201,19 @@ def test_an_empty_prompt_is_served_only_where_the_tokenizer_begins_texts(server:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_another_content_type_is_refused(server: Server, kind: str) -> None:
+def test_content_type_other_than_json_is_refused(server: Server, kind: str) -> None:
     body = json.dumps({"prompt": "one"}).encode()
     check_refused(server.call("POST", "/v1/completions", body, {"Content-Type": kind}), "Content-Type")
 
 
-def test_a_body_that_is_too_large_is_refused(server: Server) -> None:
+def test_body_that_is_too_large_gets_413(server: Server) -> None:
     answer = server.complete(prompt="a" * (1 << 21))
     assert answer.status == 413
     assert answer.error()["code"] == "request_too_large"
     check_serves(server)
 
 
-def test_a_compressed_body_is_measured_unpacked(server: Server) -> None:
+def test_gzip_body_is_limited_by_its_decompressed_size(server: Server) -> None:
     packed = {"Content-Encoding": "gzip"}
     small = gzip.compress(b'{"prompt": "one", "max_tokens": 1}')
     assert server.call("POST", "/v1/completions", small, packed).status == 200
@@ -225,7 +223,7 @@ def test_a_compressed_body_is_measured_unpacked(server: Server) -> None:
     check_serves(server)
 
 
-def test_a_body_whose_client_goes_half_way_harms_nobody(server: Server) -> None:
+def test_client_disconnect_in_mid_body_does_not_affect_other_requests(server: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
     head += b"Content-Type: application/json\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
@@ -233,7 +231,7 @@ def test_a_body_whose_client_goes_half_way_harms_nobody(server: Server) -> None:
     check_serves(server)
 
 
-def test_another_model_is_not_found(server: Server) -> None:
+def test_unknown_model_name_gets_404(server: Server) -> None:
     for path, field in (
         ("completions", {"prompt": "one"}),
         ("chat/completions", {"messages": USER}),
@@ -247,7 +245,7 @@ def test_a_request_without_a_model_is_served(server: Server) -> None:
     assert server.call("POST", "/v1/completions", {"prompt": "one", "max_tokens": 1}).status == 200
 
 
-def test_urls_and_methods_that_are_not_there_are_told_in_the_same_shape(server: Server) -> None:
+def test_unknown_url_gets_404_and_wrong_method_405_in_openai_error_shape(server: Server) -> None:
     check_refused(server.call("GET", "/v1/nothing"), None, 404)
     answer = server.call("GET", "/v1/completions")
     check_refused(answer, None, 405)
@@ -255,7 +253,7 @@ def test_urls_and_methods_that_are_not_there_are_told_in_the_same_shape(server: 
     check_refused(server.call("POST", "/health", {}), None, 405)
 
 
-def test_values_that_ask_for_nothing_are_accepted(server: Server) -> None:
+def test_unsupported_fields_with_neutral_values_are_accepted(server: Server) -> None:
     answer = server.chat(
         messages=USER, max_tokens=1, tools=None, functions=[], tool_choice="none", response_format={"type": "text"},
         modalities=["text"], audio=None, prediction=None, store=False, service_tier="auto", user="u",
@@ -271,7 +269,9 @@ def test_values_that_ask_for_nothing_are_accepted(server: Server) -> None:
     assert "x-tok-ignored" not in answer.headers
 
 
-def test_fields_that_nobody_defines_are_ignored_and_listed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_and_listed_in_x_tok_ignored(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     strange = {"unheard_of": 1, "a\r\nb": {"c": []}}
     for stream in (False, True, False):
         answer = server.complete(prompt="one", max_tokens=1, stream=stream, **strange)
@@ -282,7 +282,7 @@ def test_fields_that_nobody_defines_are_ignored_and_listed(server: Server, caplo
     assert "'unheard_of'" in told[0]
 
 
-def test_unknown_fields_deeper_in_a_request_are_listed_with_their_path(server: Server) -> None:
+def test_nested_unknown_fields_are_listed_with_their_path(server: Server) -> None:
     parts = [{"type": "text", "text": "hi", "a b": 1}, {"type": "text", "text": "ho"}]
     messages = [{"role": "user", "content": "hi", "foo": 1}, {"role": "user", "name": "n", "content": parts}]
     options = {"include_usage": True, "zzz": 2}

@@ -1,4 +1,4 @@
-"""best_of: of more samples than are asked for, the answer has those with the highest log-probability per token."""
+"""best_of: the answer has the n of best_of samples with the highest mean log-probability per token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.near import near
 from support.serving import Server
+from support.tolerance import near
 
 PROMPT = [5, 9, 40, 77]
 DRAWN = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.3, "seed": 3, "return_token_ids": True}
@@ -23,7 +23,7 @@ def choices(server: Server, **fields: object) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_likeliest_samples_are_chosen_best_first_and_all_are_counted(server: Server, n: int) -> None:
+def test_best_of_returns_samples_by_mean_logprob_and_usage_counts_all(server: Server, n: int) -> None:
     *drawn, used = choices(server, n=8, logprobs=0)
     means = [np.mean(one["logprobs"]["token_logprobs"]) for one in drawn]
     assert len(set(means)) == len(means)
@@ -37,7 +37,7 @@ def test_the_likeliest_samples_are_chosen_best_first_and_all_are_counted(server:
     assert near(own, [drawn[index]["logprobs"]["token_logprobs"] for index in best])
 
 
-def test_of_several_prompts_each_has_its_own_best(server: Server) -> None:
+def test_best_of_chooses_among_the_samples_of_each_prompt(server: Server) -> None:
     other = [8, 3, 200]
     fields = {**DRAWN, "best_of": 4, "n": 2}
     alone = [server.complete(**{**fields, "prompt": prompt}).json()["choices"] for prompt in (PROMPT, other)]
@@ -47,7 +47,7 @@ def test_of_several_prompts_each_has_its_own_best(server: Server) -> None:
     assert [one["index"] for one in together] == [0, 1, 2, 3]  # type: ignore[attr-defined]
 
 
-def test_an_echo_goes_before_the_best_without_log_probabilities_that_nobody_asked_for(server: Server) -> None:
+def test_best_of_with_echo_prepends_the_prompt_and_hides_logprobs(server: Server) -> None:
     (plain, _), (echoed, _) = choices(server, best_of=4), choices(server, best_of=4, echo=True)
     assert echoed["text"].endswith(plain["text"])
     assert len(echoed["text"]) > len(plain["text"])
@@ -63,14 +63,14 @@ def test_an_echo_goes_before_the_best_without_log_probabilities_that_nobody_aske
         ({"best_of": 1_000_000}, "allowed"),
     ],
 )
-def test_what_cannot_be_chosen_from_is_refused_by_name(server: Server, fields: dict[str, object], allowed: str) -> None:
+def test_invalid_best_of_gets_400_naming_best_of(server: Server, fields: dict[str, object], allowed: str) -> None:
     answer = server.complete(**{**DRAWN, **fields})
     assert answer.status == 400
     assert answer.error()["param"] == "best_of"
     assert allowed in str(answer.error()["message"])
 
 
-def test_best_of_n_asks_for_nothing_and_may_stream(server: Server) -> None:
+def test_best_of_equal_to_n_has_no_effect_and_may_stream(server: Server) -> None:
     (drawn, _) = choices(server, best_of=1)
     chunks = server.complete(**DRAWN, best_of=1, stream=True).chunks()
     assert "".join(one["choices"][0]["text"] for one in chunks) == drawn["text"]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The `tok` command: flags, exit codes, one line an error, nothing heavy loaded to say so."""
+"""The `tok` command: flags, exit codes, one-line errors, and help without heavy imports."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ SERVE_FLAGS = {
     "--ray": None,
     "--kv-cache-dtype": "auto",
     "--no-prefix-groups": True,
+    "--admission": "forecast",
     "--no-cuda-graphs": True,
     "--run-ahead": EngineConfig(model="m").run_ahead,
     "--seed": 0,
@@ -100,17 +101,17 @@ def flags(name: str) -> dict[str, object]:
     return {action.option_strings[0]: action.default for action in actions if action.option_strings}
 
 
-def test_the_flags_of_serve_and_their_defaults_are_these() -> None:
+def test_serve_has_exactly_the_listed_flags_and_defaults() -> None:
     assert flags("serve") == SERVE_FLAGS
 
 
-def test_the_flags_of_chat_are_these() -> None:
+def test_chat_has_exactly_the_listed_flags() -> None:
     assert set(flags("chat")) == {
         "--url", "--api-key", "--system", "--temperature", "--max-tokens", "--device", "--dtype"
     }  # fmt: skip
 
 
-def test_the_defaults_of_serve_are_those_of_the_engine() -> None:
+def test_serve_defaults_equal_engine_config_defaults() -> None:
     options = make_parser().parse_args(["serve", "some/model"])
     assert engine_config(options) == EngineConfig(model="some/model")
 
@@ -119,7 +120,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
         "--generation-config": "none",
-        "--backend": "reference",
+        "--backend": "reference", "--admission": "watermark",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--admin-key": "k",
         "--tls-cert": "c", "--tls-key": "t", "--otlp-endpoint": "http://o",
@@ -144,7 +145,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--log-format",
         "--no-prefix-groups",
         "--no-cuda-graphs",
-    }  # and those of other tests
+    }  # asserted above or in other tests
     elsewhere = {
         "--api-key",
         "--api-key-file",
@@ -159,7 +160,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
 MEASURING = {"eos_temperature", "trace", "trace_from", "trace_steps"}
 
 
-def test_every_field_of_the_engine_has_a_flag_unless_it_serves_to_measure() -> None:
+def test_every_engine_config_field_has_a_flag_except_measuring_fields() -> None:
     fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
     assert set(ENGINE_FLAGS) | MEASURING | {"model"} == fields
     dests = {action.dest: action for action in subparser("serve")._actions}
@@ -177,12 +178,12 @@ def test_every_field_of_the_engine_has_a_flag_unless_it_serves_to_measure() -> N
         ("kv_cache_dtype", KVCacheDType),
     ],
 )
-def test_a_choice_takes_what_the_engine_takes(field: str, allowed: object) -> None:
+def test_flag_choices_equal_those_of_the_engine_config(field: str, allowed: object) -> None:
     choices = {action.dest: action.choices for action in subparser("serve")._actions}
     assert tuple(choices[field] or ()) == get_args(allowed)
 
 
-def test_without_a_model_the_demo_model_is_served_under_its_own_name(tmp_path: Path) -> None:
+def test_served_name_is_demo_model_by_default_else_id_or_directory_name(tmp_path: Path) -> None:
     assert model_and_name(None) == (str(DEMO_MODEL), DEMO_NAME)
     assert model_and_name("owner/name") == ("owner/name", "owner/name")
     (tmp_path / "my-model").mkdir()
@@ -204,7 +205,7 @@ def test_help_loads_no_torch_and_no_web_stack(command: list[str]) -> None:
     assert "usage: tok" in done.stdout
 
 
-def test_plain_tok_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "tok COMMAND --help" in capsys.readouterr().out
 
@@ -222,7 +223,7 @@ def test_plain_tok_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--api-key", " "], "--api-key is"),
     ],
 )
-def test_a_flag_with_a_bad_value_is_named_in_one_line(
+def test_serve_reports_an_invalid_flag_value_in_one_line(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *arguments]) == 2
@@ -232,13 +233,13 @@ def test_a_flag_with_a_bad_value_is_named_in_one_line(
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--port", "x"], ["serve", "--no-such-flag"], ["nonsense"]])
-def test_what_is_no_flag_ends_with_code_2(arguments: list[str]) -> None:
+def test_unparsable_arguments_exit_with_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
 
 
-def test_a_port_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_a_port_in_use_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
@@ -247,26 +248,26 @@ def test_a_port_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert error.count("\n") == 1
 
 
-def test_a_host_that_does_not_exist_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_an_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "no.such.host.invalid"]) == 1
     assert "cannot listen on host 'no.such.host.invalid'" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_exist_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_a_missing_model_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/no/such/model", "--port", "0"]) == 1
     error = capsys.readouterr().err
     assert "tok serve: error: model '/no/such/model': is no directory" in error
     assert "Traceback" not in error
 
 
-def test_models_tells_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_supported_architectures_and_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     told = capsys.readouterr().out
     for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", DEMO_NAME):
         assert name in told
 
 
-def test_models_tells_what_a_directory_holds(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_describes_a_model_directory(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", str(tiny_model)]) == 0
     told = capsys.readouterr().out
     assert "architecture   LlamaForCausalLM" in told
@@ -278,7 +279,7 @@ def test_models_tells_what_a_directory_holds(tiny_model: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "no header", "empty"])
-def test_models_tells_when_the_weights_are_not_whole(
+def test_models_reports_missing_or_truncated_weights(
     tiny_model: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
@@ -294,7 +295,7 @@ def test_models_tells_when_the_weights_are_not_whole(
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"added_tokens_decoder": {"x": 1}, "chat_template": [1]}'])
-def test_models_tells_of_a_malformed_tokenizer_configuration_in_a_line(
+def test_models_reports_a_malformed_tokenizer_config_in_one_line(
     tiny_model: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
@@ -306,15 +307,13 @@ def test_models_tells_of_a_malformed_tokenizer_configuration_in_a_line(
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--device", "cpu"), ("--dtype", "float16")])
-def test_chat_with_a_url_refuses_what_the_server_chose(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_with_url_refuses_device_and_dtype(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9/v1", flag, value]) == 2
     assert capsys.readouterr().err.startswith(
         f"tok chat: error: {flag} is {value!r}; allowed: auto together with --url"
     )
 
 
-def test_help_says_what_each_kind_of_parallelism_is() -> None:
+def test_help_of_dp_tp_and_pp_names_replicas_ranks_and_stages() -> None:
     told = {action.dest: str(action.help) for action in subparser("serve")._actions}
     assert [word in told[name] for name, word in (("dp", "replicas"), ("tp", "ranks"), ("pp", "stages"))] == [True] * 3

@@ -1,4 +1,4 @@
-"""What is told of prompts: echoed text, their log-probabilities in OpenAI's and in vLLM's shape, usage as it grows."""
+"""Prompt outputs: echo, prompt log-probabilities in the shapes of OpenAI and vLLM, and continuous usage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.near import near
 from support.serving import Server
+from support.tolerance import near
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TEXT = "the quick brown fox, naïve 日本"
@@ -23,7 +23,7 @@ def whole(server: Server, **fields: Any) -> list[dict[str, Any]]:
 
 
 def streamed(server: Server, **fields: Any) -> dict[int, dict[str, Any]]:
-    """By index, what the chunks of a stream make."""
+    """Return the streamed choices by index, with their chunks joined."""
     found: dict[int, dict[str, Any]] = {}
     for chunk in server.complete(**{**GREEDY, **fields}, stream=True).chunks():
         for part in chunk["choices"]:  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def test_an_echo_of_token_ids_is_their_text(server: Server) -> None:
     assert choice["text"].startswith(TEXT)
 
 
-def test_log_probabilities_of_an_echo_are_those_of_generating_it(server: Server) -> None:
+def test_echo_logprobs_equal_those_of_generating_the_same_tokens(server: Server) -> None:
     (first,) = whole(server, prompt="one", max_tokens=12, logprobs=2, return_token_ids=True)
     tokenizer = server.engine.tokenizer
     assert tokenizer is not None
@@ -82,7 +82,7 @@ def test_text_offsets_of_an_echo_point_into_the_whole_text(server: Server) -> No
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_a_prompt_can_be_asked_about_without_generating_anything(server: Server, logprobs: int | None) -> None:
+def test_echo_with_max_tokens_0_scores_the_prompt_without_generating(server: Server, logprobs: int | None) -> None:
     fields = {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": logprobs, "n": 2}
     answer = server.complete(**fields)
     assert answer.status == 200, answer.body
@@ -131,7 +131,7 @@ def hexed(piece: bytes) -> list[str]:
     return ["".join(f"\\x{byte:02x}" for byte in piece)]
 
 
-def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server: Server) -> None:
+def test_chat_prompt_logprobs_are_a_field_beside_choices(server: Server) -> None:
     found: Any = server.chat(messages=USER, n=2, max_tokens=1, prompt_logprobs=0).json()
     assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
     assert [len(entry) for entry in found["prompt_logprobs"][1:]] == [1] * (len(found["prompt_logprobs"]) - 1)
@@ -147,14 +147,14 @@ def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server: Server) -> N
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_told_of_a_prompt_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+def test_invalid_echo_or_prompt_logprobs_gets_400_naming_the_field(server: Server, fields: Any, param: str) -> None:
     answer = server.complete(**{"prompt": TEXT, **fields})
     assert answer.status == 400
     assert answer.error()["param"] == param
 
 
 @pytest.mark.parametrize("closing", [True, False])
-def test_the_usage_so_far_stands_on_every_chunk_where_asked_for(server: Server, closing: bool) -> None:
+def test_continuous_usage_stats_put_usage_on_every_chunk(server: Server, closing: bool) -> None:
     options = {"continuous_usage_stats": True, "include_usage": closing}
     for call, prompt in ((server.complete, {"prompt": TEXT}), (server.chat, {"messages": USER})):
         chunks: Any = call(**prompt, n=2, max_tokens=4, **GREEDY, stream=True, stream_options=options).chunks()
@@ -185,9 +185,7 @@ def test_thousands_of_samples_are_streamed_with_their_indices(server: Server) ->
         ({"n": 2000, "prompt_logprobs": 20}, "n"),
     ],
 )
-def test_choices_that_repeat_more_of_their_prompt_than_memory_holds_are_refused(
-    server: Server, fields: dict[str, Any], param: str
-) -> None:
+def test_n_times_prompt_outputs_above_the_limit_is_refused(server: Server, fields: dict[str, Any], param: str) -> None:
     answer = server.complete(**{"prompt": [7] * 500, "max_tokens": 1, **fields})
     assert answer.status == 400
     assert answer.error()["param"] == param

@@ -1,4 +1,4 @@
-"""/v1/embeddings: OpenAI's shape around what transformers computes."""
+"""/v1/embeddings answers in OpenAI's shape with the vectors that transformers computes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import openai
 import pytest
 import torch
 
-from support.near import near
 from support.serving import NAME, Answer, Server
 from support.tiny_models import reference_model
+from support.tolerance import near
 from tok_server.openai.endpoints import ENDPOINTS, ServedModel
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog and runs away"]
@@ -31,7 +31,7 @@ def ids_of(server: Server, text: str) -> list[int]:
 
 
 def reference(tiny_model: Path, ids: list[int], pooling: str = "last", dimensions: int | None = None) -> np.ndarray:
-    """What transformers' hidden states make of it."""
+    """Return the embedding of `ids` computed from transformers' hidden states."""
     with torch.inference_mode():
         states = reference_model(tiny_model).base_model(torch.tensor([ids])).last_hidden_state[0]
     pooled = (states[-1] if pooling == "last" else states.mean(0)).numpy()[:dimensions]
@@ -40,7 +40,7 @@ def reference(tiny_model: Path, ids: list[int], pooling: str = "last", dimension
 
 
 def vectors(answer: Answer) -> np.ndarray:
-    """One row an input, whatever way they are written."""
+    """Return one row per input, from lists of floats or base64."""
     assert answer.status == 200, answer.body
     body: dict[str, Any] = answer.json()
     assert body.keys() == {"object", "data", "model", "usage"}
@@ -54,7 +54,7 @@ def vectors(answer: Answer) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", [None, "last", "mean"])
 @pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
-def test_vectors_are_those_of_transformers_in_either_encoding(
+def test_embeddings_equal_transformers_in_either_encoding(
     server: Server, tiny_model: Path, pooling: str | None, encoding_format: str | None
 ) -> None:
     extras = {"pooling": pooling, "encoding_format": encoding_format, "user": "me"}
@@ -63,7 +63,7 @@ def test_vectors_are_those_of_transformers_in_either_encoding(
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_every_kind_of_input_means_the_same(server: Server, tiny_model: Path) -> None:
+def test_text_and_token_id_inputs_give_the_same_embeddings(server: Server, tiny_model: Path) -> None:
     ids = [ids_of(server, text) for text in TEXTS]
     wanted = [reference(tiny_model, one) for one in ids]
     np.testing.assert_allclose(vectors(embed(server, input=ids)), wanted, atol=1e-4)
@@ -73,12 +73,12 @@ def test_every_kind_of_input_means_the_same(server: Server, tiny_model: Path) ->
     assert answer.json()["usage"] == {"prompt_tokens": len(ids[2]), "total_tokens": len(ids[2])}
 
 
-def test_dimensions_cut_the_vector_and_leave_it_of_length_one(server: Server, tiny_model: Path) -> None:
+def test_dimensions_truncates_and_renormalizes_the_embedding(server: Server, tiny_model: Path) -> None:
     found = vectors(embed(server, input=TEXTS[0], dimensions=10))
     np.testing.assert_allclose(found[0], reference(tiny_model, ids_of(server, TEXTS[0]), dimensions=10), atol=1e-4)
 
 
-def test_as_many_inputs_as_are_allowed_are_answered_in_their_order(server: Server, tiny_model: Path) -> None:
+def test_2048_inputs_are_embedded_in_order(server: Server, tiny_model: Path) -> None:
     inputs = [[1 + index % 300, 5] for index in range(2048)]
     found = vectors(embed(server, input=inputs, encoding_format="base64"))
     assert found.shape == (2048, 64)
@@ -104,19 +104,21 @@ def test_as_many_inputs_as_are_allowed_are_answered_in_their_order(server: Serve
         ({"input": [1], "pooling": "cls"}, "pooling"),
     ],
 )
-def test_bad_input_is_refused_by_name(server: Server, fields: dict[str, object], param: str) -> None:
+def test_invalid_embedding_request_gets_400_naming_the_field(
+    server: Server, fields: dict[str, object], param: str
+) -> None:
     answer = embed(server, **fields)
     assert answer.status == 400
     assert answer.error()["param"] == param
 
 
-def test_another_model_is_not_found_and_unknown_fields_are_named(server: Server) -> None:
+def test_unknown_model_gets_404_and_unknown_fields_are_listed(server: Server) -> None:
     assert server.call("POST", "/v1/embeddings", {"model": "other", "input": [1]}).status == 404
     assert embed(server, input=[1], zeta=1).headers["x-tok-ignored"] == "zeta"
 
 
 @pytest.mark.parametrize("encoding_format", [openai.omit, "float"])
-def test_openai_python_reads_the_vectors(server: Server, tiny_model: Path, encoding_format: Any) -> None:
+def test_openai_client_reads_the_embeddings(server: Server, tiny_model: Path, encoding_format: Any) -> None:
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         found = client.embeddings.create(model=NAME, input=TEXTS, dimensions=32, encoding_format=encoding_format)
     wanted = [reference(tiny_model, ids_of(server, text), dimensions=32) for text in TEXTS]
@@ -124,7 +126,7 @@ def test_openai_python_reads_the_vectors(server: Server, tiny_model: Path, encod
     assert found.usage.prompt_tokens == sum(len(ids_of(server, text)) for text in TEXTS)
 
 
-def test_a_line_of_a_batch_has_the_answer_of_its_request(server: Server) -> None:
+def test_batch_line_gives_the_same_embeddings_as_the_request(server: Server) -> None:
     body = json.dumps({"model": NAME, "input": TEXTS, "pooling": "mean"}).encode()
     asked = ENDPOINTS["/v1/embeddings"](body, ServedModel(server.engine, NAME, server.context.settings.formats))
     assert asked.samples == len(TEXTS)

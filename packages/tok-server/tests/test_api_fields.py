@@ -1,4 +1,4 @@
-"""No field of a request is quietly dropped: each is carried out, refused by name, or says nothing that matters."""
+"""Every request field is honoured, refused by name, or harmless; none is dropped silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What other tests show to have its effect.
+# Fields whose effect other tests show.
 BOTH = words(
     "model max_tokens temperature top_p n stream stream_options stop presence_penalty frequency_penalty logit_bias "
     "seed top_k min_p repetition_penalty min_tokens ignore_eos priority stop_token_ids return_token_ids logprobs "
@@ -42,7 +42,7 @@ def test_every_field_is_honoured_or_refused_or_harmless(kind: type[CompletionReq
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_a_refused_field_is_refused_by_its_name_and_accepted_where_it_asks_for_nothing(
+def test_unsupported_field_gets_400_by_name_unless_its_value_is_neutral(
     server: Server, kind: type[CompletionRequest | ChatCompletionRequest]
 ) -> None:
     chat = kind is ChatCompletionRequest

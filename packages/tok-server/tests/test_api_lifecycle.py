@@ -1,4 +1,4 @@
-"""`tok serve` as a process: ready, hit, recovered, told to stop, drained, gone."""
+"""`tok serve` as a process: startup, recovery from a worker's death, drain on a signal, exit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import IO
 import psutil
 import pytest
 
-from support.gates import ENDLESS, ENDLESS_POSITIONS, stopped
 from support.patience import PATIENCE, wait_until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS, stopped
 from support.serving import Server, free_port
 from support.tiny_models import make_model
 
@@ -31,7 +31,7 @@ TOK = [sys.executable, "-m", "tok_server.cli"]
 
 
 class Process:
-    """A `tok serve`, its ready line read."""
+    """A `tok serve` process that has printed its ready line."""
 
     def __init__(self, popen: subprocess.Popen[str]) -> None:
         self.popen = popen
@@ -58,11 +58,11 @@ class Process:
                 return error.code, json.load(error)["status"]
 
     def worker(self) -> psutil.Process:
-        """The child that uses most memory: it has loaded torch and the model."""
+        """Return the child that uses most memory: it has loaded torch and the model."""
         return max(self.children(), key=lambda child: child.memory_info().rss)
 
     def requests(self) -> float:
-        """How many the engine has."""
+        """Return how many requests the engine has, running or waiting."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
             lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
         return float(lines["tok_requests_running"]) + float(lines["tok_requests_waiting"])
@@ -95,7 +95,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("endless") / "tiny", max_positions=ENDLESS_POSITIONS)
 
 
-def test_a_server_is_ready_survives_its_worker_drains_and_ends(endless: Path) -> None:
+def test_server_starts_recovers_from_worker_death_drains_and_exits(endless: Path) -> None:
     with tok_serve(endless) as process:
         assert process.name == "tiny"
         answer = json.loads(run_curl(process.curl))
@@ -118,7 +118,8 @@ def test_a_server_is_ready_survives_its_worker_drains_and_ends(endless: Path) ->
                 stream_soon = pool.submit(process.post, {**LONG, "max_tokens": 100})
                 wait_until(lambda: process.requests() == 1)
                 process.popen.send_signal(signal.SIGTERM)
-                process.popen.send_signal(signal.SIGINT)  # as a launcher and a terminal would, for one Ctrl-C
+                # For one Ctrl-C, a launcher and the terminal each send a signal.
+                process.popen.send_signal(signal.SIGINT)
                 wait_until(lambda: process.health() == (503, "draining"))
                 with pytest.raises(urllib.error.HTTPError, match="503") as refused:
                     process.post({"prompt": "one"})
@@ -130,7 +131,7 @@ def test_a_server_is_ready_survives_its_worker_drains_and_ends(endless: Path) ->
 
 
 def run_curl(command: str) -> bytes:
-    """Sends what the printed curl command would send."""
+    """Send the request of the printed curl command and return the answer's body."""
     words = shlex.split(command)
     assert words[0] == "curl"
     assert words[2:4] == ["-H", "Content-Type: application/json"]
@@ -142,7 +143,7 @@ def run_curl(command: str) -> bytes:
         return body
 
 
-def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
+def test_second_signal_ends_a_draining_server_at_once(endless: Path) -> None:
     with tok_serve(endless) as process, process.post({**LONG, "n": 8}) as stream:
         assert stream.readline().startswith(b"data: ")
         children = process.children()
@@ -154,16 +155,16 @@ def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
 
 
 def ended(popen: subprocess.Popen[str], number: signal.Signals) -> bool:
-    """Sends the signal once more, and looks."""
+    """Send the signal once more and return whether the process has ended."""
     popen.send_signal(number)
     return popen.poll() is not None
 
 
-def test_told_to_stop_while_starting_it_stops(tmp_path: Path) -> None:
+def test_sigterm_during_startup_stops_the_server(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "tiny")
     port = free_port()
     (weights := next(model.glob("*.safetensors"))).rename(tmp_path / "weights")
-    os.mkfifo(weights)  # the worker waits for whoever writes it
+    os.mkfifo(weights)  # the worker blocks, because nothing writes to the FIFO
     arguments = ["serve", str(model), "--port", str(port), "--device", "cpu"]
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
         try:
@@ -196,7 +197,7 @@ def status(port: int, path: str) -> int:
         return error.code
 
 
-def test_a_terminal_chat_talks_to_a_server_and_to_a_model_of_its_own(tiny_model: Path, server: Server) -> None:
+def test_chat_command_answers_alike_by_server_and_by_local_model(tiny_model: Path, server: Server) -> None:
     said = "hello\n/reset\n\nhello\n/exit\n"
     flags = ["--temperature", "0", "--max-tokens", "8"]
     remote, local = ["--url", server.url], [str(tiny_model), "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""Token texts and their places in the text, whatever bytes the tokens have."""
+"""Token texts and text offsets of log-probabilities, for tokens of any bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUT = st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x80", b"a
 
 
 @given(st.one_of(st.lists(st.one_of(PIECES, st.just(b""))), CUT))
-def test_a_token_lies_where_the_character_of_its_first_byte_does(pieces: list[bytes]) -> None:
+def test_text_offset_is_that_of_the_character_of_the_first_byte(pieces: list[bytes]) -> None:
     offsets = Offsets()
     before = b""
     for piece in pieces:
@@ -36,9 +36,9 @@ def test_a_token_lies_where_the_character_of_its_first_byte_does(pieces: list[by
         before += piece
 
 
-def test_a_part_of_a_character_is_shown_as_bytes(tokenizer: Tokenizer) -> None:
+def test_token_with_part_of_a_character_is_shown_as_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("€", add_special_tokens=False)
-    assert len(ids) > 1  # the vocabulary has no token for it
+    assert len(ids) > 1  # the vocabulary has no token for the character
     texts = TokenTexts(tokenizer)
     entries = [TokenLogprob(token, -1.0, ((token, -1.0),)) for token in ids]
     shown = completion_logprobs(entries, texts, Offsets())
@@ -51,7 +51,7 @@ def test_a_part_of_a_character_is_shown_as_bytes(tokenizer: Tokenizer) -> None:
     assert all(entry.token.startswith("\\x") for entry in chat)
 
 
-def test_special_tokens_are_named_but_take_no_place_in_the_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_named_but_do_not_advance_text_offset(tokenizer: Tokenizer) -> None:
     (special,) = tokenizer.encode("<|eot_id|>", add_special_tokens=False)
     (letter,) = tokenizer.encode("z", add_special_tokens=False)
     entries = [TokenLogprob(token, -1.0) for token in (letter, special, letter)]
@@ -60,7 +60,7 @@ def test_special_tokens_are_named_but_take_no_place_in_the_text(tokenizer: Token
     assert shown.text_offset == [0, 1, 1]
 
 
-def test_infinity_is_sent_as_a_number_that_json_has(tokenizer: Tokenizer) -> None:
+def test_infinite_and_nan_logprobs_are_sent_as_minus_9999(tokenizer: Tokenizer) -> None:
     entry = TokenLogprob(65, -math.inf, ((66, -0.5), (67, -math.inf), (68, math.nan)))
     texts = TokenTexts(tokenizer)
     completion = completion_logprobs([entry], texts, Offsets())
@@ -72,7 +72,7 @@ def test_infinity_is_sent_as_a_number_that_json_has(tokenizer: Tokenizer) -> Non
     assert sent.count(b"-9999.0") == 7
 
 
-def test_the_drawn_token_is_always_among_the_likeliest(tokenizer: Tokenizer) -> None:
+def test_top_logprobs_always_include_the_sampled_token(tokenizer: Tokenizer) -> None:
     shown = completion_logprobs(
         [TokenLogprob(65, -9.0, ((66, -0.5),)), TokenLogprob(65, -9.0)], TokenTexts(tokenizer), Offsets()
     )
@@ -80,7 +80,7 @@ def test_the_drawn_token_is_always_among_the_likeliest(tokenizer: Tokenizer) -> 
     assert [len(likeliest or {}) for likeliest in shown.top_logprobs] == [2, 1]
 
 
-def test_without_a_tokenizer_tokens_are_named_by_number() -> None:
+def test_logprobs_without_a_tokenizer_name_tokens_by_id() -> None:
     shown = completion_logprobs([TokenLogprob(7, -1.0)], TokenTexts(None), Offsets())
     assert shown.tokens == ["token_id:7"]
     assert shown.text_offset == [0]

@@ -1,4 +1,4 @@
-"""Prompts near the model's length are served; those far beyond it cost next to nothing."""
+"""Prompts near the model's length are served; far longer ones are refused before they are fully tokenized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters of every text that goes through a tokenizer."""
+    """Lengths in characters of all texts that go through a tokenizer."""
     counts: list[int] = []
     encode_batch = Tokenizer.encode_batch
 
@@ -41,7 +41,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_a_prompt_of_megabytes_is_refused_unread(roomy: Server, tokenised: list[int]) -> None:
+def test_prompt_of_megabytes_is_refused_without_being_tokenized(roomy: Server, tokenised: list[int]) -> None:
     text = "a " * (4 * MIB)
     message = {"role": "user", "content": text}
     for path, fields, param in (
@@ -56,10 +56,10 @@ def test_a_prompt_of_megabytes_is_refused_unread(roomy: Server, tokenised: list[
     assert sum(tokenised) < 1024
 
 
-def test_a_text_of_short_tokens_is_refused_before_all_of_it_is_tokenised(
+def test_long_text_of_short_tokens_is_refused_after_tokenizing_a_part(
     tokenizer: Tokenizer, tokenised: list[int]
 ) -> None:
-    length = 100_000  # as of a large model: by its bytes alone the text could be short enough
+    length = 100_000  # of a large model: a check of bytes alone would accept the text
     text = "a " * (2 * MIB)
     assert len(text) < most_bytes(tokenizer, length)
     with pytest.raises(ApiError, match="prompt is a text of 4194304 bytes"):
@@ -68,12 +68,12 @@ def test_a_text_of_short_tokens_is_refused_before_all_of_it_is_tokenised(
 
 
 @pytest.mark.parametrize("text", ["the " * 1000, "the quick brown fox " * 200, "é" * 500, " " * 1000, "a" * 1000])
-def test_a_text_that_fits_is_not_refused(tokenizer: Tokenizer, text: str) -> None:
+def test_text_of_exactly_the_allowed_length_is_accepted(tokenizer: Tokenizer, text: str) -> None:
     length = len(tokenizer.encode(text))
     check_size(text, tokenizer, length, "prompt")
 
 
-def test_a_default_max_tokens_gives_way_to_the_models_length(server: Server) -> None:
+def test_default_max_tokens_is_capped_by_the_models_length(server: Server) -> None:
     def tokens(prompt: object, **fields: object) -> int:
         answer = server.complete(prompt=prompt, temperature=0, ignore_eos=True, **fields)
         assert answer.status == 200, answer.body

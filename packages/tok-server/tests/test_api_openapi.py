@@ -1,4 +1,4 @@
-"""/openapi.json says what is served: every route is in it, and no answer that it does not describe is given."""
+"""/openapi.json describes every route and every answer of the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLES = int(os.environ.get("TOK_SCHEMA_EXAMPLES", "6"))
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # Short answers and few of them: what is generated asks for anything.
+    # Generated requests ask for any n and any length; the limits keep answers short and few.
     data = tmp_path_factory.mktemp("data")
     with serving(tiny_model, max_n=4, engine_options={"max_model_len": 48}, data_dir=str(data)) as running:
         yield running
@@ -42,7 +42,7 @@ def document(server: Server) -> dict[str, Any]:
     return answer.json()
 
 
-def test_the_document_has_every_route(document: dict[str, Any]) -> None:
+def test_openapi_document_has_every_route(document: dict[str, Any]) -> None:
     found = {(method.upper(), url) for url, methods in document["paths"].items() for method in methods}
     assert found == {(one.method, one.url) for one in OPERATIONS}
     assert len(found) == len(OPERATIONS)
@@ -52,7 +52,7 @@ def test_the_document_has_every_route(document: dict[str, Any]) -> None:
             assert {"401", "500"} <= operation["responses"].keys()
 
 
-def test_every_reference_in_the_document_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_ref_in_the_openapi_document_resolves(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
 
     def walk(value: object) -> Iterator[str]:
@@ -72,7 +72,7 @@ WITH_BODY = [one for one in OPERATIONS if one.request]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: f"{one.method} {one.url}")
-def test_no_answer_is_given_that_is_not_described(
+def test_answers_to_valid_requests_conform_to_the_openapi_document(
     server: Server, document: dict[str, Any], operation: Operation
 ) -> None:
     varies = operation.request or operation.query or "{" in operation.url
@@ -80,16 +80,16 @@ def test_no_answer_is_given_that_is_not_described(
 
 
 @pytest.mark.parametrize("operation", WITH_BODY, ids=lambda one: f"{one.method} {one.url}")
-def test_bodies_of_wrong_types_get_answers_that_are_described(
+def test_answers_to_invalid_bodies_conform_to_the_openapi_document(
     server: Server, document: dict[str, Any], operation: Operation
 ) -> None:
     run(server, document, operation, GenerationMode.NEGATIVE, EXAMPLES)
 
 
 def run(server: Server, document: dict[str, Any], operation: Operation, mode: GenerationMode, examples: int) -> None:
-    """Asks for `operation` with generated parameters and bodies, and checks the answers."""
+    """Call `operation` with generated parameters and bodies, and check the answers."""
     found = schemathesis.openapi.from_dict(document)[operation.url][operation.method]
-    # What is generated takes more time than what is asked; explaining and shrinking would take most.
+    # Generating requests takes longer than serving them; explaining and shrinking would take longest.
     bounds = settings(
         max_examples=examples,
         derandomize=True,
@@ -103,7 +103,7 @@ def run(server: Server, document: dict[str, Any], operation: Operation, mode: Ge
     @given(case=found.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
-            case.body["model"] = NAME  # else most would end there
+            case.body["model"] = NAME  # else most requests would end with 404
         case.call_and_validate(base_url=f"http://127.0.0.1:{server.port}", checks=CHECKS, timeout=PATIENCE)
 
     check()

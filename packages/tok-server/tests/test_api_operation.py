@@ -1,4 +1,4 @@
-"""Running it: clients that leave, keys, health, metrics."""
+"""Operation of the server: client disconnects, API keys, health, metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def metric(server: Server, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -> None:
+def test_client_disconnect_aborts_its_request(server: Server, stream: bool) -> None:
     before = server.engine.stats()
     body = json.dumps({**LONG, "stream": stream}).encode()
     head = (
@@ -47,11 +47,11 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -
         wait_until(lambda: server.engine.stats()["output_tokens"] > before["output_tokens"])
     wait_until(lambda: server.engine.stats()["requests_running"] == 0)
     wait_until(lambda: server.context.open_requests == 0)
-    wait_until(lambda: server.engine.stats()["pages_used"] == 0)  # steps under way hold them for a while
+    wait_until(lambda: server.engine.stats()["pages_used"] == 0)  # steps in flight hold pages until they return
     assert server.engine.stats()["output_tokens"] - before["output_tokens"] < 16 * 1000
 
 
-def test_a_request_without_the_key_is_refused_and_health_is_not(locked: Server) -> None:
+def test_request_without_the_api_key_gets_401_except_health(locked: Server) -> None:
     for headers in (
         {},
         {"Authorization": "open sesame"},
@@ -67,20 +67,20 @@ def test_a_request_without_the_key_is_refused_and_health_is_not(locked: Server) 
     assert locked.call("GET", "/health").status == 200
 
 
-def test_a_request_with_the_key_is_served(locked: Server) -> None:
+def test_request_with_the_api_key_is_served(locked: Server) -> None:
     headers = {"Authorization": "Bearer open sesame"}
     assert locked.call("GET", "/v1/models", None, headers).status == 200
     body = {"prompt": "one", "max_tokens": 1}
     assert locked.call("POST", "/v1/completions", body, headers).status == 200
 
 
-def test_health_says_ready(server: Server) -> None:
+def test_health_reports_ready(server: Server) -> None:
     answer = server.call("GET", "/health")
     assert answer.status == 200
     assert answer.json() == {"status": "ready", "detail": "", "replicas": [{"state": "ready", "detail": ""}]}
 
 
-def test_a_draining_server_turns_requests_away_and_says_so(server: Server) -> None:
+def test_draining_server_answers_503_and_health_reports_draining(server: Server) -> None:
     server.context.draining = True
     try:
         answer = server.complete(prompt="one")
@@ -95,7 +95,7 @@ def test_a_draining_server_turns_requests_away_and_says_so(server: Server) -> No
     assert server.complete(prompt="one", max_tokens=1).status == 200
 
 
-def test_metrics_are_prometheus_text_and_count_what_happened(server: Server) -> None:
+def test_metrics_are_prometheus_text_and_count_requests_and_tokens(server: Server) -> None:
     done = 'tok_http_requests_total{endpoint="/v1/completions",status="200"}'
     server.complete(prompt="one", max_tokens=1)
     before = {name: metric(server, name) for name in (done, "tok_output_tokens_total")}
@@ -121,7 +121,7 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Server) -> 
         assert line.startswith("# ") or SAMPLE.match(line), line
 
 
-def test_every_answer_names_its_request(server: Server) -> None:
+def test_every_answer_has_its_own_x_request_id(server: Server) -> None:
     ids = {
         server.call("GET", "/health").headers["x-request-id"],
         server.call("GET", "/nothing").headers["x-request-id"],

@@ -1,4 +1,4 @@
-"""What the package's README shows, run as it stands but for names and ports."""
+"""Examples of the package's README run unchanged but for names and ports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def snippet(containing: str) -> str:
     return str(found)
 
 
-def test_the_client_example_prints_four_answers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_client_example_prints_four_answers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     code = snippet("from openai").replace("http://127.0.0.1:10210/v1", server.url).replace("tok-demo", NAME)
     names: dict[str, object] = {}
     exec(compile(code, str(README), "exec"), names)
     names["client"].close()  # type: ignore[attr-defined]
     printed = capsys.readouterr().out
     found = [line[0] for line in printed.splitlines() if re.match(r"[0-3] ", line)]
-    assert sorted(set(found)) == list("0123")  # an answer may hold a line that begins so, too
+    assert sorted(set(found)) == list("0123")  # a line within an answer may begin with a digit, too
 
 
-def test_the_embedding_example_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
+def test_readme_make_app_example_serves_and_exits(tiny_model: Path, tmp_path: Path) -> None:
     port = free_port()
     code = snippet("make_app").replace("./my-model", str(tiny_model)).replace("10210", str(port))
     (script := tmp_path / "embed.py").write_text(code, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation in items, answered in items, whole and as events, by openai's own client."""
+"""/v1/responses: input and output items, whole and as events, also through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 from openai.types.responses import response_create_params as theirs
 from pydantic import BaseModel
 
-from support.near import near
 from support.patience import PATIENCE
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Answer, Server, serving
+from support.tolerance import near
 from tok_client.types import (
     FunctionCallArgumentsDelta,
     FunctionCallItem,
@@ -48,7 +48,7 @@ from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiec
 from tok_server.settings import Formats
 from tok_server.wire.errors import unavailable
 
-# The user's last words name the script; pieces are the tokens that the model writes one by one.
+# The end of the user's message names the script; its pieces are the tokens that the model writes one by one.
 SCRIPTS = {
     "§hello": ["Hel", "lo, ", "world", "."],
     "§calls": ["Let me", " see.\n", "<tool_call>", '\n{"name": "wea', 'ther", "arguments": ', '{"city": ', '"Par',
@@ -85,14 +85,14 @@ def ask(server: Server, **fields: Any) -> Answer:
 
 
 def whole(server: Server, **fields: Any) -> Response:
-    """The response, which as events is the same but for its ids and times."""
+    """Return the response, after a check that its events give the same one but for ids and times."""
     answer = ask(server, **fields)
     assert answer.status == 200, answer.body
     assert TheirResponse.model_validate_json(answer.body).id.startswith("resp_")
     found = msgspec.json.decode(answer.body, type=Response)
     events = streamed(server, **fields)
     check_events(events)
-    # Log-probabilities differ in their last bits with what else is computed in a step.
+    # Log-probabilities differ in their last bits with the other requests of a step.
     assert near(plain(events[-1].response), plain(found))  # type: ignore[union-attr]
     return found
 
@@ -116,7 +116,7 @@ def events_of(body: bytes) -> list[ResponseEvent]:
 
 
 def check_events(events: list[ResponseEvent]) -> None:
-    """Every item begins, gains and ends in its order, and the end has all of it."""
+    """Check that the events of every item come in order and that the last event has all items."""
     assert [event.sequence_number for event in events] == list(range(len(events)))
     created, in_progress, *told, last = events
     assert (created.type, in_progress.type) == ("response.created", "response.in_progress")
@@ -126,7 +126,7 @@ def check_events(events: list[ResponseEvent]) -> None:
 
 
 def items_of(response: Response) -> list[OutputItem]:
-    """Those this server sends are all of known types."""
+    """Return the items of a response; this server sends only known types."""
     assert not any(isinstance(item, dict) for item in response.output)
     return [item for item in response.output if not isinstance(item, dict)]
 
@@ -160,7 +160,7 @@ def text_of(item: OutputItem) -> str:
 
 
 def plain(response: Response) -> object:
-    """Without what differs each time. The prompt is in the cache the second time."""
+    """Return the response without ids, times and cached tokens: the second time, the prompt is in the cache."""
     assert response.usage is not None
     usage = msgspec.structs.replace(response.usage, input_tokens_details=None)
     output = [msgspec.structs.replace(item, id="") for item in items_of(response)]
@@ -170,7 +170,7 @@ def plain(response: Response) -> object:
     return msgspec.to_builtins(msgspec.structs.replace(response, id="", created_at=0, usage=usage, output=output))
 
 
-def test_text_is_answered_by_a_message(server: Server) -> None:
+def test_text_input_is_answered_by_one_message_item(server: Server) -> None:
     response = whole(server, input="say §hello", temperature=0, metadata={"a": "b"}, user="u", instructions="be kind")
     (item,) = response.output
     assert isinstance(item, OutputMessage)
@@ -182,7 +182,7 @@ def test_text_is_answered_by_a_message(server: Server) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + 5
 
 
-def test_what_is_cut_off_is_incomplete(server: Server) -> None:
+def test_response_cut_off_by_max_output_tokens_is_incomplete(server: Server) -> None:
     response = whole(server, input="say §hello", max_output_tokens=2)
     (item,) = items_of(response)
     assert (response.status, text_of(item), item.status) == ("incomplete", "Hello, ", "incomplete")
@@ -191,7 +191,7 @@ def test_what_is_cut_off_is_incomplete(server: Server) -> None:
     assert items_of(whole(server, input="§think", max_output_tokens=1))[0].status == "incomplete"
 
 
-def test_calls_and_reasoning_are_items_of_their_own(server: Server) -> None:
+def test_tool_calls_and_reasoning_are_separate_items(server: Server) -> None:
     said, called = items_of(whole(server, input="§calls", tools=[WEATHER]))
     assert isinstance(called, FunctionCallItem)
     assert (text_of(said), called.name, called.arguments) == ("Let me see.", "weather", '{"city": "Paris"}')
@@ -208,7 +208,7 @@ def test_calls_and_reasoning_are_items_of_their_own(server: Server) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"input": "§hello"}, {"input": "§think"}, {"input": "§calls", "tools": [WEATHER]}])
-def test_log_probabilities_are_those_of_the_text(server: Server, fields: dict[str, Any]) -> None:
+def test_response_logprobs_cover_exactly_the_message_text(server: Server, fields: dict[str, Any]) -> None:
     response = whole(server, **fields, include=["message.output_text.logprobs"], top_logprobs=2, temperature=0)
     message = next(item for item in response.output if isinstance(item, OutputMessage))
     (part,) = message.content
@@ -218,7 +218,7 @@ def test_log_probabilities_are_those_of_the_text(server: Server, fields: dict[st
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 100])
-def test_log_probabilities_do_not_depend_on_how_many_tokens_come_together(server: Server, together: int) -> None:
+def test_response_logprobs_do_not_depend_on_tokens_per_delta(server: Server, together: int) -> None:
     asked = {"input": "§calls", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     job, begun = parsed(server, **asked, temperature=0)
 
@@ -243,7 +243,7 @@ def test_log_probabilities_do_not_depend_on_how_many_tokens_come_together(server
 
 
 def prompt_of(server: Server, **fields: Any) -> str:
-    """The prompt that a request makes."""
+    """Return the rendered prompt of a request."""
     job, _ = parsed(server, **fields)
     assert server.engine.tokenizer is not None
     return server.engine.tokenizer.decode(job.prompts[0], skip_special_tokens=False)
@@ -253,7 +253,7 @@ def parsed(server: Server, **fields: Any) -> tuple[Job, Response]:
     return parse(json.dumps(fields).encode(), server.engine, NAME, Formats())
 
 
-def test_items_are_the_messages_of_a_chat(server: Server) -> None:
+def test_response_input_items_become_chat_messages(server: Server) -> None:
     items = [
         {"role": "developer", "content": "rules"},
         {"role": "user", "content": [{"type": "input_text", "text": "hi "}, {"type": "input_text", "text": "you"}]},
@@ -282,7 +282,7 @@ def test_items_are_the_messages_of_a_chat(server: Server) -> None:
     )
 
 
-def test_an_answer_can_be_given_back(server: Server, client: openai.OpenAI) -> None:
+def test_output_items_can_be_sent_back_as_input(server: Server, client: openai.OpenAI) -> None:
     tools: Any = [WEATHER]
     first = client.responses.create(model=NAME, input="§plans", tools=tools, store=False)
     thought, called = first.output
@@ -304,7 +304,7 @@ class Found(BaseModel):
     answer: int
 
 
-def test_openais_client_reads_whole_streamed_and_parsed_answers(client: openai.OpenAI) -> None:
+def test_openai_client_reads_whole_streamed_and_parsed_responses(client: openai.OpenAI) -> None:
     created = client.responses.create(model=NAME, input="§hello")
     assert created.output_text == "Hello, world."
     assert isinstance(created.output[0], ResponseOutputMessage)
@@ -323,7 +323,7 @@ def test_openais_client_reads_whole_streamed_and_parsed_answers(client: openai.O
         assert isinstance(stream.get_final_response().output_parsed, Found)
 
 
-def test_structure_tools_and_effort_are_asked_for_as_in_a_chat(server: Server) -> None:
+def test_text_format_tools_and_reasoning_effort_reach_the_job(server: Server) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     for form in ({"type": "json_object"}, {"type": "json_schema", "name": "found", "schema": schema, "strict": True}):
         job, begun = parsed(server, input="§hello", text={"format": form})
@@ -344,7 +344,7 @@ def test_structure_tools_and_effort_are_asked_for_as_in_a_chat(server: Server) -
     assert (job.params.temperature, job.params.top_p, job.params.max_tokens, job.params.n) == (0.5, 0.25, 7, 1)
 
 
-def test_requests_have_openais_fields() -> None:
+def test_response_request_has_openais_fields_and_cache_salt() -> None:
     fields = frozenset(get_type_hints(theirs.ResponseCreateParamsBase)) | {"stream"}
     assert known_fields(ResponseRequest) == fields | {"cache_salt"}
 
@@ -422,7 +422,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "name"), BAD)
-def test_what_is_not_carried_out_is_refused_by_name(server: Server, fields: dict[str, Any], name: str) -> None:
+def test_unsupported_response_field_gets_400_naming_the_field(
+    server: Server, fields: dict[str, Any], name: str
+) -> None:
     answer = ask(server, **{"input": "§hello", **fields})
     assert answer.status == 400, answer.body
     error = answer.error()
@@ -431,20 +433,20 @@ def test_what_is_not_carried_out_is_refused_by_name(server: Server, fields: dict
     assert "messages" not in str(error["message"]) or "messages" in fields
 
 
-def test_what_asks_for_nothing_is_taken_and_other_fields_are_told(server: Server) -> None:
+def test_neutral_values_are_accepted_and_unknown_fields_are_listed(server: Server) -> None:
     answer = ask(server, input="§hello", **NEUTRAL, nonsense=1)
     assert answer.status == 200, answer.body
     assert answer.headers["x-tok-ignored"] == "nonsense"
     assert ask(server, input="§hello", model="other").status == 404
 
 
-def test_every_field_of_openais_is_carried_out_or_refused() -> None:
+def test_every_openai_response_field_is_honoured_or_refused() -> None:
     tested = {name for fields, _ in BAD for name in fields} | NEUTRAL.keys()
     carried_out = {"model", "instructions", "user", "stream", "parallel_tool_calls", "metadata", "cache_salt"}
     assert known_fields(ResponseRequest) <= tested | carried_out
 
 
-def test_a_failure_while_streaming_is_an_event_of_both_kinds(server: Server) -> None:
+def test_failure_in_a_response_stream_sends_failed_and_error_events(server: Server) -> None:
     job, begun = parsed(server, input="§hello")
     form = ResponseForm(job, begun, TokenTexts(server.engine.tokenizer))
     opening = events_of(form.opening())
@@ -470,7 +472,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, st.booleans())
-def test_any_pieces_make_items_that_their_events_tell(pieces: list[Piece], complete: bool) -> None:
+def test_response_events_of_any_pieces_add_up_to_the_items(pieces: list[Piece], complete: bool) -> None:
     calls = [index for index, piece in enumerate(pieces) if isinstance(piece, CallBegin)]
     pieces = [
         piece

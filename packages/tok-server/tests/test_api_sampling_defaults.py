@@ -1,4 +1,4 @@
-"""A request that leaves sampling parameters out gets those that the model's makers set."""
+"""Sampling parameters that a request omits come from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = make_model("llama", tmp_path_factory.mktemp("defaults") / "model")
     file = path / "generation_config.json"
-    # So hot that every sample is another one, unless only the likeliest token is left.
+    # The temperature makes every sample different, unless top_k leaves only the most likely token.
     file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 50.0, "top_k": 1}))
     with serving(path) as one:
         yield one
@@ -33,14 +33,14 @@ def texts(server: Server, **fields: object) -> set[str]:
     return {choice["text"] for choice in found["choices"]}
 
 
-def test_completions_take_the_models_values_for_what_is_left_out_or_null(server: Server) -> None:
+def test_completions_use_generation_config_for_missing_or_null_fields(server: Server) -> None:
     likeliest = texts(server, temperature=0)
     assert len(likeliest) == 1
     assert texts(server) == texts(server, top_k=None) == texts(server, temperature=1.0) == likeliest
     assert len(texts(server, top_k=0)) == 4
 
 
-def test_chats_and_responses_do_so_too(server: Server) -> None:
+def test_chats_and_responses_use_generation_config_defaults(server: Server) -> None:
     def content(**fields: object) -> str:
         answer: Any = server.chat(**USER, **fields).json()
         return str(answer["choices"][0]["message"]["content"])

@@ -1,4 +1,4 @@
-"""The small endpoints: tokens of texts and chats, readiness, version."""
+"""The small endpoints /tokenize, /detokenize, /ready and /version, and formats detected from templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenise(server: Server, **fields: object) -> dict[str, Any]:
     return answer.json()
 
 
-def test_a_text_and_its_tokens_are_turned_into_each_other(server: Server) -> None:
+def test_tokenize_and_detokenize_round_trip_text(server: Server) -> None:
     tokenizer = server.engine.tokenizer
     assert tokenizer is not None
     found = tokenise(server, prompt=TEXT)
@@ -38,7 +38,7 @@ def test_a_text_and_its_tokens_are_turned_into_each_other(server: Server) -> Non
     assert server.call("POST", "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": begin + TEXT}
 
 
-def test_a_chat_has_the_tokens_of_its_prompt(server: Server) -> None:
+def test_tokenize_of_a_chat_counts_the_tokens_of_its_prompt(server: Server) -> None:
     used: Any = server.chat(messages=USER, max_tokens=1).json()["usage"]
     found = tokenise(server, messages=USER)
     assert found["count"] == used["prompt_tokens"]
@@ -65,13 +65,15 @@ def test_a_chat_has_the_tokens_of_its_prompt(server: Server) -> None:
         ("/detokenize", {"tokens": [1] * 40_000}, 400, "tokens"),
     ],
 )
-def test_what_has_no_tokens_is_refused_by_name(server: Server, path: str, body: Any, status: int, param: str) -> None:
+def test_invalid_tokenize_and_detokenize_requests_are_refused(
+    server: Server, path: str, body: Any, status: int, param: str
+) -> None:
     answer = server.call("POST", path, body)
     assert answer.status == status, answer.body
     assert answer.error()["param"] in (param, None if body == {"prompt": "\ud800"} else param)
 
 
-def test_ready_is_said_while_requests_are_taken_and_only_then(server: Server) -> None:
+def test_ready_is_200_only_while_requests_are_accepted(server: Server) -> None:
     answer = server.call("GET", "/ready")
     assert (answer.status, answer.json()) == (200, {"ready": True, "status": "ready"})
     server.context.draining = True
@@ -88,7 +90,7 @@ def test_ready_is_said_while_requests_are_taken_and_only_then(server: Server) ->
         server.context.ready = True
 
 
-def test_the_version_is_told(server: Server) -> None:
+def test_version_endpoint_returns_the_package_version(server: Server) -> None:
     assert server.call("GET", "/version").json() == {"version": version("tok-server")}
 
 
@@ -101,7 +103,9 @@ def test_the_version_is_told(server: Server) -> None:
         ("{% if message.role == 'tool' %}ipython{% endif %}{{ tools }}", "llama3", False),
     ],
 )
-def test_the_formats_of_a_model_show_in_its_template(source: str, calls: CallFormat | None, reasons: bool) -> None:
+def test_tool_call_and_reasoning_formats_are_detected_in_chat_template(
+    source: str, calls: CallFormat | None, reasons: bool
+) -> None:
     template = ChatTemplate({"default": source}, {})
     assert tool_call_format(Formats(), template) == calls
     assert writes_reasoning(Formats(), template) is reasons

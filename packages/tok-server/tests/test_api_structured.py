@@ -66,7 +66,7 @@ def streamed(answer: Answer) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fields", "right"), ASKED, ids=lambda value: str(value)[:50])
-def test_whoever_asks_for_a_structure_gets_it_whole_and_streamed(
+def test_structured_output_matches_its_grammar_whole_and_streamed(
     server: Server, fields: dict[str, Any], right: str
 ) -> None:
     asked = {"max_tokens": 200, "seed": 3, **fields}
@@ -80,14 +80,14 @@ def test_whoever_asks_for_a_structure_gets_it_whole_and_streamed(
 
 
 @pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"guided_json_object": True}])
-def test_a_json_object_is_what_it_begins_as(server: Server, fields: dict[str, Any]) -> None:
+def test_json_object_format_gives_a_json_object(server: Server, fields: dict[str, Any]) -> None:
     (one,) = choices(server.chat(messages=MESSAGES, max_tokens=300, seed=1, **fields))
     assert one["message"]["content"].startswith("{")
     if one["finish_reason"] == "stop":
         assert isinstance(json.loads(one["message"]["content"]), dict)
 
 
-def test_several_choices_and_prompts_each_have_it(server: Server) -> None:
+def test_structured_output_holds_for_every_choice_and_prompt(server: Server) -> None:
     found = choices(server.complete(prompt=["a", "b"], n=3, max_tokens=200, guided_json=SCHEMA, logprobs=2))
     assert len(found) == 6
     for one in found:
@@ -95,7 +95,7 @@ def test_several_choices_and_prompts_each_have_it(server: Server) -> None:
         assert all(-50 < value <= 0 for value in one["logprobs"]["token_logprobs"])
 
 
-def test_what_asks_for_nothing_changes_nothing(server: Server) -> None:
+def test_neutral_response_format_does_not_change_the_answer(server: Server) -> None:
     plain = server.chat(messages=MESSAGES, max_tokens=8, seed=1).json()["choices"]
     for fields in ({"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}):
         assert server.chat(messages=MESSAGES, max_tokens=8, seed=1, **fields).json()["choices"] == plain
@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "why"), REFUSED, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_followed_is_refused_by_name(
+def test_invalid_grammar_or_schema_gets_400_naming_the_field(
     server: Server, fields: dict[str, Any], param: str, why: str, stream: bool
 ) -> None:
     for answer in (
@@ -143,14 +143,14 @@ def test_what_cannot_be_followed_is_refused_by_name(
         assert why in str(error["message"])
 
 
-def test_tokens_that_nobody_drew_are_counted(server: Server) -> None:
+def test_tokens_forced_by_a_grammar_are_counted_in_metrics(server: Server) -> None:
     server.complete(prompt="hello", max_tokens=200, guided_json=SCHEMA)
     text = server.call("GET", "/metrics").body.decode()
     (line,) = [line for line in text.splitlines() if line.startswith("tok_skipped_tokens_total")]
     assert float(line.split()[-1]) > 0
 
 
-def test_grammars_made_of_schemas_and_rules_name_their_field_when_they_are_too_large() -> None:
+def test_grammar_builders_name_the_field_of_a_too_large_grammar() -> None:
     assert json.loads(schema_grammar({"type": "object", "b": 1, "a": 2}).value) == {"type": "object", "b": 1, "a": 2}
     assert ebnf_grammar(RULES).kind == "ebnf"
     with pytest.raises(Exception, match=r"tools\[0\]: .*|tools\[0\] is") as refused:

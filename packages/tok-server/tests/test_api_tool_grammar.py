@@ -1,4 +1,4 @@
-"""The grammar of tool calls lets through what a model that calls tools may write, and nothing else."""
+"""The grammar of tool calls accepts exactly the texts that a model with tools may write."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PARIS = '{"city": "Paris"}'
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3"])
-def test_required_calls_are_calls_of_any_tool_and_nothing_else(kind: CallFormat) -> None:
+def test_tool_choice_required_allows_only_tool_calls(kind: CallFormat) -> None:
     markup = Markup(calls=kind, tools=frozenset({"weather", "time"}))
     found = offered(tool_choice="required")
     between = "\n" if kind == "hermes" else "; "
@@ -69,7 +69,7 @@ def test_required_calls_are_calls_of_any_tool_and_nothing_else(kind: CallFormat)
     assert not matches(alone, markup, one + between + other)
 
 
-def test_a_named_call_is_of_that_tool() -> None:
+def test_named_tool_choice_allows_only_calls_of_that_tool() -> None:
     markup = Markup(calls="hermes")
     for choice in (
         {"type": "function", "function": {"name": "time"}},
@@ -82,7 +82,7 @@ def test_a_named_call_is_of_that_tool() -> None:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_a_model_that_reasons_may_do_so_before_its_call(thinking: bool) -> None:
+def test_required_tool_call_may_follow_reasoning(thinking: bool) -> None:
     markup = Markup(calls="hermes", reasoning=True, thinking=thinking)
     found = offered(tool_choice="required")
     one = call("time", "{}")
@@ -94,7 +94,7 @@ def test_a_model_that_reasons_may_do_so_before_its_call(thinking: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3"])
-def test_strict_tools_hold_every_call_to_its_schema_but_need_none(kind: CallFormat) -> None:
+def test_strict_tool_calls_match_their_schema_but_text_is_allowed(kind: CallFormat) -> None:
     markup = Markup(calls=kind)
     found = offered(tools=[function("weather", parameters=CITY, strict=True)])
     good, bad = call("weather", PARIS, kind), call("weather", '{"town": "Paris"}', kind)
@@ -105,7 +105,7 @@ def test_strict_tools_hold_every_call_to_its_schema_but_need_none(kind: CallForm
     assert matches(found, markup, f"Let me see.\n{good}") is (kind == "hermes")
 
 
-def test_without_strict_or_required_any_text_will_do() -> None:
+def test_tools_need_no_grammar_unless_strict_or_required() -> None:
     for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
         assert answer_shape(offered(**fields), Markup(calls="hermes")).grammar is None
     assert answer_shape(offered(tool_choice="required"), Markup(calls=None)).grammar is None
@@ -114,7 +114,7 @@ def test_without_strict_or_required_any_text_will_do() -> None:
 JSON = Grammar(kind="json_schema", value='{"type": "integer"}')
 
 
-def test_what_was_asked_for_stands_beside_calls_and_after_thoughts() -> None:
+def test_response_format_is_allowed_beside_calls_and_after_reasoning() -> None:
     markup = Markup(calls="hermes", reasoning=True)
     found = offered()
     for thoughts in ("", "<think>hm</think>\n\n"):
@@ -127,7 +127,7 @@ def test_what_was_asked_for_stands_beside_calls_and_after_thoughts() -> None:
     assert answer_shape(bare, NO_MARKUP, JSON).grammar is JSON
 
 
-def test_a_format_beside_a_call_that_must_be_made_is_refused() -> None:
+def test_response_format_with_a_required_tool_call_is_refused() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
         for asked in (JSON, Grammar(kind="ebnf", value='root ::= "yes"')):
             with pytest.raises(ApiError, match="tool_choice") as refused:
@@ -135,7 +135,7 @@ def test_a_format_beside_a_call_that_must_be_made_is_refused() -> None:
             assert (refused.value.status, refused.value.param) == (400, "response_format")
 
 
-def test_rules_are_the_whole_answer() -> None:
+def test_ebnf_grammar_covers_the_whole_answer_and_excludes_tools() -> None:
     rules = Grammar(kind="ebnf", value='root ::= "yes"')
     assert answer_shape(offered(tools=None), Markup(reasoning=True), rules) == (rules, NO_MARKUP)
     with pytest.raises(ApiError) as refused:
@@ -147,14 +147,14 @@ def test_rules_are_the_whole_answer() -> None:
     assert refused.value.param == "guided_regex"
 
 
-def test_a_schema_that_cannot_be_followed_is_refused_naming_the_tool() -> None:
+def test_unsupported_tool_schema_is_refused_naming_the_tool() -> None:
     tools = [function("time"), function("odd", parameters={"type": "object", "propertyNames": {"maxLength": 3}})]
     with pytest.raises(ApiError) as refused:
         answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
     assert refused.value.param == "tools[1].function.parameters"
 
 
-def test_schemas_that_come_to_too_much_are_refused_naming_the_tools() -> None:
+def test_tool_schemas_that_are_too_large_are_refused_naming_the_tools() -> None:
     kinds = [{"properties": {"kind": {"const": f"{i}"}}, "required": ["kind"]} for i in range(980)]
     long = {"type": "object", "properties": {"a": {"const": "x" * 70_000}}}
     for parameters, path in (
@@ -185,14 +185,14 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
-def test_what_cannot_be_offered_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_or_tool_choice_is_refused_naming_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         offered(**fields)
     assert refused.value.param == param
     assert param.partition(".")[0].partition("[")[0] in refused.value.message
 
 
-def test_tools_are_shown_to_the_template_as_they_came() -> None:
+def test_tools_reach_the_template_unchanged() -> None:
     tools = [function("weather", parameters=CITY, description="d"), function("time")]
     found = offered(tools=tools)
     assert found.shown == tools

@@ -1,4 +1,4 @@
-"""An answer's markup is read the same however its text is cut, and nothing that is no call is lost."""
+"""Parsers of tool calls and reasoning give the same pieces for any chunking and lose no other text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
-# What calls are made of, whole and broken, so that all ways of going wrong are met.
+# Fragments of calls, whole and broken, so that generated texts reach every error path.
 SCRAPS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<tool", "_call>", "<|python_tag|>", "<|python", "<think>", "</think>", "</thi",
@@ -58,7 +58,7 @@ def calls(text: str, kind: CallFormat) -> list[Piece]:
 @pytest.mark.parametrize("kind", ["hermes", "llama3", None])
 @pytest.mark.parametrize("thinking", [True, False])
 @given(text=ANSWERS, places=st.lists(st.integers(0, 1000), max_size=20))
-def test_any_cutting_of_an_answer_gives_the_same_pieces(
+def test_message_reader_gives_the_same_pieces_for_any_chunking(
     kind: CallFormat | None, thinking: bool, text: str, places: list[int]
 ) -> None:
     for reasoning in (True, False):
@@ -71,14 +71,14 @@ def test_any_cutting_of_an_answer_gives_the_same_pieces(
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3"])
 @given(text=ANSWERS)
-def test_an_answer_without_a_call_is_its_content(kind: CallFormat, text: str) -> None:
+def test_answer_without_a_tool_call_is_all_content(kind: CallFormat, text: str) -> None:
     found = calls(text, kind)
     if not any(isinstance(piece, CallBegin) for piece in found):
         assert "".join(piece.text for piece in found if isinstance(piece, Text)) == text
 
 
 @given(before=st.sampled_from(["", "Let me see.", "a < b <tool"]), arguments=st.lists(OBJECTS, min_size=1, max_size=3))
-def test_calls_of_hermes_come_out_as_they_were_meant(before: str, arguments: list[dict[str, object]]) -> None:
+def test_hermes_parser_reads_calls_and_the_text_before_them(before: str, arguments: list[dict[str, object]]) -> None:
     written = "\n".join(
         f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': one})}\n</tool_call>" for one in arguments
     )
@@ -86,7 +86,7 @@ def test_calls_of_hermes_come_out_as_they_were_meant(before: str, arguments: lis
 
 
 @given(before=st.sampled_from(["", "Let me see.\n"]), arguments=st.lists(OBJECTS, min_size=1, max_size=3))
-def test_calls_of_llama_come_out_as_they_were_meant(before: str, arguments: list[dict[str, object]]) -> None:
+def test_llama3_parser_reads_calls_and_the_text_before_them(before: str, arguments: list[dict[str, object]]) -> None:
     written = "; ".join(json.dumps({"name": "f", "parameters": one}) for one in arguments)
     for tag in ("", "<|python_tag|>"):
         check(calls(before + tag + written, "llama3"), before.strip(), arguments)
@@ -100,7 +100,7 @@ def check(pieces: list[Piece], content: str, arguments: list[dict[str, object]])
     assert len({call.id for call in found.tool_calls}) == len(arguments)
 
 
-def test_a_call_is_told_once_it_is_complete_and_content_as_it_comes() -> None:
+def test_parser_emits_a_call_once_complete_and_content_at_once() -> None:
     parser = call_parser("hermes", TOOLS)
     assert parser.feed('so <tool_call>{"name": "f"') == [Text("so")]
     assert parser.feed(', "arguments": {"city": "Paris"}') == []
@@ -141,7 +141,7 @@ WRITTEN = st.lists(
 @pytest.mark.parametrize("kind", ["hermes", "llama3"])
 @fuzzed(150)
 @given(text=WRITTEN | ANSWERS)
-def test_any_call_has_an_object_as_its_arguments_and_all_else_is_content(kind: CallFormat, text: str) -> None:
+def test_calls_have_object_arguments_and_all_other_text_is_content(kind: CallFormat, text: str) -> None:
     found = message(calls(text, kind))
     made = found.tool_calls if isinstance(found.tool_calls, list) else []
     for call in made:
@@ -150,7 +150,7 @@ def test_any_call_has_an_object_as_its_arguments_and_all_else_is_content(kind: C
         assert isinstance(json.loads(call.function.arguments, parse_constant=pytest.fail), dict)
     if not made:
         assert (found.content or "") == text
-    # No character but marks, white space and calls is lost: each is content, and in its order.
+    # Only markers, white space and calls leave the text: every other character is content, in order.
     rest = iter(text)
     assert all(character in rest for character in found.content or "")
 
@@ -173,7 +173,7 @@ def test_any_call_has_an_object_as_its_arguments_and_all_else_is_content(kind: C
         ('<|python_tag|>print("f")', "llama3"),
     ],
 )
-def test_what_is_no_call_is_content(text: str, kind: CallFormat) -> None:
+def test_invalid_tool_calls_are_content(text: str, kind: CallFormat) -> None:
     assert calls(text, kind) == [Text(text)]
 
 
@@ -194,11 +194,11 @@ def test_what_is_no_call_is_content(text: str, kind: CallFormat) -> None:
         ("a <tool_call><tool_call>{}", [Text("a <tool_call><tool_call>{}")]),
     ],
 )
-def test_calls_that_models_write_carelessly_are_read_all_the_same(text: str, pieces: list[Piece]) -> None:
+def test_hermes_parser_accepts_carelessly_written_calls(text: str, pieces: list[Piece]) -> None:
     assert calls(text, "hermes") == pieces
 
 
-def test_calls_after_the_first_are_dropped_where_only_one_is_wanted() -> None:
+def test_calls_after_the_first_are_dropped_without_parallel_calls() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     markup = Markup(calls="hermes", tools=TOOLS, parallel=False)
     assert read([call + "\n" + call], markup) == [CallBegin("f"), Arguments("{}")]
@@ -218,18 +218,18 @@ def test_calls_after_the_first_are_dropped_where_only_one_is_wanted() -> None:
         ("<think>a</think>b</think>c", False, [ReasoningPiece("a"), Text("b</think>c")]),
     ],
 )
-def test_reasoning_is_told_apart_from_the_answer(text: str, thinking: bool, pieces: list[Piece]) -> None:
+def test_reasoning_is_separated_from_content(text: str, thinking: bool, pieces: list[Piece]) -> None:
     assert read([text], Markup(reasoning=True, thinking=thinking)) == pieces
 
 
-def test_a_call_may_follow_reasoning_and_none_is_read_within_it() -> None:
+def test_calls_are_parsed_after_reasoning_but_not_within_reasoning() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     markup = Markup(calls="hermes", tools=TOOLS, reasoning=True)
     assert read([f"<think>{call}</think>{call}"], markup) == [ReasoningPiece(call), CallBegin("f"), Arguments("{}")]
 
 
 @given(st.lists(OBJECTS | st.lists(JSON, max_size=3), min_size=1, max_size=1), st.sampled_from([None, 1]))
-def test_the_scanner_accepts_json_and_knows_its_end(values: list[object], indent: int | None) -> None:
+def test_json_scanner_accepts_json_and_detects_its_end(values: list[object], indent: int | None) -> None:
     text = json.dumps(values[0], indent=indent)
     scan = JsonScanner()
     for number, character in enumerate(text, 1):
@@ -243,7 +243,7 @@ def test_the_scanner_accepts_json_and_knows_its_end(values: list[object], indent
 )
 @example("{}", 1, '"a":1,', 0)
 @example('{"a": 1}', 6, "0", 0)
-def test_the_scanner_accepts_nothing_else(text: str, place: int, put: str, gone: int) -> None:
+def test_json_scanner_rejects_invalid_json(text: str, place: int, put: str, gone: int) -> None:
     place %= len(text) + 1
     text = text[:place] + put + text[place + gone :]
     scan = JsonScanner()
@@ -258,7 +258,7 @@ def test_the_scanner_accepts_nothing_else(text: str, place: int, put: str, gone:
 
 
 @given(st.text(max_size=30))
-def test_a_call_object_refuses_text_without_an_exception(text: str) -> None:
+def test_call_object_rejects_any_text_without_an_exception(text: str) -> None:
     call = CallObject(TOOLS)
     for character in text:
         if call.ended or not call.feed(character):
@@ -266,7 +266,7 @@ def test_a_call_object_refuses_text_without_an_exception(text: str) -> None:
     assert not call.ended or call.name in TOOLS
 
 
-def test_little_is_held_back_however_long_the_reasoning_is() -> None:
+def test_reasoning_reader_holds_back_under_16_characters() -> None:
     reader = ReasoningReader(thinking=True)
     told = 0
     for _ in range(5_000):

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: a model that writes calls and thoughts, answered whole and streamed alike."""
+"""Tool calls and reasoning over HTTP, equal whole and streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support.scripted_model import make_scripted_model
 from support.serving import NAME, Server, serving
 
-# Pieces are the tokens that the model writes one by one.
+# Each script lists the tokens that the model writes one by one.
 SCRIPTS = {
     "@call": [
         *("Let me", " see.\n", "<tool_call>", '\n{"name": "wea', 'ther", "arguments": '),
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def say(server: Server, script: str, **fields: Any) -> dict[str, Any]:
-    """The one choice of the answer that follows the script; streamed, it is the same."""
+    """Return the only choice of the answer to `script`, after a check that streaming gives the same choice."""
     asked = {"messages": USER, "chat_template_kwargs": {"script": script}, **fields}
     answer = server.chat(**asked)
     assert answer.status == 200, answer.body
@@ -64,7 +64,7 @@ def say(server: Server, script: str, **fields: Any) -> dict[str, Any]:
 
 
 def streamed(server: Server, asked: dict[str, Any]) -> dict[str, Any]:
-    """The choice that the chunks of a stream make."""
+    """Return the choice that the chunks of a stream add up to."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     reason = None
     chunks: Any = server.chat(**asked, stream=True).chunks()
@@ -100,14 +100,14 @@ def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-def test_a_call_comes_with_what_was_said_before_it(server: Server) -> None:
+def test_tool_call_comes_with_the_content_before_the_call(server: Server) -> None:
     choice = say(server, "@call", tools=TOOLS)
     assert choice["message"]["content"] == "Let me see."
     assert called(choice) == [("weather", {"city": "Paris"})]
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_a_call_is_streamed_once_it_is_complete(server: Server) -> None:
+def test_tool_call_is_streamed_once_complete(server: Server) -> None:
     chunks = server.chat(
         messages=USER, tools=TOOLS, chat_template_kwargs={"script": "@call"}, stream=True, return_token_ids=True
     ).chunks()
@@ -115,15 +115,15 @@ def test_a_call_is_streamed_once_it_is_complete(server: Server) -> None:
     gained = [delta[0]["function"].get("arguments") for delta in deltas if delta]
     assert gained == ["", '{"city": "Paris"}']
     ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]  # type: ignore[index]
-    assert len(ids) == len(SCRIPTS["@call"]) + 1  # also of tokens that told nothing by themselves
+    assert len(ids) == len(SCRIPTS["@call"]) + 1  # ids of tokens without text of their own are included
 
 
-def test_several_calls_have_ids_of_their_own_unless_only_one_is_wanted(server: Server) -> None:
+def test_parallel_tool_calls_false_keeps_only_the_first_call(server: Server) -> None:
     assert called(say(server, "@two", tools=TOOLS)) == [("time", {}), ("time", {})]
     assert called(say(server, "@two", tools=TOOLS, parallel_tool_calls=False)) == [("time", {})]
 
 
-def test_without_tools_or_with_choice_none_nothing_is_read_as_a_call(server: Server) -> None:
+def test_no_call_is_parsed_without_tools_or_with_tool_choice_none(server: Server) -> None:
     text = "".join(SCRIPTS["@call"])
     silent: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
     for fields in silent:
@@ -132,20 +132,20 @@ def test_without_tools_or_with_choice_none_nothing_is_read_as_a_call(server: Ser
         assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_of_what_is_no_tool_is_content(server: Server) -> None:
+def test_call_of_an_unknown_tool_is_content(server: Server) -> None:
     choice = say(server, "@bad", tools=TOOLS)
     assert choice["message"]["content"] == "".join(SCRIPTS["@bad"])
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_is_cut_off_is_content(server: Server) -> None:
+def test_tool_call_cut_off_by_max_tokens_is_content(server: Server) -> None:
     choice = say(server, "@call", tools=TOOLS, max_tokens=7)
     assert "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == "".join(SCRIPTS["@call"][:7])
     assert choice["finish_reason"] == "length"
 
 
-def test_a_call_with_broken_json_is_content_and_the_next_one_is_a_call(server: Server) -> None:
+def test_call_with_broken_json_is_content_and_the_next_call_is_parsed(server: Server) -> None:
     choice = say(server, "@broken", tools=TOOLS)
     assert choice["message"]["content"] == "".join(SCRIPTS["@broken"][:2])
     assert called(choice) == [("time", {})]
@@ -172,8 +172,8 @@ ONE_CALL: Any = {"parallel_tool_calls": False, "reasoning_effort": "none", "temp
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_model_that_would_not_call_does_so_where_it_has_to(server: Server, seed: int) -> None:
-    # "@bad" begins a call of nobody, which the grammar turns into one of somebody.
+def test_required_and_named_tool_choice_force_a_valid_call(server: Server, seed: int) -> None:
+    # "@bad" begins a call of an unknown tool, which the grammar turns into a call of a known tool.
     choice = say(server, "@bad", tools=CHOOSY, tool_choice="required", seed=seed, **ONE_CALL)
     ((name, arguments),) = called(choice)
     assert name in ("weather", "time")
@@ -193,22 +193,22 @@ def check_choosy(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_strict_tools_say_holds_where_the_model_calls_by_itself(server: Server, seed: int) -> None:
-    # The script calls with a city alone; the schema wants days, too.
+def test_strict_tool_schema_binds_with_tool_choice_auto(server: Server, seed: int) -> None:
+    # The script calls with a city alone; the schema requires days, too.
     ((name, arguments),) = called(say(server, "@call", tools=CHOOSY[:1], seed=seed, **ONE_CALL))
     assert name == "weather"
     check_choosy(arguments)
     assert arguments["city"] == "Paris"
 
 
-def test_an_answer_in_a_format_may_be_thought_about_first(server: Server) -> None:
+def test_response_format_applies_after_reasoning(server: Server) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["It is."]}}}
     choice = say(server, "@think", response_format=schema)
     assert choice["message"]["reasoning_content"] == "hm, is it"
     assert choice["message"]["content"] == '"It is."'
 
 
-def test_reasoning_is_told_apart_and_counted(server: Server) -> None:
+def test_reasoning_content_is_separate_and_its_tokens_are_counted(server: Server) -> None:
     choice = say(server, "@think")
     assert choice["message"]["reasoning_content"] == "hm, is it"
     assert choice["message"]["content"] == "It is."
@@ -220,21 +220,21 @@ def test_reasoning_is_told_apart_and_counted(server: Server) -> None:
         assert used["completion_tokens"] == 3 * 7
 
 
-def test_a_call_may_follow_reasoning(server: Server) -> None:
+def test_tool_call_may_follow_reasoning(server: Server) -> None:
     choice = say(server, "@plan", tools=TOOLS)
     assert choice["message"]["reasoning_content"] == "so"
     assert choice["message"]["content"] is None
     assert called(choice) == [("weather", {"city": "Rome"})]
 
 
-def test_reasoning_that_is_cut_off_is_no_content(server: Server) -> None:
+def test_reasoning_cut_off_by_max_tokens_is_not_content(server: Server) -> None:
     choice = say(server, "@think", max_tokens=3)
     assert choice["message"]["reasoning_content"] == "hm, is it"
     assert choice["message"]["content"] is None
 
 
 def text_of(server: Server, **fields: object) -> str:
-    """The prompt that a chat makes."""
+    """Return the rendered prompt of a chat."""
     answer = server.call("POST", "/tokenize", {"messages": USER, **fields})
     assert answer.status == 200, answer.body
     again = server.call("POST", "/detokenize", {"tokens": answer.json()["tokens"]})
@@ -256,7 +256,7 @@ def test_tools_and_their_results_reach_the_template(server: Server) -> None:
     assert '"arguments": "no json"' in text_of(server, messages=messages)
 
 
-def test_the_switch_for_thinking_reaches_the_template(server: Server) -> None:
+def test_enable_thinking_and_reasoning_effort_reach_the_template(server: Server) -> None:
     assert "<think>" not in text_of(server)
     assert text_of(server, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
     body = {"messages": USER, "reasoning_effort": "none", "max_tokens": 1, "prompt_logprobs": 0}
@@ -264,7 +264,7 @@ def test_the_switch_for_thinking_reaches_the_template(server: Server) -> None:
     assert "".join(next(iter(one.values()))["decoded_token"] for one in shown[-12:] if one).endswith("</think>\n\n")
 
 
-def test_an_answer_may_go_on_from_the_last_message(server: Server) -> None:
+def test_continue_final_message_continues_the_last_message(server: Server) -> None:
     messages = [*USER, {"role": "assistant", "content": "It has @think"}]
     text = text_of(server, messages=messages, continue_final_message=True)
     assert text.endswith("[assistant]It has @think")
@@ -273,7 +273,7 @@ def test_an_answer_may_go_on_from_the_last_message(server: Server) -> None:
     assert answer["choices"][0]["message"]["content"] == "It is."  # type: ignore[index]
 
 
-def test_what_a_user_has_said_does_not_make_the_rest_of_an_answer_a_thought(server: Server) -> None:
+def test_only_the_continued_message_decides_if_reasoning_is_open(server: Server) -> None:
     asked: Any = [{"role": "user", "content": "What is <think>?"}]
     for begun, thinking in (("A tag", False), ("<think>hm", True), ("<think>hm</think> A tag", False)):
         messages = [*asked, {"role": "assistant", "content": f"{begun} @bad"}]
@@ -299,14 +299,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
-def test_what_cannot_be_done_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_invalid_chat_fields_get_400_naming_the_field(server: Server, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(messages=USER, **fields)
     assert answer.status == 400, answer.body
     assert answer.error()["param"] == param
     assert param.partition(".")[0].partition("[")[0] in str(answer.error()["message"])
 
 
-def test_the_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_and_reasoning_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from tok_server.openai.chat.endpoint import parse
     from tok_server.settings import Formats
     from tok_server.wire.errors import ApiError
@@ -319,7 +319,7 @@ def test_the_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.Mon
         parse(body, server.engine, NAME, Formats("none"))
 
 
-def test_openais_client_gets_calls_whole_and_streamed(server: Server) -> None:
+def test_openai_client_reads_tool_calls_whole_and_streamed(server: Server) -> None:
     more = {"chat_template_kwargs": {"script": "@call"}}
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS, extra_body=more)

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: by the `openai` package, and what they refuse."""
+"""/v1/files and /v1/batches through the `openai` package, and the requests they refuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(kept: Server) -> Iterator[openai.OpenAI]:
 
 
 def check_valid(found: BaseModel) -> None:
-    """The package builds its objects without checking them: check now, strictly, as sent."""
+    """Validate `found` strictly as sent, because the openai package builds its objects without validation."""
     type(found).model_validate(found.model_dump(exclude_unset=True), strict=True)
 
 
@@ -61,7 +61,7 @@ def content(client: openai.OpenAI, id: str | None) -> bytes:
     return b"" if id is None else client.files.content(id).read()
 
 
-def test_a_file_is_kept_told_listed_read_and_deleted(client: openai.OpenAI) -> None:
+def test_file_is_created_retrieved_listed_read_and_deleted(client: openai.OpenAI) -> None:
     data = jsonl([completion_line(1)])
     made = client.files.create(
         file=("naïve\n.jsonl", data), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
@@ -81,7 +81,7 @@ def test_a_file_is_kept_told_listed_read_and_deleted(client: openai.OpenAI) -> N
         client.files.delete(made.id)
 
 
-def test_a_list_of_files_goes_on_behind_its_last(client: openai.OpenAI) -> None:
+def test_file_list_is_paginated_in_either_order(client: openai.OpenAI) -> None:
     made = [upload(client, b"%d" % number).id for number in range(5)]
     pages = list(client.files.list(limit=2, order="asc").iter_pages())
     assert all(len(page.data) <= 2 for page in pages)
@@ -93,7 +93,7 @@ def test_a_list_of_files_goes_on_behind_its_last(client: openai.OpenAI) -> None:
         client.files.delete(id)
 
 
-def test_a_batch_answers_as_requests_of_their_own_would(kept: Server, client: openai.OpenAI) -> None:
+def test_batch_answers_equal_those_of_direct_chat_requests(kept: Server, client: openai.OpenAI) -> None:
     lines = [chat_line(number, seed=1, n=1 + number % 3, temperature=0.8) for number in range(20)]
     batch = client.batches.create(
         input_file_id=upload(client, jsonl(lines)).id,
@@ -137,7 +137,7 @@ def wire_lines(data: bytes) -> list[wire.BatchAnswer]:
     return [msgspec.json.decode(line, type=wire.BatchAnswer) for line in data.splitlines()]
 
 
-def test_a_batch_of_responses_answers_as_requests_of_their_own_would(kept: Server, client: openai.OpenAI) -> None:
+def test_batch_of_responses_equals_direct_responses_requests(kept: Server, client: openai.OpenAI) -> None:
     body = {"model": "tiny", "input": "the dogs", "max_output_tokens": 5, "temperature": 0}
     lines: list[Line] = [
         {"custom_id": f"line {number}", "method": "POST", "url": "/v1/responses", "body": {**body, "user": str(number)}}
@@ -161,7 +161,7 @@ def test_a_batch_of_responses_answers_as_requests_of_their_own_would(kept: Serve
     assert told == (3 * used["input_tokens"], 3 * used["output_tokens"]) > (0, 0)
 
 
-def test_batches_are_counted_for_prometheus(kept: Server, client: openai.OpenAI) -> None:
+def test_metrics_count_ended_batches_and_answered_lines(kept: Server, client: openai.OpenAI) -> None:
     before = figures(kept)
     ended(client, begin(client, jsonl([completion_line(0), completion_line(1), completion_line(2, n=0)])))
     name = 'tok_batches_ended_total{status="completed"}'
@@ -181,7 +181,7 @@ def figures(server: Server) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def test_a_bad_body_is_an_error_of_its_line_alone(client: openai.OpenAI) -> None:
+def test_invalid_body_fails_only_its_batch_line(client: openai.OpenAI) -> None:
     lines = [completion_line(number) for number in range(9)]
     lines[2] = completion_line(2, temperature=-1)
     lines[4] = completion_line(4, model="another")
@@ -204,7 +204,7 @@ def test_a_bad_body_is_an_error_of_its_line_alone(client: openai.OpenAI) -> None
     assert params == ["temperature", "model", "stream", "prompt"]
 
 
-def test_a_file_with_wrong_lines_fails_before_any_is_run(client: openai.OpenAI) -> None:
+def test_batch_with_malformed_lines_fails_before_any_line_runs(client: openai.OpenAI) -> None:
     lines = [
         jsonl([completion_line(1)]),
         b"{nonsense\n",
@@ -235,7 +235,7 @@ def test_a_file_with_wrong_lines_fails_before_any_is_run(client: openai.OpenAI) 
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n"])
-def test_a_file_without_lines_fails(client: openai.OpenAI, data: bytes) -> None:
+def test_batch_of_an_empty_file_fails(client: openai.OpenAI, data: bytes) -> None:
     found = ended(client, begin(client, data))
     assert found.status == "failed"
     assert found.errors is not None
@@ -243,7 +243,7 @@ def test_a_file_without_lines_fails(client: openai.OpenAI, data: bytes) -> None:
     assert [error.code for error in found.errors.data] == ["empty_file"]
 
 
-def test_a_cancelled_batch_keeps_what_is_answered_and_tells_of_the_rest(client: openai.OpenAI) -> None:
+def test_cancelled_batch_keeps_answers_and_reports_unanswered_lines(client: openai.OpenAI) -> None:
     slow = [completion_line(number, max_tokens=900, ignore_eos=True) for number in range(3, 300)]
     lines = [completion_line(number, max_tokens=1) for number in range(3)] + slow
     batch = begin(client, jsonl(lines))
@@ -282,7 +282,7 @@ def test_batches_are_listed_the_newest_first(client: openai.OpenAI) -> None:
     assert next(iter(client.batches.list(after=made[1].id))).id == made[0].id
 
 
-async def test_the_async_client_gets_the_same(kept: Server) -> None:
+async def test_async_openai_client_creates_and_retrieves_batches(kept: Server) -> None:
     async with openai.AsyncOpenAI(base_url=kept.url, api_key="key", max_retries=0) as client:
         file = await client.files.create(file=io.BytesIO(jsonl([completion_line(1)])), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
@@ -310,9 +310,7 @@ GOOD = {"input_file_id": "file-" + 24 * "0", "endpoint": "/v1/completions", "com
         ({"zeta": 1}, "zeta"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused_by_the_name_of_the_field(
-    kept: Server, change: dict[str, object], param: str
-) -> None:
+def test_invalid_batch_request_gets_400_naming_the_field(kept: Server, change: dict[str, object], param: str) -> None:
     answer = kept.call("POST", "/v1/batches", GOOD | change)
     assert answer.status == 400
     assert answer.error()["param"] == param
@@ -331,7 +329,7 @@ def test_a_batch_that_cannot_be_is_refused_by_the_name_of_the_field(
         ("/v1/batches?after=batch_0", "after"),
     ],
 )
-def test_a_list_that_cannot_be_is_refused_by_the_name_of_the_parameter(kept: Server, path: str, param: str) -> None:
+def test_invalid_list_query_gets_400_naming_the_parameter(kept: Server, path: str, param: str) -> None:
     answer = kept.call("GET", path)
     assert answer.status == 400
     assert answer.error()["param"] == param
@@ -348,7 +346,7 @@ def test_a_list_that_cannot_be_is_refused_by_the_name_of_the_parameter(kept: Ser
         ("POST", "/v1/batches/..%2F/cancel"),
     ],
 )
-def test_what_is_not_there_is_not_found_however_it_is_called(kept: Server, method: str, path: str) -> None:
+def test_path_traversal_and_unknown_ids_get_404(kept: Server, method: str, path: str) -> None:
     assert kept.call(method, path).status == 404
 
 
@@ -379,12 +377,10 @@ SECONDS = ('Content-Disposition: form-data; name="expires_after[seconds]"', b"36
         (form((FILE[0], (1 << 20) * b"x" + b"x"), PURPOSE), 413, "more than 1048576 bytes"),
     ],
 )
-def test_an_upload_that_cannot_be_is_refused_and_leaves_nothing(
-    kept: Server, body: bytes, status: int, told: str
-) -> None:
+def test_invalid_upload_is_refused_and_leaves_no_file(kept: Server, body: bytes, status: int, told: str) -> None:
     answer = kept.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
     assert (answer.status, told in str(answer.error()["message"])) == (status, True), answer.body
-    wait_until(lambda: blobs(kept) == listed(kept))  # a batch of another test may be writing its own
+    wait_until(lambda: blobs(kept) == listed(kept))  # a batch of another test may be writing its files
 
 
 def listed(server: Server) -> set[str]:
@@ -398,7 +394,7 @@ def blobs(server: Server) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_a_file_may_come_before_its_purpose(kept: Server) -> None:
+def test_upload_accepts_the_file_part_before_the_purpose_part(kept: Server) -> None:
     body = form(FILE, PURPOSE)
     answer = kept.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
     assert answer.status == 200
@@ -406,12 +402,12 @@ def test_a_file_may_come_before_its_purpose(kept: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain"])
-def test_an_upload_of_another_content_type_is_refused(kept: Server, kind: str) -> None:
+def test_upload_with_an_invalid_content_type_gets_400(kept: Server, kind: str) -> None:
     assert kept.call("POST", "/v1/files", b"{}", {"Content-Type": kind}).status == 400
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches")])
-def test_without_a_directory_the_answer_says_how_to_get_one(
+def test_files_and_batches_without_data_dir_get_501_naming_the_flag(
     server: Server, method: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = server.call(method, path)
@@ -433,6 +429,6 @@ def test_a_second_server_on_the_same_directory_is_refused(kept: Server, tiny_mod
         pass
 
 
-def test_the_names_of_openais_fields_are_ours() -> None:
+def test_batch_and_file_fields_equal_openais() -> None:
     assert set(Batch.model_fields) == set(wire.known_fields(wire.Batch))
     assert set(FileObject.model_fields) == set(wire.known_fields(wire.FileObject))

@@ -1,4 +1,4 @@
-"""A data directory without room: a full disk, or a quota that is used up. Batches wait, and compute nothing twice."""
+"""A full disk or an exhausted quota of the data directory: batches wait and compute nothing twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
 
 
 class Disk:
-    """A disk for answers with so many pages: SQLite itself says that it is full."""
+    """Limits answer databases to `pages` pages, so that SQLite itself reports a full disk."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.pages, self.refused, add = 4, 0, Answers.add
@@ -59,7 +59,7 @@ class Disk:
         patch.setattr(Answers, "add", limited)
 
 
-async def test_on_a_full_disk_a_batch_waits_and_computes_nothing_twice(
+async def test_batch_on_a_full_disk_waits_and_computes_nothing_twice(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
@@ -68,7 +68,7 @@ async def test_on_a_full_disk_a_batch_waits_and_computes_nothing_twice(
     async with opened(tmp_path, engine) as found:
         batch = await begin(found, LINES)
         deadline = time.monotonic() + PATIENCE
-        while disk.refused < 20 or found.under_way < 2 * 16:  # it has computed as much as it may, and tried again
+        while disk.refused < 20 or found.under_way < 2 * 16:  # the batch has used its budget and retried
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert (await found.batch(batch.id)).status == "in_progress"
@@ -96,7 +96,7 @@ async def test_a_batch_on_a_full_disk_can_be_cancelled(
         assert_each_once(LINES, *outputs(found, cancelled))
 
 
-async def test_a_batch_whose_output_finds_no_room_waits_and_computes_nothing_twice(
+async def test_batch_waits_for_disk_space_for_its_output_file(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RETRY_SECONDS", 0.01)
@@ -114,7 +114,7 @@ async def test_a_batch_whose_output_finds_no_room_waits_and_computes_nothing_twi
         batch = await begin(found, LINES)
         monkeypatch.setattr(os, "fsync", full)
         deadline = time.monotonic() + PATIENCE
-        while refused < 20:  # more than a batch survives of other errors
+        while refused < 20:  # more failures than a batch survives of any other error
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert (await found.batch(batch.id)).status == "finalizing"
@@ -127,7 +127,7 @@ async def test_a_batch_whose_output_finds_no_room_waits_and_computes_nothing_twi
     assert engine.stats()["output_tokens"] - before == 6 * len(LINES)
 
 
-async def test_a_batch_whose_answers_are_damaged_while_it_runs_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_batch_fails_when_its_answers_are_damaged_while_running(engine: AsyncEngine, tmp_path: Path) -> None:
     going = True
     async with opened(tmp_path, engine, paused=lambda: not going) as found:
         batch = await begin(found, [completion_line(number, max_tokens=20) for number in range(1000)])
@@ -144,7 +144,7 @@ async def test_a_batch_whose_answers_are_damaged_while_it_runs_fails(engine: Asy
         assert [error.code for error in failed.errors.data or []] == ["answers_damaged"]
 
 
-async def test_a_file_can_be_deleted_though_the_index_cannot_grow(
+async def test_file_can_be_deleted_while_the_index_cannot_grow(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path, engine) as found:
@@ -165,7 +165,7 @@ async def test_a_file_can_be_deleted_though_the_index_cannot_grow(
         assert not await found.ask(Store.file_ids)
 
 
-async def test_a_file_that_cannot_be_deleted_is_still_there(
+async def test_failed_file_deletion_keeps_the_file(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(store: Store, ids: list[str]) -> None:
@@ -180,7 +180,7 @@ async def test_a_file_that_cannot_be_deleted_is_still_there(
         assert found.place.blobs.path(file.id).read_bytes() == b"x"
 
 
-def test_a_quota_counts_what_is_there() -> None:
+def test_quota_counts_current_sizes_and_refuses_excess() -> None:
     quota = Quota(100)
     quota.put("a", 60)
     quota.add("b", 40)
@@ -193,14 +193,15 @@ def test_a_quota_counts_what_is_there() -> None:
     assert quota.used == 90
 
 
-async def test_answers_beyond_the_quota_wait_until_there_is_room(
+async def test_batch_waits_while_its_answers_exceed_the_quota(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
     monkeypatch.setattr(run, "MAX_KEEP_AGAIN", 0.01)
     async with opened(tmp_path, engine, quota=1 << 20) as found:
         filler = await add_file(found, b"x")
-        found.quota.put(filler.id, (1 << 20) - 20_000)  # as if it were large: there is room for a few answers
+        # As if the file were large: the quota has space for a few answers.
+        found.quota.put(filler.id, (1 << 20) - 20_000)
         batch = await begin(found, LINES)
         deadline = time.monotonic() + PATIENCE
         while found.under_way < 2 * 16:

@@ -1,4 +1,4 @@
-"""Files and batches of several API keys on one server, and how much of its disk they may take."""
+"""Files and batches of several API keys on one server, and the disk quota that they share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(server: Server, kind: str, headers: dict[str, str]) -> set[object]:
 
 
 def batch_of(server: Server, headers: dict[str, str]) -> dict[str, object]:
-    """A batch that has ended."""
+    """Create a batch, wait for its end and return it."""
     file = upload(server, jsonl(completion_line(number) for number in range(3)), headers).json()["id"]
     id = begin(server, file, headers).json()["id"]
     path = f"/v1/batches/{id}"
@@ -63,7 +63,7 @@ def batch_of(server: Server, headers: dict[str, str]) -> dict[str, object]:
     return server.call("GET", path, headers=headers).json()
 
 
-def test_what_one_key_keeps_does_not_exist_for_another(shared: Server) -> None:
+def test_files_and_batches_of_a_key_are_hidden_from_other_keys(shared: Server) -> None:
     batches = {name: batch_of(shared, headers) for name, headers in (("one", ONE), ("other", OTHER))}
     for own, foreign, headers in (("one", "other", ONE), ("other", "one", OTHER)):
         mine, hidden = batches[own], batches[foreign]
@@ -86,15 +86,13 @@ def test_what_one_key_keeps_does_not_exist_for_another(shared: Server) -> None:
         assert shared.call("GET", f"/v1/batches?after={hidden['id']}", headers=headers).status == 400
 
 
-def test_keys_are_not_written_down(shared: Server) -> None:
+def test_api_keys_are_not_stored_on_disk(shared: Server) -> None:
     upload(shared, b"x", ONE)
     found = [path.read_bytes() for path in Path(str(shared.context.settings.data_dir)).rglob("*") if path.is_file()]
     assert not any(key in data for data in found for key in (b"one-secret", b"other-secret"))
 
 
-def test_owners_are_the_same_after_a_restart_and_files_without_one_are_everyones(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_owners_survive_restarts_and_files_without_owner_are_shared(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, data_dir=str(tmp_path)) as before:
         common = upload(before, b"x", {}).json()["id"]
     with serving(tiny_model, data_dir=str(tmp_path), api_keys=("one-secret", "other-secret")) as between:
@@ -122,7 +120,7 @@ def test_uploads_beyond_the_quota_are_refused_until_files_are_deleted(shared: Se
     assert shared.call("DELETE", f"/v1/files/{again.json()['id']}", headers=OTHER).status == 200
 
 
-def test_a_compressed_upload_is_taken_unless_it_is_a_bomb(shared: Server) -> None:
+def test_compressed_upload_is_accepted_unless_a_decompression_bomb(shared: Server) -> None:
     lines = jsonl(completion_line(number) for number in range(20_000))
     assert upload(shared, lines, ONE, packed=True).json()["bytes"] == len(lines)
     answer = upload(shared, bytes(QUOTA // 4 + (1 << 20)), ONE, packed=True)
@@ -130,15 +128,16 @@ def test_a_compressed_upload_is_taken_unless_it_is_a_bomb(shared: Server) -> Non
     assert "100 times" in str(answer.error()["message"])
 
 
-def test_a_compressed_body_of_json_is_no_bomb_either(shared: Server) -> None:
+def test_highly_compressed_json_body_is_not_refused_as_a_bomb(shared: Server) -> None:
     body = gzip.compress(json.dumps({"model": "tiny", "prompt": "a" + 1_040_000 * " ", "max_tokens": 1}).encode())
     headers = ONE | {"Content-Encoding": "gzip"}
-    assert shared.call("POST", "/v1/completions", body, headers).status == 400  # it is read, and is too long a prompt
+    # The body is read, and its prompt is too long.
+    assert shared.call("POST", "/v1/completions", body, headers).status == 400
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to write more to any file of this process, as a full disk does."""
+    """Make the system refuse to grow any file of this process beyond `size`, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -147,7 +146,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_an_upload_to_a_full_disk_gets_507_and_leaves_nothing(shared: Server) -> None:
+def test_upload_to_a_full_disk_gets_507_and_leaves_no_file(shared: Server) -> None:
     files = Path(str(shared.context.settings.data_dir)) / "files"
     before = {path.name for path in files.iterdir()}
     with files_of_at_most(200_000):
@@ -157,15 +156,15 @@ def test_an_upload_to_a_full_disk_gets_507_and_leaves_nothing(shared: Server) ->
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-def test_a_full_index_is_507_too(shared: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite itself finds that its file may not grow."""
+def test_full_index_database_gets_507(shared: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes from SQLite itself, whose file may not grow."""
     data = jsonl([completion_line(0)])
     file = upload(shared, data, ONE).json()["id"]
 
     @contextmanager
     def full(connection: sqlite3.Connection) -> Iterator[None]:
         with database.transaction(connection):
-            connection.execute("PRAGMA max_page_count = 1")  # as many as there are
+            connection.execute("PRAGMA max_page_count = 1")  # SQLite takes the current size if that is larger
             try:
                 connection.execute("CREATE TABLE filler AS SELECT zeroblob(1000000)")
             finally:

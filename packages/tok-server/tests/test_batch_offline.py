@@ -1,4 +1,4 @@
-"""`tok batch`: files answered without a server, resumed, retried, refused."""
+"""`tok batch`: answer files without a server, resume, retry failed lines, refuse bad input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-async def test_every_line_is_answered_in_the_order_of_the_input(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_output_has_an_answer_to_every_line_in_input_order(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     totals = await answer(engine, tmp_path / "in", tmp_path / "out")
     assert (totals.completed, totals.failed) == (4, 1)
@@ -65,7 +65,7 @@ async def test_every_line_is_answered_in_the_order_of_the_input(engine: AsyncEng
     assert names(tmp_path) == {"in", "out"}
 
 
-async def test_what_was_answered_before_is_not_answered_again(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_interrupted_run_resumes_without_recomputing_answers(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(60)]
     (tmp_path / "in").write_bytes(jsonl(lines))
     with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
@@ -92,7 +92,7 @@ async def test_what_was_answered_before_is_not_answered_again(engine: AsyncEngin
     assert names(tmp_path) == {"in", "out"}
 
 
-async def test_only_failed_lines_are_tried_again(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_retry_failed_recomputes_only_failed_lines(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(0), completion_line(1, model="later"), completion_line(2)]
     (tmp_path / "in").write_bytes(jsonl(lines))
     assert (await answer(engine, tmp_path / "in", tmp_path / "out")).failed == 1
@@ -107,7 +107,7 @@ async def test_only_failed_lines_are_tried_again(engine: AsyncEngine, tmp_path: 
 
 
 @pytest.mark.parametrize("lines", [[3, 1], [0], [0, 1, 2]])
-async def test_an_output_of_another_input_is_not_tried_again(
+async def test_retry_failed_refuses_an_output_of_another_input(
     engine: AsyncEngine, tmp_path: Path, lines: list[int]
 ) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED[:2]))
@@ -119,16 +119,14 @@ async def test_an_output_of_another_input_is_not_tried_again(
     assert (tmp_path / "out").read_bytes() == before
 
 
-async def test_answers_to_another_input_are_not_mixed_in(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_partial_answers_to_another_input_are_refused(engine: AsyncEngine, tmp_path: Path) -> None:
     Answers(tmp_path / "out.partial", "another").close()
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with pytest.raises(StoreError, match=r"out\.partial: holds the answers of another batch .*; delete it"):
         await answer(engine, tmp_path / "in", tmp_path / "out")
 
 
-async def test_an_output_that_was_written_before_the_process_died_is_kept_as_it_is(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_answers_stored_before_a_crash_are_kept_unchanged(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
         await work.check()
@@ -141,13 +139,11 @@ async def test_an_output_that_was_written_before_the_process_died_is_kept_as_it_
     await answer(engine, tmp_path / "in", tmp_path / "out")
     after = (tmp_path / "out").read_bytes()
     same = [one == other for one, other in zip(before.splitlines(), after.splitlines(), strict=True)]
-    assert same == [True, True, False, True, True]  # of the line that failed, nothing was kept here
+    assert same == [True, True, False, True, True]  # no answer to the failed line was stored here
     assert names(tmp_path) == {"in", "out"}
 
 
-async def test_failed_lines_are_tried_again_though_the_process_died_when_all_was_written(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_retry_failed_works_after_a_crash_with_all_answers_stored(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(0), completion_line(1, model="later")]
     (tmp_path / "in").write_bytes(jsonl(lines))
     with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
@@ -163,7 +159,7 @@ async def test_failed_lines_are_tried_again_though_the_process_died_when_all_was
     assert names(tmp_path) == {"in", "out"}
 
 
-def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+def test_output_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with Offline(tmp_path / "in", tmp_path / "out", NAME), pytest.raises(StoreError, match="in use by another tok"):
         Offline(tmp_path / "in", tmp_path / "out", NAME).__enter__()
@@ -179,7 +175,7 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
         ("in", "out", True, "retry_failed"),
     ],
 )
-def test_files_that_cannot_be_are_refused_by_their_names(
+def test_invalid_input_or_output_path_is_refused_naming_the_field(
     tmp_path: Path, file: str, output: str, retry: bool, field: str
 ) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
@@ -189,7 +185,7 @@ def test_files_that_cannot_be_are_refused_by_their_names(
     assert names(tmp_path) == {"in"}
 
 
-async def test_bad_lines_are_told_before_anything_runs(tmp_path: Path) -> None:
+async def test_malformed_lines_are_reported_before_anything_runs(tmp_path: Path) -> None:
     bad = b"nonsense\n" * 150
     (tmp_path / "in").write_bytes(jsonl(MIXED) + bad)
     with Offline(tmp_path / "in", tmp_path / "out", NAME) as work, pytest.raises(BadInput) as refused:
@@ -199,20 +195,20 @@ async def test_bad_lines_are_told_before_anything_runs(tmp_path: Path) -> None:
     assert all(isinstance(error, BatchError) for error in refused.value.errors)
 
 
-def test_validation_can_be_stopped(tmp_path: Path) -> None:
+def test_validation_of_a_batch_file_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with pytest.raises(Stopped):
         validate(tmp_path / "in", {"/v1/completions"}, MIB, lambda: True)
 
 
-def test_blank_lines_do_not_keep_validation_from_being_stopped(tmp_path: Path) -> None:
+def test_validation_of_blank_lines_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"\n" * 20_000)
     looks = iter([False, True])
     with pytest.raises(Stopped):
         validate(tmp_path / "in", {"/v1/completions"}, MIB, lambda: next(looks))
 
 
-def test_a_file_of_too_many_lines_is_refused_at_the_first_of_them(
+def test_file_with_too_many_lines_is_refused_at_the_first_excess_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "MAX_LINES", 4)
@@ -223,7 +219,7 @@ def test_a_file_of_too_many_lines_is_refused_at_the_first_of_them(
     assert not validate(tmp_path / "in", ENDPOINTS.keys(), MIB).errors
 
 
-def test_lines_are_numbered_with_the_blank_ones_and_counted_without(tmp_path: Path) -> None:
+def test_line_numbers_count_blank_lines_but_rows_do_not(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(
         b"\n one \r\n\n" + b"x" * 10 + b"\n" + b"x" * 11 + b"\n" + b"y" * (3 << 20) + b"\nlast"
     )
@@ -231,7 +227,7 @@ def test_lines_are_numbered_with_the_blank_ones_and_counted_without(tmp_path: Pa
     assert found == [(0, 2, b"one"), (1, 4, b"x" * 10), (2, 5, None), (3, 6, None), (4, 7, b"last")]
 
 
-def test_a_custom_id_is_found_again_however_far_apart_and_whatever_it_is(tmp_path: Path) -> None:
+def test_duplicate_custom_ids_are_found_anywhere_in_the_file(tmp_path: Path) -> None:
     ids = [f"{number}" for number in range(3000)]
     ids[2990] = "7"
     ids[2995] = "é\u0000"
@@ -245,23 +241,23 @@ def test_a_custom_id_is_found_again_however_far_apart_and_whatever_it_is(tmp_pat
     ]
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """`python -m support.batch_memory` does the same with as many lines as one likes."""
+def test_tok_batch_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """`python -m support.batch_memory` makes the same measurement with any number of lines."""
     model = make_model("llama", tmp_path / "tiny", layers=1)
     most = asyncio.run(memory_of(tmp_path, model, 5000, padding=5000))
     assert (tmp_path / "in.jsonl").stat().st_size > 24 * MIB
-    assert max(most[1:]) - most[1] < 8 * MIB, most  # in the first tenth there may be more from before
+    assert max(most[1:]) - most[1] < 8 * MIB, most  # the first tenth may include memory from before the run
     pairs = list(same_lines(tmp_path))
     assert len(pairs) == 5000
     assert all(asked == answered for asked, answered in pairs)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (90061, "25:01:01")])
-def test_durations_are_told_in_hours_minutes_and_seconds(seconds: float, told: str) -> None:
+def test_duration_is_formatted_in_hours_minutes_and_seconds(seconds: float, told: str) -> None:
     assert duration(seconds) == told
 
 
-def test_the_command_answers_a_file_and_says_what_came_of_it(
+def test_batch_command_answers_a_file_and_prints_a_summary(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = tiny_model.name
@@ -276,7 +272,9 @@ def test_the_command_answers_a_file_and_says_what_came_of_it(
     assert re.match(r"tok batch: error: --output is '.*out'; allowed: ", capsys.readouterr().err)
 
 
-def test_the_command_tells_bad_lines_and_loads_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_command_reports_bad_lines_without_loading_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in").write_bytes(b"nonsense\n" * 12)
     words = ["batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", "/no/such/model"]
     assert main(words) == 2

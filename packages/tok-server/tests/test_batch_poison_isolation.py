@@ -1,4 +1,4 @@
-"""Lines that kill the engine, or are dear to check or to write down: none is at another's cost."""
+"""Batch lines that kill the engine, or are slow to check or to serialize, do not harm other lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
     asyncio.run(found.close())
 
 
-async def test_what_a_thread_does_is_waited_for_though_it_is_no_longer_wanted() -> None:
+async def test_uninterrupted_waits_for_its_thread_despite_cancellation() -> None:
     begun, go_on, done = threading.Event(), threading.Event(), list[int]()
 
     def work() -> None:
@@ -51,7 +51,7 @@ async def test_what_a_thread_does_is_waited_for_though_it_is_no_longer_wanted() 
 
 
 def end(engine: AsyncEngine) -> None:
-    """The replica dies, as where its worker does."""
+    """Kill the replica as the death of its worker would."""
     life = engine._core._replica_set.records[0]
     replica = life.replica
     assert replica is not None
@@ -59,7 +59,7 @@ def end(engine: AsyncEngine) -> None:
     engine._core._replica_set._die(life, replica, "its worker has ended")
 
 
-async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_fails(
+async def test_only_the_line_that_kills_the_engine_fails(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = made_engine(tiny_model)
@@ -69,7 +69,7 @@ async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_
         if self._job.prompts[0] != guilty:
             return await computed(self, tenant)
         open_too = asyncio.create_task(computed(self, tenant))
-        await asyncio.sleep(0.01)  # others are submitted behind it
+        await asyncio.sleep(0.01)  # other lines are submitted meanwhile
         deaths.append(engine.open_requests)
         await asyncio.to_thread(end, engine)
         return await open_too
@@ -89,11 +89,11 @@ async def test_of_lines_that_were_open_when_the_engine_died_only_the_guilty_one_
     response = errors[0]["response"]
     assert isinstance(response, dict)
     assert (response["status_code"], response["body"]["error"]["code"]) == (500, "engine_died")
-    assert deaths[0] > deaths[1] >= deaths[2] == 1  # by its second turn others may all have been answered
+    assert deaths[0] > deaths[1] >= deaths[2] == 1  # by the second attempt, all other lines may be answered
     assert len(deaths) == 3
 
 
-async def test_a_line_whose_logits_are_not_finite_fails_at_once_and_alone(tmp_path: Path) -> None:
+async def test_only_the_line_with_non_finite_logits_fails(tmp_path: Path) -> None:
     def spoil(weights: dict[str, Tensor]) -> None:
         weights["model.embed_tokens.weight"][300] = torch.nan
 
@@ -114,14 +114,14 @@ async def test_a_line_whose_logits_are_not_finite_fails_at_once_and_alone(tmp_pa
     assert error["message"].startswith("the model's logits are not finite")
 
 
-async def test_a_guilty_request_of_a_client_makes_no_innocent_line_guilty(
+async def test_poison_request_of_a_client_does_not_fail_batch_lines(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tok_server.batch.execution.poison_isolation.PAUSE", 0.0)
     engine, computed, deaths = made_engine(tiny_model, max_restarts=10), GenerationTask._outputs, list[int]()
 
     async def beside_a_guilty_one(self: GenerationTask, tenant: str) -> list[RequestOutput]:
-        """The client tries five times, each time as soon as the first line is open."""
+        """Submit the client's poison request five times, each time as soon as line 3 is open."""
         if self._job.prompts[0] != [77, 77] or len(deaths) == 5:
             return await computed(self, tenant)
         open_too = asyncio.create_task(computed(self, tenant))
@@ -149,7 +149,7 @@ async def until_open(engine: AsyncEngine, requests: int) -> None:
     await until(lambda: engine.open_requests >= requests)
 
 
-async def test_a_line_waits_for_a_quiet_moment_to_be_computed_alone_and_is_not_guilty_of_what_it_was_not_open_for(
+async def test_isolation_waits_for_quiet_and_counts_only_deaths_while_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tok_server.batch.execution.poison_isolation.LOOK_EVERY", 0.0)
@@ -176,7 +176,7 @@ async def test_a_line_waits_for_a_quiet_moment_to_be_computed_alone_and_is_not_g
     assert tries == [0, 0, 3, 6, 9, 12, 15]
 
 
-async def test_suspects_are_computed_few_at_a_time_and_then_alone_before_any_other_line() -> None:
+async def test_suspect_lines_run_in_groups_then_alone_before_other_lines() -> None:
     suspects, first, guilty = PoisonIsolation(), asyncio.Event(), {3, 50}
     running, most, tries = set[int](), [0] * 4, [0] * 100
 
@@ -211,7 +211,7 @@ async def test_suspects_are_computed_few_at_a_time_and_then_alone_before_any_oth
     assert len([line for line in tries if line == 3]) <= 20
 
 
-async def test_grammars_of_a_batch_are_compiled_few_at_a_time(
+async def test_batch_compiles_at_most_max_background_grammars_at_a_time(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, now, most = AsyncEngine.check_grammar, 0, 0
@@ -232,7 +232,7 @@ async def test_grammars_of_a_batch_are_compiled_few_at_a_time(
     assert most == MAX_BACKGROUND_GRAMMARS
 
 
-async def test_answers_are_written_down_on_another_thread_than_that_of_the_store(
+async def test_batch_answers_are_serialized_on_the_reader_thread(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed, threads = GenerationTask.compute, set[str]()

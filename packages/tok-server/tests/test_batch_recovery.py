@@ -1,4 +1,4 @@
-"""Data directories that a crash, a clock, a full disk or a stranger has left in a state that nobody wanted."""
+"""Recovery of data directories after a crash, a wrong clock, damage, or changes by others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
 
 
 def filled(directory: Path, files: int = 3) -> list[FileObject]:
-    """A data directory with some files, whose index is in the log and not yet in the main file, as after kill -9."""
+    """Fill a data directory whose index is in the write-ahead log and not yet in the main file, as after kill -9."""
     place = DataDirectory(directory)
     store = Store(place.store)
     found = []
@@ -74,7 +74,7 @@ def filled(directory: Path, files: int = 3) -> list[FileObject]:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """All files, those aside that SQLite makes anew each time."""
+    """Return the contents of all files except the -shm files, which SQLite recreates."""
     paths = [path for path in directory.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
@@ -97,7 +97,7 @@ def emptied(path: Path) -> None:
         ("batches.sqlite-wal", lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:])),
     ],
 )
-def test_an_index_without_entries_beside_files_is_refused_and_nothing_changes(
+def test_empty_or_missing_index_beside_files_is_refused_without_changes(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     filled(tmp_path / "data")
@@ -119,7 +119,7 @@ async def test_a_server_does_not_start_on_files_without_an_index(engine: AsyncEn
     assert content(tmp_path / "data") == before
 
 
-async def test_answers_without_an_index_are_refused_too(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_answers_without_an_index_are_refused(engine: AsyncEngine, tmp_path: Path) -> None:
     id = "batch_" + 24 * "a"
     Answers(DataDirectory(tmp_path).answers(id), id).close()
     with pytest.raises(StoreError, match="Nothing has been changed"):
@@ -128,8 +128,8 @@ async def test_answers_without_an_index_are_refused_too(engine: AsyncEngine, tmp
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_bytes_of_the_index_are_damaged_no_content_is_lost(tmp_path: Path, seed: int) -> None:
-    """Opened, everything is still there; refused, the message says what to do, and nothing has changed."""
+def test_random_damage_to_the_index_loses_no_file_content(tmp_path: Path, seed: int) -> None:
+    """An index that opens keeps all contents; a refused index is unchanged, and the message says so."""
     directory, chance = tmp_path / "data", random.Random(seed)
     files = filled(directory, files=40)
     if seed % 2:  # the index is in the main file
@@ -159,7 +159,7 @@ def test_whatever_bytes_of_the_index_are_damaged_no_content_is_lost(tmp_path: Pa
         assert bytes([number]) * 100 in (after.get(f"files/{file.id}"), after.get(f"lost/{file.id}"))
 
 
-def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+def test_unreadable_record_in_the_index_is_reported_as_damage(tmp_path: Path) -> None:
     filled(tmp_path / "data")
     with closing(sqlite3.connect(tmp_path / "data" / "batches.sqlite")) as connection, connection:
         connection.execute("UPDATE files SET record = x'00' WHERE number = 2")
@@ -167,13 +167,13 @@ def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
         check_index(DataDirectory(tmp_path / "data"))
 
 
-def test_only_unfinished_parts_are_deleted_and_strangers_are_set_aside(
+def test_recovery_deletes_unfinished_parts_and_moves_unknown_files_to_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     known, half, *_ = filled(tmp_path / "data", files=4)
     place = DataDirectory(tmp_path / "data")
     blobs, store = place.blobs, Store(place.store)
-    blobs.withdraw(half.id)  # deleted until here, or written until here: its row stands
+    blobs.withdraw(half.id)  # as if its deletion or its upload had stopped here: the row exists
     stranger, unfinished = new_id("file"), new_id("file")
     blobs.path(stranger).write_bytes(b"stranger")
     blobs.unpublished(unfinished).write_bytes(b"unfinished")
@@ -195,7 +195,7 @@ def test_only_unfinished_parts_are_deleted_and_strangers_are_set_aside(
     store.close()
 
 
-def test_contents_that_are_gone_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recovery_logs_files_whose_contents_are_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gone, _ = filled(tmp_path / "data", files=2)
     place = DataDirectory(tmp_path / "data")
     place.blobs.path(gone.id).unlink()
@@ -206,7 +206,7 @@ def test_contents_that_are_gone_are_named_in_the_log(tmp_path: Path, caplog: pyt
 
 
 async def stopped_in_the_middle(engine: AsyncEngine, directory: Path) -> str:
-    """A batch some of whose lines are answered."""
+    """Stop a service while some lines of a batch are answered, and return the batch's id."""
     async with opened(directory, engine) as found:
         lines = [*LINES[:40], *(completion_line(number, max_tokens=400, ignore_eos=True) for number in range(40, 80))]
         batch = await begin(found, lines)
@@ -215,7 +215,7 @@ async def stopped_in_the_middle(engine: AsyncEngine, directory: Path) -> str:
 
 
 def scramble(path: Path) -> None:
-    """Overwrites the pages behind the first, so that the header stands."""
+    """Overwrite all pages but the first, which holds the header."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     data = path.read_bytes()
@@ -224,7 +224,7 @@ def scramble(path: Path) -> None:
 
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("damage", ["pages", "no database", "another batch's"])
-async def test_a_batch_with_damaged_answers_fails_and_says_why(
+async def test_batch_with_damaged_answers_fails_with_answers_damaged(
     engine: AsyncEngine, tmp_path: Path, damage: str, cancel: bool
 ) -> None:
     id = await stopped_in_the_middle(engine, tmp_path)
@@ -258,7 +258,7 @@ async def test_a_batch_with_damaged_answers_fails_and_says_why(
         lambda data: b"",
     ],
 )
-async def test_a_batch_whose_input_has_changed_fails_and_says_why(
+async def test_batch_whose_input_has_changed_fails_with_file_unreadable(
     engine: AsyncEngine, tmp_path: Path, change: Callable[[bytes], bytes], cancel: bool
 ) -> None:
     id = await stopped_in_the_middle(engine, tmp_path)
@@ -277,7 +277,7 @@ async def test_a_batch_whose_input_has_changed_fails_and_says_why(
 
 
 @pytest.mark.parametrize("change", [lambda data: data[: len(data) // 2], lambda data: data.replace(b'"body"', b"\xff")])
-async def test_an_input_that_changes_while_it_is_read_fails_its_batch(
+async def test_batch_fails_when_its_input_changes_while_being_read(
     engine: AsyncEngine, tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     going = False
@@ -291,7 +291,7 @@ async def test_an_input_that_changes_while_it_is_read_fails_its_batch(
         assert (await ended(found, batch.id)).status == "failed"
 
 
-async def test_a_batch_that_always_fails_is_given_up_with_a_reason(
+async def test_batch_is_given_up_after_8_failures_in_a_row(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RETRY_SECONDS", 0.001)
@@ -299,7 +299,7 @@ async def test_a_batch_that_always_fails_is_given_up_with_a_reason(
         (tmp_path / "batches").chmod(0o700)
         batches = tmp_path / "batches"
         batches.rmdir()
-        batches.write_bytes(b"")  # no answers can be made below it
+        batches.write_bytes(b"")  # a file in place of the directory: answers cannot be stored
         batch = await ended(found, (await begin(found, LINES)).id)
         assert batch.status == "failed"
         assert batch.errors
@@ -310,7 +310,7 @@ async def test_a_batch_that_always_fails_is_given_up_with_a_reason(
         batches.mkdir()
 
 
-async def test_a_wall_clock_that_jumps_deletes_nothing_and_ends_nothing(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_wall_clock_jump_expires_no_files_or_batches(engine: AsyncEngine, tmp_path: Path) -> None:
     fake = FakeTime()
     async with opened(tmp_path, engine, fake.clock(), paused=lambda: True) as found:
         fake.passed += GRACE_SECONDS + 1
@@ -330,7 +330,7 @@ async def test_a_wall_clock_that_jumps_deletes_nothing_and_ends_nothing(engine: 
         assert {file.id, batch.input_file_id} == await found.ask(Store.file_ids)
 
 
-async def test_a_start_with_a_wrong_clock_deletes_nothing(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_start_with_a_wrong_wall_clock_deletes_nothing(engine: AsyncEngine, tmp_path: Path) -> None:
     fake = FakeTime()
     async with opened(tmp_path, engine, fake.clock()) as found:
         file = await add_file(found, b"x", seconds=3600)
@@ -343,20 +343,21 @@ async def test_a_start_with_a_wrong_clock_deletes_nothing(engine: AsyncEngine, t
     fake.passed += 3600
     async with opened(tmp_path, engine, fake.clock()) as found:
         await found._expire()
-        assert await found.ask(Store.file_ids) == {file.id}  # it has just started: there is time to stop it
+        # The server has just started: an operator has time to stop it.
+        assert await found.ask(Store.file_ids) == {file.id}
         fake.passed += GRACE_SECONDS + 1
         await found._expire()
         assert await found.ask(Store.file_ids) == set()
 
 
-def test_a_clock_counts_what_was_measured() -> None:
+def test_clock_counts_measured_time_across_restarts_and_reboots() -> None:
     fake = FakeTime()
     first = fake.clock()
     first.start(None)
     began = first.now()
     fake.passed += 10
     saved = first.reading()
-    fake.passed += 20  # nobody runs, but the machine does
+    fake.passed += 20  # no process runs, but the machine does
     second = fake.clock()
     second.start(saved)
     assert second.now() - began == pytest.approx(30)
@@ -368,13 +369,13 @@ def test_a_clock_counts_what_was_measured() -> None:
     assert third.now() - began == pytest.approx(37)
 
 
-def test_a_clock_without_names_of_boots_counts_each_process_alone() -> None:
+def test_clock_without_boot_ids_counts_each_process_alone() -> None:
     clock = Clock(lambda: 100.0, lambda: 50.0, lambda: "")
     clock.start(Reading(1000.0, "", 20.0))
     assert clock.now() == 1000.0
 
 
-def test_an_index_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+def test_index_of_version_1_is_migrated(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "data", files=1)
     path = DataDirectory(tmp_path / "data").store
     timed = msgspec.structs.replace(file, id=new_id("file"), expires_at=file.created_at + 3600)
@@ -401,7 +402,7 @@ def test_an_index_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
         store.close()
 
 
-def test_an_owner_sees_its_own_records_and_nobodys(tmp_path: Path) -> None:
+def test_store_shows_an_owner_only_its_own_and_unowned_records(tmp_path: Path) -> None:
     store = Store(tmp_path / "index")
     files = {owner: msgspec.structs.replace(TEMPLATE, id=new_id("file")) for owner in ("", "one", "other")}
     for owner, file in files.items():
@@ -432,7 +433,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_nobody_else_on_the_machine_reads_the_data(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_data_directory_is_readable_by_its_owner_only(engine: AsyncEngine, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         directory = tmp_path / "data"
@@ -452,7 +453,7 @@ async def test_nobody_else_on_the_machine_reads_the_data(engine: AsyncEngine, tm
         os.umask(before)
 
 
-def test_contents_of_earlier_versions_become_private(tmp_path: Path) -> None:
+def test_recovery_makes_existing_files_private(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "data", files=1)
     place = DataDirectory(tmp_path / "data")
     stranger = place.blobs.path(new_id("file"))
@@ -465,7 +466,7 @@ def test_contents_of_earlier_versions_become_private(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_directory_that_is_not_only_ours_keeps_its_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_with_foreign_files_keeps_its_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "home"
     (directory / "somebody's").mkdir(parents=True)
     directory.chmod(0o755)
@@ -478,7 +479,7 @@ def test_a_directory_that_is_not_only_ours_keeps_its_mode(tmp_path: Path, caplog
     assert mode(directory) == 0o700
 
 
-def test_the_output_of_tok_batch_is_as_readable_as_its_user_wants(tmp_path: Path) -> None:
+def test_output_of_tok_batch_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         with durable(tmp_path / "out") as stream:

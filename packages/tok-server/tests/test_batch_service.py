@@ -1,4 +1,4 @@
-"""Batches over engines that restart and end, clocks that move on, and directories as a death leaves them."""
+"""BatchService over restarting and closed engines, moving clocks, and directories left by a crash."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
     asyncio.run(found.close())
 
 
-async def test_a_batch_whose_time_is_over_keeps_what_is_answered(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_expired_batch_keeps_answers_and_reports_unanswered_lines(engine: AsyncEngine, tmp_path: Path) -> None:
     time = FakeTime()
     async with opened(tmp_path, engine, time.clock()) as service:
         batch = await begin(service, LINES[:5] + SLOW[5:], hours=2)
@@ -73,7 +73,7 @@ async def test_a_batch_whose_time_is_over_keeps_what_is_answered(engine: AsyncEn
         assert len(read_jsonl(output)) == completed(found) >= 5
 
 
-async def test_files_whose_time_is_over_are_deleted_unless_they_are_read(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_expired_files_are_deleted_after_the_grace_period(engine: AsyncEngine, tmp_path: Path) -> None:
     fake = FakeTime()
     async with opened(tmp_path, engine, fake.clock(), paused=lambda: True) as service:
         batch = await begin(service, LINES)
@@ -91,9 +91,7 @@ async def test_files_whose_time_is_over_are_deleted_unless_they_are_read(engine:
             await asyncio.sleep(0.01)
 
 
-async def test_lines_that_were_open_when_a_replica_restarted_are_computed_anew(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_lines_open_at_a_replica_restart_are_computed_again(tiny_model: Path, tmp_path: Path) -> None:
     lines = LINES[:20] + [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(20, 60)]
     engine = made_engine(tiny_model)
     await engine.start()
@@ -107,7 +105,7 @@ async def test_lines_that_were_open_when_a_replica_restarted_are_computed_anew(
     await engine.close()
 
 
-async def test_a_batch_goes_on_where_an_engine_that_ended_has_left_it(
+async def test_batch_resumes_on_another_engine_without_losing_answers(
     engine: AsyncEngine, tiny_model: Path, tmp_path: Path
 ) -> None:
     mortal = made_engine(tiny_model)
@@ -126,7 +124,9 @@ async def test_a_batch_goes_on_where_an_engine_that_ended_has_left_it(
         assert_each_once(LINES + SLOW[80:], *outputs(service, found))
 
 
-async def test_no_more_is_under_way_than_the_engine_can_soon_run(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_batch_keeps_at_most_ahead_times_max_running_samples_in_flight(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
     most = 0
     async with opened(tmp_path, engine) as service:
         lines = [completion_line(number, n=1 + number % 40, max_tokens=2) for number in range(41)]
@@ -141,7 +141,7 @@ async def test_no_more_is_under_way_than_the_engine_can_soon_run(engine: AsyncEn
     assert most > RUNNING, "the engine was not kept busy"
 
 
-async def test_whoever_waits_is_served_before_a_batch(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_interactive_requests_are_served_before_batch_lines(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine) as service:
         batch = await begin(service, SLOW)
         await until(service, batch.id, lambda one: service.under_way == AHEAD * RUNNING)
@@ -155,12 +155,12 @@ async def test_whoever_waits_is_served_before_a_batch(engine: AsyncEngine, tmp_p
     ("own", "wanted"),
     [(0, BACKGROUND_PRIORITY), (5, BACKGROUND_PRIORITY + 5), (-(1 << 40), BACKGROUND_PRIORITY - (1 << 32))],
 )
-def test_a_line_of_any_priority_is_behind_whoever_waits(own: int, wanted: int) -> None:
+def test_batch_line_of_any_priority_runs_in_the_background(own: int, wanted: int) -> None:
     assert behind(SamplingParams(priority=own)).priority == wanted > 1 << 32
 
 
 @pytest.mark.parametrize(("least", "refused"), [(0, True), (-5, False), (None, False)])
-async def test_a_line_cannot_ask_for_a_class_that_is_closed_to_clients(
+async def test_batch_line_cannot_ask_for_a_priority_closed_to_clients(
     engine: AsyncEngine, least: int | None, refused: bool
 ) -> None:
     served = ServedModel(engine, NAME, Formats(), least=least)
@@ -168,7 +168,7 @@ async def test_a_line_cannot_ask_for_a_class_that_is_closed_to_clients(
         ENDPOINTS["/v1/completions"](b'{"prompt": [1, 2], "priority": -5}', served)
 
 
-async def test_while_paused_nothing_is_begun(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_paused_service_starts_no_lines(engine: AsyncEngine, tmp_path: Path) -> None:
     paused = True
     async with opened(tmp_path, engine, paused=lambda: paused) as service:
         batch = await begin(service, LINES)
@@ -178,7 +178,7 @@ async def test_while_paused_nothing_is_begun(engine: AsyncEngine, tmp_path: Path
         assert completed(await ended(service, batch.id)) == len(LINES)
 
 
-async def test_a_batch_whose_input_is_gone_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_batch_with_missing_input_fails_with_file_unreadable(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         batch = await begin(service, LINES)
     (tmp_path / "files" / batch.input_file_id).unlink()
@@ -189,7 +189,7 @@ async def test_a_batch_whose_input_is_gone_fails(engine: AsyncEngine, tmp_path: 
         assert [error.code for error in found.errors.data] == ["file_unreadable"]
 
 
-async def test_a_line_that_is_too_long_is_told_and_no_other(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_only_lines_above_the_size_limit_are_reported(engine: AsyncEngine, tmp_path: Path) -> None:
     long = jsonl([completion_line(1, prompt="x" * 5000)])
     async with opened(tmp_path, engine) as service:
         found = await ended(service, (await begin_with(service, jsonl(LINES[:1]) + long + b"x" * (3 << 20))).id)
@@ -198,17 +198,17 @@ async def test_a_line_that_is_too_long_is_told_and_no_other(engine: AsyncEngine,
         assert [(error.line, error.code) for error in found.errors.data] == [(2, "line_too_long"), (3, "line_too_long")]
 
 
-async def test_a_batch_nobody_made_is_missing(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_unknown_batch_id_raises_missing(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine) as service:
         for ask in (service.batch, service.cancel):
             with pytest.raises(Missing):
                 await ask("batch_0")
 
 
-async def test_whatever_was_written_when_it_died_a_batch_ends_whole(
+async def test_batch_completes_after_a_crash_at_any_durable_step(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory is copied before and after each step that lasts; every copy is a death at that moment."""
+    """Copy the directory before and after each durable step; every copy stands for a crash at that moment."""
     copies = list[Path]()
 
     def copy_around(kind: type, name: str) -> None:
@@ -231,7 +231,7 @@ async def test_whatever_was_written_when_it_died_a_batch_ends_whole(
             await ended(service, batch.id)
     steps = 3 + 1 + 2 + 2  # changes; publishing the input, both outputs, and both once more
     assert len(copies) == 2 * steps
-    for copy in copies[4:]:  # in those before there is no batch yet
+    for copy in copies[4:]:  # earlier copies have no batch yet
         async with opened(copy, engine) as service:
             found = await ended(service, batch.id)
             assert (found.status, completed(found)) == ("completed", 7)
@@ -243,9 +243,7 @@ async def test_whatever_was_written_when_it_died_a_batch_ends_whole(
         assert not list((copy / "batches").iterdir())
 
 
-async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_batch_resumes_once_a_failed_engine_is_restarted(tiny_model: Path, tmp_path: Path) -> None:
     engine = made_engine(tiny_model, max_restarts=0)
     await engine.start()
     async with opened(tmp_path, engine) as service:
@@ -257,7 +255,7 @@ async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
         await asyncio.to_thread(replica.close)
         engine._core._replica_set._die(life, replica, "it was ended")
         assert engine.health().state == "failed"
-        with pytest.raises(EngineClosed):  # nobody starts the engine of `tok batch` again
+        with pytest.raises(EngineClosed):  # the engine of `tok batch` is never restarted
             await Gate(engine, until_closed=False).passed()
         before = completed(await service.batch(batch.id))
         await engine.restart_replica(0, drain=0)
@@ -268,7 +266,7 @@ async def test_a_batch_goes_on_once_an_engine_that_had_failed_is_started_again(
 
 
 class Full(Answers):
-    """Finds itself damaged once the budget has been taken."""
+    """Answers that report damage once the budget has been taken."""
 
     budget: Budget
     lines: int
@@ -282,9 +280,7 @@ class Full(Answers):
         raise error
 
 
-async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_run_that_cannot_store_answers_returns_its_whole_budget(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(completion_line(number, n=0) for number in range(700)))
     budget, gate = Budget(1000), Gate(engine, until_closed=True)
     with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
@@ -298,7 +294,7 @@ async def test_a_run_whose_answers_cannot_be_kept_gives_the_whole_budget_back(
 
 
 class Cancelling:
-    """Asks for something that is cancelled while it is waited for."""
+    """A task that awaits a cancelled future."""
 
     samples = 1
 
@@ -308,7 +304,7 @@ class Cancelling:
         return bytes
 
 
-async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_line_that_awaits_a_cancelled_future_gets_an_error(engine: AsyncEngine, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
         gate = Gate(engine, until_closed=True)
@@ -320,7 +316,7 @@ async def test_a_line_that_waited_for_something_cancelled_gets_an_error(engine: 
     assert found.status == 503
 
 
-async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
+async def test_service_closes_although_a_batch_raises_on_cancellation(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
@@ -334,7 +330,7 @@ async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(BatchRun, "live", failing)
-        patch.setattr(service_module, "RETRY_SECONDS", 10 * PATIENCE)  # a service that tries again does not close
+        patch.setattr(service_module, "RETRY_SECONDS", 10 * PATIENCE)  # a service that retries would not close in time
         async with opened(tmp_path, engine) as service:
             await begin(service, LINES)
             await begun.wait()
@@ -342,9 +338,7 @@ async def test_a_service_closes_though_a_batch_fails_when_it_is_told_to_end(
             service._clockwork = None
 
 
-async def test_a_batch_begun_from_what_it_was_earlier_is_what_it_has_become(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_batch_begun_from_a_stale_job_uses_the_stored_state(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         other = await begin(service, LINES)
         id = new_id("batch").replace("-", "_")
@@ -355,9 +349,7 @@ async def test_a_batch_begun_from_what_it_was_earlier_is_what_it_has_become(
         assert (await ended(service, id)).status == "cancelled"
 
 
-async def test_a_smaller_limit_later_does_not_hold_for_lines_that_were_accepted(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_smaller_line_limit_does_not_apply_to_accepted_batches(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(0, user="x" * 2000), completion_line(1)]
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         batch = await begin(service, lines)
@@ -367,7 +359,7 @@ async def test_a_smaller_limit_later_does_not_hold_for_lines_that_were_accepted(
         assert (found.status, completed(found)) == ("completed", 2)
 
 
-async def test_a_batch_whose_input_is_gone_when_it_is_cancelled_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_cancelled_batch_with_missing_input_fails(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         batch = await begin(service, LINES)
         await until(service, batch.id, lambda one: one.status == "in_progress")
@@ -376,9 +368,7 @@ async def test_a_batch_whose_input_is_gone_when_it_is_cancelled_fails(engine: As
         assert (await ended(service, batch.id)).status == "failed"
 
 
-async def test_what_nobody_waits_for_is_counted_in_prompts_as_the_engine_counts(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
+async def test_background_requests_are_counted_as_the_engine_counts_them(engine: AsyncEngine, tmp_path: Path) -> None:
     served, most = ServedModel(engine, NAME, Formats()), 0
     service = BatchService(tmp_path, served, BatchLimits(file=1 << 20, line=1 << 12))
     await service.open()

@@ -1,4 +1,4 @@
-"""The store of files and batches, against a model of it; answers, kept once each; files, whole or not there."""
+"""The store of files and batches against a model, stored answers, file locks and durable files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def made_job(id: str, input: str) -> StoredJob:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Everything is as a dictionary would have it, however often the store is closed and opened."""
+    """Compares the store with dictionaries, however often the store is closed and opened."""
 
     files = Bundle("files")
     jobs = Bundle("jobs")
@@ -193,7 +193,7 @@ def made_answer(line: int, text: bytes = b"x", failed: bool = False) -> LineAnsw
     return LineAnswer(line, failed, 1, 2, 3, 4, text)
 
 
-def test_a_line_keeps_its_first_answer(tmp_path: Path) -> None:
+def test_answers_keep_the_first_answer_of_each_line(tmp_path: Path) -> None:
     with Answers(tmp_path / "a", "batch") as answers:
         assert answers.add([made_answer(2, b"first")]) == [made_answer(2, b"first")]
         assert answers.add([made_answer(2, b"second"), made_answer(0, failed=True)]) == [made_answer(0, failed=True)]
@@ -205,7 +205,7 @@ def test_a_line_keeps_its_first_answer(tmp_path: Path) -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans())))
-def test_sums_are_those_of_the_answers(rows: list[tuple[int, bool]]) -> None:
+def test_totals_equal_the_sum_of_added_answers(rows: list[tuple[int, bool]]) -> None:
     with TemporaryDirectory() as directory, Answers(Path(directory) / "a", "batch") as answers:
         totals = Totals()
         for line, failed in rows:
@@ -220,7 +220,7 @@ def test_answers_to_another_batch_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no database", b"SQLite format 3\x00" + bytes(100)])
-def test_a_file_that_is_no_database_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+def test_store_refuses_a_file_that_is_not_a_database(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "broken").write_bytes(content)
     with pytest.raises(StoreError, match="broken"):
         Store(path)
@@ -234,7 +234,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "newer")
 
 
-def test_a_locked_file_is_refused_until_it_is_let_go(tmp_path: Path) -> None:
+def test_file_lock_is_refused_until_released(tmp_path: Path) -> None:
     held = FileLock(tmp_path / "lock", "the directory")
     with pytest.raises(StoreError, match=f"the directory is in use by another tok \\(process {os.getpid()}\\)"):
         FileLock(tmp_path / "lock", "the directory")
@@ -242,10 +242,8 @@ def test_a_locked_file_is_refused_until_it_is_let_go(tmp_path: Path) -> None:
     FileLock(tmp_path / "lock", "the directory").close()
 
 
-def test_a_lock_on_a_file_that_its_holder_deleted_keeps_nobody_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The holder ends between another's opening the file and its locking it."""
+def test_file_lock_deleted_by_its_holder_can_be_acquired_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder ends after another process opens the file and before that process locks it."""
     path, flock = tmp_path / "lock", fcntl.flock
     held = [FileLock(path, "it")]
 
@@ -263,7 +261,7 @@ def test_a_lock_on_a_file_that_its_holder_deleted_keeps_nobody_out(
     second.close()
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_durable_file_is_replaced_atomically(tmp_path: Path) -> None:
     (path := tmp_path / "f").write_bytes(b"old")
     with pytest.raises(TypeError), durable(path) as stream:
         stream.write(b"new" if stream.tell() else "text")  # type: ignore[arg-type]
@@ -275,14 +273,14 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ["", "file-", "../x", "file-" + 24 * "g", GONE + "/..", GONE + "\n", "file-" + 25 * "0"])
-def test_what_is_no_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
+def test_invalid_ids_never_become_paths(tmp_path: Path, id: str) -> None:
     with pytest.raises(ValueError, match="allowed"):
         Blobs(tmp_path).path(id)
     with pytest.raises(ValueError, match="allowed"):
         DataDirectory(tmp_path).answers(id)
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_data_directory_that_cannot_be_created_raises_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot be made"):
         DataDirectory(tmp_path / "file" / "data")

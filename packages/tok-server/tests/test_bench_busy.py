@@ -1,4 +1,4 @@
-"""Busy, from intervals and from traces: overlaps count once, gaps are what no interval covers."""
+"""Busy time from intervals and traces: overlaps count once, gaps are times that no interval covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tok_core import TokError
 from tok_server.bench.busy import Gap, KernelTotal, busy, busy_of_trace, describe
 
 
-def test_gaps_are_between_intervals_that_overlap_or_lie_within_each_other() -> None:
+def test_gaps_are_found_among_overlapping_and_nested_intervals() -> None:
     #        a: 1–4, b: 2–3 within it, a: 3.5–5 overlapping, a gap of 1, c: 6–7, a gap of 2, b: 9–10
     found = busy([6.0, 1.0, 2.0, 9.0, 3.5], [7.0, 4.0, 3.0, 10.0, 5.0], ["c", "a", "b", "b", "a"])
     assert (found.seconds, found.idle, found.idle_share) == (9.0, 3.0, 3 / 9)
@@ -22,12 +22,12 @@ def test_gaps_are_between_intervals_that_overlap_or_lie_within_each_other() -> N
     assert found.works == [KernelTotal("a", 4.5, 2), KernelTotal("b", 2.0, 2), KernelTotal("c", 1.0, 1)]
 
 
-def test_a_gap_follows_the_one_that_ended_last_not_the_one_that_began_last() -> None:
+def test_gap_follows_the_interval_that_ended_last() -> None:
     found = busy([0.0, 1.0, 6.0], [5.0, 2.0, 7.0], ["long", "short", "next"])
     assert found.gaps == [Gap(1.0, 5.0, "long", "next")]
 
 
-def test_without_gaps_nothing_is_idle() -> None:
+def test_intervals_without_gaps_have_no_idle_time() -> None:
     found = busy([0.0, 1.0], [1.0, 2.0], ["a", "b"])
     assert (found.idle, found.gaps) == (0.0, [])
     assert busy([3.0], [3.0], ["point"]).idle_share == 0.0
@@ -35,8 +35,8 @@ def test_without_gaps_nothing_is_idle() -> None:
         busy([], [], [])
 
 
-def test_what_is_only_exchanged_is_told_apart() -> None:
-    #       a product 0–4, a collective 3–6 that it covers in part, a gap of 1, a receive 7–9 with a product 8–10 in it
+def test_communication_not_hidden_by_compute_counts_as_exchanging() -> None:
+    #       a GEMM 0–4, a collective 3–6 that it covers in part, a gap of 1, a receive 7–9 and a GEMM 8–10, a copy 10–12
     names = ["gemm", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "ncclDevKernel_SendRecv", "gemm", "Memcpy PtoP"]
     found = busy([0.0, 3.0, 7.0, 8.0, 10.0], [4.0, 6.0, 9.0, 10.0, 12.0], names)
     assert (found.seconds, found.idle, found.exchanging) == (12.0, 1.0, 2.0 + 1.0 + 2.0)
@@ -51,7 +51,7 @@ TICKS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, m
 
 
 @given(TICKS)
-def test_idle_is_the_time_that_no_interval_covers(ticks: list[tuple[int, int]]) -> None:
+def test_idle_time_is_the_time_that_no_interval_covers(ticks: list[tuple[int, int]]) -> None:
     start = np.array([begin for begin, _ in ticks], float)
     end = start + np.array([length for _, length in ticks])
     names = [("gemm", "ncclDevKernel", "norm")[i % 3] for i in range(len(ticks))]
@@ -67,13 +67,13 @@ def test_idle_is_the_time_that_no_interval_covers(ticks: list[tuple[int, int]]) 
 
 
 def write(file: Path, events: list[tuple[str, str, float, float]]) -> Path:
-    """A trace of events: category, name, start and length in microseconds."""
+    """Write a trace of events given as category, name, start and length in microseconds."""
     told = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0} for cat, name, ts, dur in events]
     file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}, *told]}))
     return file
 
 
-def test_of_a_gpu_what_computes_counts_and_not_what_only_moves_data_to_or_from_the_host(tmp_path: Path) -> None:
+def test_gpu_trace_counts_kernels_and_device_copies_but_not_host_copies(tmp_path: Path) -> None:
     file = write(
         tmp_path / "trace.json",
         [
@@ -96,7 +96,7 @@ def test_of_a_gpu_what_computes_counts_and_not_what_only_moves_data_to_or_from_t
     assert "gap of 0.100 ms at 0.3 ms, after decode, before Memcpy DtoD" in lines[5]
 
 
-def test_of_a_cpu_only_operators_that_no_other_one_called_count(tmp_path: Path) -> None:
+def test_cpu_trace_counts_only_outermost_operators(tmp_path: Path) -> None:
     nested = [("cpu_op", "linear", 0.0, 50.0), ("cpu_op", "addmm", 10.0, 40.0), ("cpu_op", "relu", 60.0, 40.0)]
     found = busy_of_trace(write(tmp_path / "trace.json", nested))
     assert [(work.name, work.calls) for work in found.works] == [("linear", 1), ("relu", 1)]
@@ -104,13 +104,13 @@ def test_of_a_cpu_only_operators_that_no_other_one_called_count(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": []}'])
-def test_a_file_that_is_no_trace_is_named(content: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_trace_raises_an_error_naming_the_file(content: str, tmp_path: Path) -> None:
     (file := tmp_path / "trace.json").write_text(content)
     with pytest.raises(TokError, match=r"trace\.json: (is no trace|nothing was computed)"):
         busy_of_trace(file)
 
 
-def test_long_names_are_cut_to_keep_the_columns() -> None:
+def test_describe_cuts_long_names_to_keep_columns() -> None:
     lines = describe(busy([0.0, 2.0], [1.0, 3.0], ["k" * 300, "b"])).splitlines()
     assert len({len(line) for line in lines[1:4]}) == 1
     assert max(map(len, lines)) < 120

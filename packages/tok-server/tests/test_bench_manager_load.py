@@ -1,4 +1,4 @@
-"""What `tok bench manager` is made of: the worker that computes nothing, the workloads, the clockwork."""
+"""Parts of `tok bench manager`: the simulated worker, the workloads and the profiler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lives_from_30_to_38(u: np.ndarray) -> np.ndarray:
 def work_off(
     requests: list[Submit], info: EngineInfo = INFO, lives: LengthSampler = lives_from_1_to_9
 ) -> list[Progress]:
-    """All that the manager reports until the requests are done."""
+    """Run the manager until the requests are done, and return its reports."""
     simulation = Simulation(info, lives)
     report, reports = simulation.ports.report, list[Progress]()
 
@@ -71,19 +71,20 @@ def submit(rid: int, n: int, seed: int) -> Submit:
     return Submit(rid, prompt, SamplingParams(n=n, max_tokens=40, seed=seed))
 
 
-def test_a_sample_ends_by_the_end_id_when_its_life_is_over_whatever_else_runs() -> None:
+def test_simulated_sample_length_does_not_depend_on_other_requests() -> None:
     alone = lengths(work_off([submit(0, 6, seed=5)]))
     assert len(set(alone.values())) > 1
     many = lengths(work_off([submit(1, 3, seed=4), submit(0, 6, seed=5), submit(2, 9, seed=6)]))
     assert {key: many[key] for key in alone} == alone
 
 
-def test_a_sample_that_is_preempted_lives_no_longer() -> None:
+def test_preempted_simulated_sample_keeps_its_length() -> None:
     requests = [submit(rid, 4, seed=rid) for rid in range(4)]
     wide = lengths(work_off(requests, lives=lives_from_30_to_38))
     simulation = Simulation(msgspec.structs.replace(INFO, num_pages=24), lives_from_30_to_38)
     once = np.ones(64, np.int64)
-    simulation.manager.lengths.observe(0 * once, once, 40 * once, once > 0, 0 * once)  # so it takes all for short ones
+    # These observations make the length model expect short samples.
+    simulation.manager.lengths.observe(0 * once, once, 40 * once, once > 0, 0 * once)
     for request in requests:
         simulation.submit(request)
     while simulation.ports.finished < len(wide):
@@ -92,7 +93,7 @@ def test_a_sample_that_is_preempted_lives_no_longer() -> None:
     assert simulation.manager.stats().output_tokens == sum(wide.values())
 
 
-def test_the_end_id_is_drawn_at_the_end_only() -> None:
+def test_simulated_worker_samples_the_eos_id_only_at_the_end() -> None:
     reports = work_off([submit(0, 8, seed=1)])
     drawn = sum(int((report.token == 7).sum()) for report in reports)
     assert drawn == sum(len(report.finished) for report in reports) == 8
@@ -101,19 +102,19 @@ def test_the_end_id_is_drawn_at_the_end_only() -> None:
 @pytest.mark.parametrize(
     ("name", "mean", "least", "most"), [("monkeys", 128, 1, 1300), ("churn", 4.5, 1, 8), ("sharegpt", 185, 5, 1024)]
 )
-def test_lives_are_distributed_as_the_workload_says(name: str, mean: float, least: int, most: int) -> None:
+def test_simulated_lengths_follow_the_workloads_distribution(name: str, mean: float, least: int, most: int) -> None:
     lives = LOADS[name](64, ()).lives(EVENLY)
     assert lives.mean() == pytest.approx(mean, rel=0.05)
     assert 1 <= lives.min() <= least
     assert most * 0.8 <= lives.max() <= most
 
 
-def test_lives_that_no_end_ends_are_longer_than_any_limit() -> None:
+def test_decode_workload_lengths_exceed_any_limit() -> None:
     assert (LOADS["decode"](64, ()).lives(EVENLY) > 1 << 30).all()
 
 
 @pytest.mark.parametrize("sequences", [1, 256, 1024, 8192, 16_384])
-def test_the_requests_that_fill_monkeys_slots_are_as_many_as_are_shared_at_a_time(sequences: int) -> None:
+def test_monkeys_workload_fills_its_slots_with_live_prompts_requests(sequences: int) -> None:
     left, prompts = sequences, 0
     for request in LOADS["monkeys"](sequences, ()).requests:
         assert len(request.prompt) == 704
@@ -126,14 +127,14 @@ def test_the_requests_that_fill_monkeys_slots_are_as_many_as_are_shared_at_a_tim
     assert sequences < 64 or prompts >= 0.6 * live_prompts(sequences)
 
 
-def test_admissions_prompts_share_their_first_halves_and_nothing_else() -> None:
+def test_admission_prompts_share_only_their_first_halves() -> None:
     prompts = [request.prompt for request in itertools.islice(LOADS["admission"](400, ()).requests, 400)]
     assert {len(prompt) for prompt in prompts} == {1000}
     assert len({prompt[:500].tobytes() for prompt in prompts}) == 64
     assert len({prompt[500:].tobytes() for prompt in prompts}) == 400
 
 
-def test_a_stop_string_reaches_every_request_and_few_tokens_may_complete_it() -> None:
+def test_stop_string_is_in_every_request_and_flags_few_tokens() -> None:
     for load in (make(64, ("stop",)) for make in LOADS.values()):
         assert next(load.requests).params.stop == ("stop",)
     stops = StopSets(VOCABULARY, (END,), vocabulary())
@@ -143,7 +144,7 @@ def test_a_stop_string_reaches_every_request_and_few_tokens_may_complete_it() ->
     assert 0.001 < flagged.mean() < 0.1
 
 
-def test_regroup_replaces_one_in_a_hundred_before_every_step() -> None:
+def test_regroup_replaces_1_percent_of_sequences_before_every_step() -> None:
     drive = driven("regroup", 300)
     drive.fill(lambda: None)
     before = drive.simulation.manager.stats()
@@ -158,7 +159,7 @@ def driven(name: str, sequences: int) -> ManagerDriver:
     return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary()))
 
 
-def test_timing_changes_nothing_of_what_the_manager_does_and_leaves_nothing_behind() -> None:
+def test_profiling_changes_no_behaviour_and_restores_the_manager() -> None:
     told = []
     for clockwork in (None, ManagerProfiler()):
         drive = driven("churn", 32)
@@ -168,13 +169,13 @@ def test_timing_changes_nothing_of_what_the_manager_does_and_leaves_nothing_behi
         assert "__wrapped__" not in vars(drive.simulation.manager.scheduler.next_step.__func__)  # type: ignore[attr-defined]
     plain, timed = told
     assert plain.tokens == timed.tokens > 0
-    # Reports tell how many seconds have passed: numbers that take the same place whatever they are.
+    # Reports contain elapsed seconds, which have the same encoded size for any value.
     assert plain.sizes == timed.sizes
     assert plain.parts == {}
     assert set(timed.parts) == set(PARTS) == set(TIMED.values())
 
 
-def test_time_spent_in_another_part_counts_there_and_a_part_within_itself_once() -> None:
+def test_profiler_excludes_inner_parts_and_counts_recursion_once() -> None:
     now = itertools.count()
     clockwork = ManagerProfiler(lambda: float(next(now)))
     inner = clockwork.timed(lambda: None, "stops")
@@ -185,7 +186,7 @@ def test_time_spent_in_another_part_counts_there_and_a_part_within_itself_once()
     assert clockwork.seconds == {**dict.fromkeys(PARTS, 0.0), "outputs": 2.0, "stops": 1.0}
 
 
-def test_a_method_that_raises_is_put_back_and_its_time_counts() -> None:
+def test_profiler_restores_and_counts_a_method_that_raises() -> None:
     drive, clockwork = driven("churn", 4), ManagerProfiler()
     simulation = drive.simulation
     simulation.submit(Cancel(1))
@@ -198,7 +199,7 @@ def test_a_method_that_raises_is_put_back_and_its_time_counts() -> None:
     assert clockwork.seconds["messages"] > 0
 
 
-def test_what_is_timed_has_to_be_there() -> None:
+def test_profiler_raises_when_a_timed_object_is_missing() -> None:
     drive = driven("churn", 4)
     del drive.simulation.manager.lengths
     with pytest.raises(AttributeError, match="lengths"), ManagerProfiler().timing(drive.simulation.manager):

@@ -48,7 +48,7 @@ WORKLOAD = Workload(
         WorkloadRequest([60, 61, 62], 1, 1, ignore_eos=False),
     ],
 )
-SLOTS = 9  # for all samples: one that waited for half a second would take another's slot
+SLOTS = 9  # enough for all samples: a sample that waited for half a second would take another's slot
 LINES = f'{{"ids": {list(range(40))}, "n": 2, "max_tokens": 6, "ignore_eos": true}}\n'
 
 RIVALS_KEYS = {
@@ -71,7 +71,7 @@ def result(engine: Engine) -> Result:
     return measure(engine, "tiny", WORKLOAD, 0)
 
 
-def test_counts_are_those_of_the_workload(result: Result) -> None:
+def test_result_counts_equal_those_of_the_workload(result: Result) -> None:
     assert (result.engine, result.mode, result.workload, result.model) == ("tok", "offline", "mixed", "tiny")
     assert (result.prompts, result.sequences, result.prompt_tokens) == (3, 9, 49 + 49 + 3)
     assert result.output_tokens == 4 * 24 + 4 * 20 + 1
@@ -83,7 +83,7 @@ def test_counts_are_those_of_the_workload(result: Result) -> None:
     assert 24 <= result.steps < 80
 
 
-def test_rates_and_times_fit_together(result: Result) -> None:
+def test_result_rates_and_times_are_consistent(result: Result) -> None:
     assert result.output_tok_s == pytest.approx(177 / result.seconds, rel=0.05)
     assert result.total_tok_s == pytest.approx((177 + 101) / result.seconds, rel=0.05)
     assert result.ttft_p50_s is not None
@@ -95,7 +95,7 @@ def test_rates_and_times_fit_together(result: Result) -> None:
     assert 0 < result.per_token_p50_ms <= result.seconds * 1000 / 19
 
 
-def test_prefixes_are_found_by_the_run_itself_but_not_from_the_warm_up(engine: Engine, result: Result) -> None:
+def test_prefix_hits_come_from_the_run_and_not_from_the_warm_up(engine: Engine, result: Result) -> None:
     assert result.prefix_hit_share is not None
     assert result.prefix_hit_share <= round(48 / 101, 4)
     again = measure(engine, "tiny", WORKLOAD, 1)
@@ -104,7 +104,7 @@ def test_prefixes_are_found_by_the_run_itself_but_not_from_the_warm_up(engine: E
     assert 0.5 < again.group_rows_share <= 1
 
 
-def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Result) -> None:
+def test_step_time_parts_fit_into_the_time_of_the_run(result: Result) -> None:
     assert result.steps is not None
     parts = (result.schedule_ms, result.launch_ms, result.device_ms, result.output_ms)
     assert all(part is not None and part > 0 for part in parts)
@@ -113,29 +113,29 @@ def test_the_time_of_a_step_is_split_and_the_parts_fit_into_the_run(result: Resu
     assert result.gpu_busy_share == pytest.approx(result.device_ms * result.steps / 1e3 / result.seconds, rel=0.05)
     assert result.schedule_ms is not None
     assert result.output_ms is not None
-    # All in one thread here; a step is launched, and computed, where the manager sends it.
+    # Here one thread does all: a step is launched and computed when the manager sends it.
     assert (max(result.schedule_ms, result.device_ms) + result.output_ms) * result.steps <= result.seconds * 1e3 * 1.05
 
 
-def test_tokens_computed_are_those_of_prompts_not_found_and_of_outputs(engine: Engine) -> None:
+def test_computed_tokens_are_uncached_prompt_tokens_plus_outputs(engine: Engine) -> None:
     prompt = list(range(200, 250))
     workload = Workload("one", 0.0, 1.0, [WorkloadRequest(prompt, 1, 8, ignore_eos=True)])
     new = measure(engine, "tiny", workload, 0)
     known = measure(engine, "tiny", workload, 1)
     assert new.discarded_tokens is not None
-    # The last token drawn is fed to no step, but for those that had been scheduled by then.
+    # The last sampled token is fed to no step, except those that had been scheduled by then.
     assert new.computed_tokens == 50 + 7 + new.discarded_tokens
     assert known.discarded_tokens is not None
     assert known.computed_tokens == 50 - 48 + 7 + known.discarded_tokens
 
 
-def test_steps_behind_the_last_token_make_the_device_no_busier_than_all_the_time(result: Result) -> None:
+def test_gpu_busy_share_is_at_most_1(result: Result) -> None:
     before = dict.fromkeys(COUNTED, 0.0)
     after = before | {"steps": 4.0, "device_seconds": 1.5 * result.seconds}
     assert with_counters(result, before, after).gpu_busy_share == 1
 
 
-def test_the_timeline_has_all_tokens(result: Result) -> None:
+def test_timeline_has_all_tokens(result: Result) -> None:
     spans = result.timeline
     assert sum(spans.output_tok_s) * result.seconds / len(spans.seconds) == pytest.approx(177, rel=0.05)
     assert 0 <= min(spans.sequences_running) <= max(spans.sequences_running) <= SLOTS
@@ -148,8 +148,8 @@ def test_the_timeline_has_all_tokens(result: Result) -> None:
     assert computed == pytest.approx(result.computed_tokens, rel=0.05)
 
 
-def test_what_steps_bring_is_spread_over_them_and_a_pause_stays_one() -> None:
-    # Steps of 0.1 s end at 0.1, 0.2, … and bring 100 tokens each; none for the third second. Looked at every 0.03 s.
+def test_timeline_spreads_tokens_over_steps_and_keeps_pauses() -> None:
+    # Steps of 0.1 s end at 0.1, 0.2, … and bring 100 tokens each; none for the third second. Observed every 0.03 s.
     at = np.arange(0.0, 4.03, 0.03)
     done = np.floor(np.minimum(at, 2.0) / 0.1 + 1e-9) + np.floor(np.maximum(at - 3.0, 0.0) / 0.1 + 1e-9)
     spans = timeline(np.column_stack((at, 100 * done, np.full(len(at), 5), 0.09 * done, 150 * done)), 4.0)
@@ -163,7 +163,7 @@ def test_what_steps_bring_is_spread_over_them_and_a_pause_stays_one() -> None:
     assert rate.sum() * 4.0 / len(rate) == pytest.approx(3000, rel=0.01)
 
 
-def test_what_is_done_seldom_is_done_at_once_and_then_when_it_is_due() -> None:
+def test_seldom_acts_at_once_and_then_only_when_due() -> None:
     now, done = [5.0], []
     act = seldom(lambda: done.append(now[0]), 2.0, lambda: now[0])
     for moment in (5.0, 5.5, 6.9, 7.0, 8.0, 20.0, 21.0, 22.0):
@@ -172,20 +172,20 @@ def test_what_is_done_seldom_is_done_at_once_and_then_when_it_is_due() -> None:
     assert done == [5.0, 7.0, 20.0, 22.0]
 
 
-def test_a_result_is_one_line_with_the_keys_of_rivals_lines_first(result: Result) -> None:
+def test_json_result_is_one_line_with_the_keys_of_other_engines_first(result: Result) -> None:
     line = msgspec.json.encode(result).decode()
     assert "\n" not in line
     assert set(list(json.loads(line))[: len(RIVALS_KEYS)]) == RIVALS_KEYS
 
 
-def test_the_table_has_a_column_for_each_repetition(result: Result) -> None:
+def test_result_table_has_a_column_for_each_repetition(result: Result) -> None:
     lines = table([result, result]).splitlines()
     assert lines[0] == "mixed on tiny, offline, tok"
     assert f"  {'output tokens':<24}{177:>14}{177:>14}" in lines
     assert not any("GPU" in line for line in lines)
 
 
-def test_the_plot_is_a_png_of_the_promised_size(result: Result, tmp_path: Path) -> None:
+def test_plot_is_a_png_of_the_documented_size(result: Result, tmp_path: Path) -> None:
     plot_results([result, result], tmp_path / "plot.png")
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
@@ -198,18 +198,18 @@ def test_the_plot_is_a_png_of_the_promised_size(result: Result, tmp_path: Path) 
         plot_results([], tmp_path / "none.png")
 
 
-def test_percentiles_are_values_that_occurred() -> None:
+def test_percentiles_are_values_of_the_input() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (51.0, 100.0, 100.0)
     assert percentile([0.0123456], 0.5, 1e3) == 12.3456
     assert percentile([], 0.5) is None
 
 
-def test_the_first_visible_gpu_is_the_one_watched() -> None:
+def test_first_visible_gpu_follows_cuda_visible_devices() -> None:
     assert [first_visible(one) for one in (None, "3,1", "GPU-a1", "-1", "")] == ["0", "3", "GPU-a1", None, None]
 
 
-def test_a_directory_without_its_tokenizer_still_has_its_weights(tiny_model: Path) -> None:
+def test_without_tokenizer_keeps_weights_and_configs(tiny_model: Path) -> None:
     with without_tokenizer(str(tiny_model), None) as view:
         names = {file.name for file in Path(view).iterdir()}
         assert names == {"config.json", "generation_config.json", "model.safetensors"}
@@ -218,7 +218,7 @@ def test_a_directory_without_its_tokenizer_still_has_its_weights(tiny_model: Pat
     assert not Path(view).exists()
 
 
-def test_the_engines_flags_are_those_of_serve_and_reach_it(tiny_model: Path) -> None:
+def test_bench_offline_has_the_engine_flags_and_passes_them_on(tiny_model: Path) -> None:
     parser = make_parser(["bench"])
     words = ["bench", "offline", "--workload", "w", "--model", str(tiny_model)]
     plain = _config(parser.parse_args(words), WORKLOAD)
@@ -232,7 +232,7 @@ def test_the_engines_flags_are_those_of_serve_and_reach_it(tiny_model: Path) -> 
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each engine that the command starts: whether it makes texts."""
+    """For each engine that the command starts: whether the engine detokenizes."""
     seen: list[bool] = []
 
     class Seen(Engine):
@@ -254,7 +254,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["bench", "offline", "--workload", str(file), "--model", str(model), "--json", *flags]
 
 
-def test_one_engine_for_all_repetitions_finds_the_prompts_of_the_first(
+def test_keep_engine_finds_cached_prompts_in_the_second_repetition(
     words: list[str], texts: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tok([*words, "--keep-engine", "--plot", str(tmp_path / "plot.png")]) == 0
@@ -266,7 +266,7 @@ def test_one_engine_for_all_repetitions_finds_the_prompts_of_the_first(
     assert texts == [False]
 
 
-def test_otherwise_each_repetition_begins_with_an_empty_cache(
+def test_each_repetition_starts_with_an_empty_cache_by_default(
     words: list[str], texts: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tok([*words, "--text", "--no-prefix-groups"]) == 0
@@ -276,7 +276,7 @@ def test_otherwise_each_repetition_begins_with_an_empty_cache(
     assert texts == [True, True]
 
 
-def test_a_trace_is_of_one_more_run_and_what_is_in_it_is_told(
+def test_trace_is_taken_of_an_extra_run_and_summarized(
     words: list[str], texts: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "trace.json"
@@ -288,11 +288,11 @@ def test_a_trace_is_of_one_more_run_and_what_is_in_it_is_told(
     assert re.search(r"^6 steps traced in .*trace\.json, [\d.]+ ms: [\d.]+% busy, [\d.]+% idle in ", printed.err, re.M)
     names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
     assert names.count("aten::embedding") == 6
-    assert len(texts) == 1  # that of the run measured: the traced one is nobody's result
+    assert len(texts) == 1  # the engine of the measured run: the traced run gives no result
 
 
 @pytest.mark.parametrize("shared", ["--tp", "--pp"])
-def test_each_worker_leaves_a_trace_and_is_told_of(
+def test_every_worker_writes_a_trace_and_is_summarized(
     shared: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, other = tmp_path / "t.json", tmp_path / ("t.stage0.rank1.json" if shared == "--tp" else "t.stage0.rank0.json")
@@ -327,7 +327,7 @@ WORKLOAD_FLAGS = {
 }  # fmt: skip
 
 
-def test_the_flags_of_bench_are_these() -> None:
+def test_bench_offline_and_serve_have_exactly_the_listed_flags() -> None:
     bench = make_parser(["bench"])
     for kind, own in (
         ("offline", {"--keep-engine", "--text", "--eos-probability", "--trace", "--trace-steps"} | engine_flags()),
@@ -344,7 +344,7 @@ def test_the_flags_of_bench_are_these() -> None:
 def engine_flags() -> set[str]:
     switches = {"prefix_groups", "cuda_graphs"}
     return {("--no-" if name in switches else "--") + name.replace("_", "-") for name in ENGINE_FLAGS} - {
-        "--generation-config"  # a workload says all
+        "--generation-config"  # a workload sets all sampling parameters
     }
 
 
@@ -378,7 +378,7 @@ def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
         ),
     ],
 )
-def test_a_flag_with_a_bad_value_is_named_in_one_line(
+def test_bench_offline_reports_an_invalid_flag_value_in_one_line(
     given: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "w.jsonl").write_text(LINES)

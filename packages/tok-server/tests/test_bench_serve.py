@@ -1,4 +1,4 @@
-"""`tok bench serve` against a real server: counts from its usage, times by the client, errors told."""
+"""`tok bench serve` against a real server: counts from usage, times of the client, reported errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def run(target: ServerTarget, workload: Workload = WORKLOAD, reps: int = 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_those_the_server_counted(server: Server, stream: bool) -> None:
+def test_token_counts_come_from_the_servers_usage(server: Server, stream: bool) -> None:
     target = ServerTarget(server.url, engine="mine", concurrency=3, stream=stream)
     first, second = asyncio.run(run(target, reps=2))
     for rep, one in enumerate((first, second)):
@@ -50,7 +50,7 @@ def test_tokens_are_those_the_server_counted(server: Server, stream: bool) -> No
     assert second.prefix_hit_share == round(32 / 41, 4)
 
 
-def test_a_tok_server_tells_what_its_engine_counted(server: Server) -> None:
+def test_tok_server_metrics_give_step_counts_and_times(server: Server) -> None:
     (found,) = asyncio.run(run(ServerTarget(server.url, concurrency=3)))
     assert found.steps is not None
     assert 8 <= found.steps <= OUTPUT  # two rounds of three requests, none of less than 4 tokens
@@ -61,7 +61,7 @@ def test_a_tok_server_tells_what_its_engine_counted(server: Server) -> None:
     assert 0 < found.gpu_busy_share <= 1
 
 
-def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
+def test_ttft_and_time_per_token_need_streaming(server: Server) -> None:
     whole, streamed = (asyncio.run(run(ServerTarget(server.url, stream=stream)))[0] for stream in (False, True))
     assert (whole.ttft_p50_s, whole.per_token_p50_ms) == (None, None)
     assert streamed.ttft_p50_s is not None
@@ -71,7 +71,7 @@ def test_only_a_stream_tells_when_the_first_token_came(server: Server) -> None:
     assert 0 < streamed.per_token_p50_ms < streamed.seconds * 1000
 
 
-def test_every_request_is_in_the_histograms_and_those_in_the_plot(server: Server, tmp_path: Path) -> None:
+def test_histograms_have_every_request_and_appear_in_the_plot(server: Server, tmp_path: Path) -> None:
     whole, streamed = (asyncio.run(run(ServerTarget(server.url, stream=stream)))[0] for stream in (False, True))
     assert whole.histograms is not None
     assert streamed.histograms is not None
@@ -95,7 +95,7 @@ def test_every_request_is_in_the_histograms_and_those_in_the_plot(server: Server
 
 
 @given(st.lists(st.floats(0, 1e4), max_size=50))
-def test_a_histogram_leaves_nothing_out(seconds: list[float]) -> None:
+def test_histogram_counts_every_value(seconds: list[float]) -> None:
     found = histogram(seconds)
     assert (found is None) == (not seconds)
     if found is not None:
@@ -103,7 +103,7 @@ def test_a_histogram_leaves_nothing_out(seconds: list[float]) -> None:
         assert found.edges == sorted(found.edges)
 
 
-def test_samples_that_stop_by_themselves_are_counted(server: Server) -> None:
+def test_finished_by_stop_counts_samples_that_end_at_eos(server: Server) -> None:
     chatty = Workload("stops", 50.0, 1.0, [WorkloadRequest([1, 2, 3], 64, 80, ignore_eos=False)])
     for stream in (False, True):
         (found,) = asyncio.run(run(ServerTarget(server.url, stream=stream), chatty))
@@ -112,7 +112,9 @@ def test_samples_that_stop_by_themselves_are_counted(server: Server) -> None:
         assert found.output_tokens < 64 * 80
 
 
-def test_the_command_prints_lines_and_plots(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_prints_results_and_writes_a_plot(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file := tmp_path / "w.jsonl").write_text('{"rand": [1, 9], "max_tokens": 5, "ignore_eos": true}\n')
     words = ["bench", "serve", "--url", f"http://127.0.0.1:{server.port}/", "--workload", str(file), "--reps", "1"]
     assert tok([*words]) == 1
@@ -125,7 +127,7 @@ def test_the_command_prints_lines_and_plots(server: Server, tmp_path: Path, caps
     assert capsys.readouterr().out.startswith(f"w on {NAME}, http, mine\n  output tokens/s ")
 
 
-def test_a_key_is_sent(tiny_model: Path) -> None:
+def test_bench_serve_sends_the_api_key(tiny_model: Path) -> None:
     with serving(tiny_model, api_key="secret") as locked:
         (found,) = asyncio.run(run(ServerTarget(locked.url, api_key="secret")))
         assert found.errors == 0
@@ -134,7 +136,7 @@ def test_a_key_is_sent(tiny_model: Path) -> None:
             asyncio.run(run(ServerTarget(locked.url, api_key="wrong")))
 
 
-def test_no_server_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_serve_reports_that_no_server_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (file := tmp_path / "w.jsonl").write_text('{"ids": [1], "max_tokens": 5}\n')
     assert tok(["bench", "serve", "--url", "http://127.0.0.1:9", "--workload", str(file)]) == 1
     assert capsys.readouterr().err.startswith("tok bench: error: no server answers at http://127.0.0.1:9/v1/models")
@@ -149,14 +151,19 @@ def test_no_server_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--wait", "-1"], "--wait is -1.0; allowed: seconds from 0"),
     ],
 )
-def test_a_flag_with_a_bad_value_is_named(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_refuses_invalid_flag_values(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tok(["bench", "serve", "--url", "http://x", "--workload", "w", *given]) == 2
     assert capsys.readouterr().err.startswith(f"tok bench: error: {told}")
 
 
 @asynccontextmanager
 async def another_server(answers: Sequence[web.Response | str]) -> AsyncIterator[tuple[str, list[str]]]:
-    """A server by another maker: completions get `answers` in turn, the last one for ever. Its URL, paths asked."""
+    """Run a server of another make, and yield its URL and the list of requested paths.
+
+    It answers completions with `answers` in turn and repeats the last one.
+    """
     asked: list[str] = []
     left = list(answers)
 
@@ -183,12 +190,12 @@ async def another_server(answers: Sequence[web.Response | str]) -> AsyncIterator
 WHOLE = '{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
 
 
-def test_a_page_of_metrics_is_read_as_prometheus_writes_it() -> None:
+def test_parse_reads_unlabelled_prometheus_metrics() -> None:
     page = "# HELP tok_steps_total Forward passes.\n# TYPE tok_steps_total counter\ntok_steps_total 1.2e+07\n"
     assert parse(page + 'tok_http_requests_total{endpoint="/x y"} 3.0\n\n<html>\nb NaNo\n') == {"tok_steps_total": 12e6}
 
 
-async def test_a_server_without_details_of_its_cache_has_no_share_of_hits() -> None:
+async def test_server_without_cached_token_counts_has_no_prefix_hit_share() -> None:
     async with another_server([WHOLE]) as (url, asked):
         (found,) = await run(ServerTarget(url, model="m", reset_path="/reset_prefix_cache"))
     assert (found.output_tokens, found.sequences, found.finished_by_stop) == (12, 6, 6)
@@ -207,7 +214,7 @@ async def test_a_server_without_details_of_its_cache_has_no_share_of_hits() -> N
         ("nonsense", "DecodeError"),
     ],
 )
-async def test_requests_that_fail_are_counted_and_the_first_is_told(bad: web.Response | str, told: str) -> None:
+async def test_failed_requests_are_counted_and_the_first_error_is_reported(bad: web.Response | str, told: str) -> None:
     good = 1 + 6  # the request that finds the server ready, and the warm-up
     async with another_server([*[WHOLE] * (good + 5), bad]) as (url, _):
         (found,) = await run(ServerTarget(url, model="m", concurrency=20))
@@ -215,7 +222,7 @@ async def test_requests_that_fail_are_counted_and_the_first_is_told(bad: web.Res
     assert told in (found.first_error or "")
 
 
-async def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
+async def test_wait_option_waits_for_a_server_that_is_not_ready() -> None:
     async with another_server([web.Response(status=503), WHOLE]) as (url, _):
         with pytest.raises(ServerError, match="completions does not answer: 503"):
             await run(ServerTarget(url, model="m"))
@@ -224,7 +231,7 @@ async def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
     assert found.errors == 0
 
 
-async def test_a_stream_that_breaks_off_is_an_error() -> None:
+async def test_stream_without_done_counts_as_an_error() -> None:
     cut = 'data: {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
     whole = cut + "data: [DONE]\n\n"
     async with another_server([whole] * 12 + [cut]) as (url, _):

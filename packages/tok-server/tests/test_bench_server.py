@@ -1,4 +1,4 @@
-"""`tok bench server`: the real server and manager over a worker that computes nothing, asked by another process."""
+"""`tok bench server`: the real server and manager over a worker that computes nothing, a client in another process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = [
 ]
 
 
-def test_each_scenario_is_answered_and_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_server_prints_one_json_line_for_each_scenario(capsys: pytest.CaptureFixture[str]) -> None:
     for seconds in ("1", "10", "40"):  # beside other processes a scenario may not answer a request in a second
         assert main(["bench", "server", "--seconds", seconds, "--clients", "2", "--json"]) == 0
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -38,7 +38,7 @@ def test_each_scenario_is_answered_and_told_in_a_line(capsys: pytest.CaptureFixt
             assert one[f"{process}_cpu"] > 0
 
 
-def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> None:
+def test_client_reads_sized_and_chunked_answers_and_counts_failures() -> None:
     answers = [
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n8\r\ndata: 0\n\r\n10\r\n" + b"x" * 16 + b"\r\n0\r\n\r\n",
@@ -52,7 +52,7 @@ def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> 
             assert b"Content-Length: 2\r\n" in head
             assert await reader.readexactly(2) == b"{}"
             given.append(len(given))
-            for byte in data:  # as cut up as can be
+            for byte in data:  # one byte at a time
                 writer.write(bytes([byte]))
                 await writer.drain()
         writer.close()
@@ -63,12 +63,12 @@ def test_answers_of_all_lengths_are_read_to_their_end_and_failures_counted() -> 
             tally = await asyncio.to_thread(drive, port, 2, 0.0, 1.0, 0.0, b"{}")
         return tally.requests, tally.failures
 
-    # One refusal of each connection, and that it is closed then.
+    # Each connection fails twice: by the 429 and by its close.
     assert asyncio.run(ask()) == (2 * len(answers), 2 * 2)
     assert len(given) == 2 * len(answers)
 
 
-def test_requests_are_sent_by_the_clock_however_soon_they_are_answered() -> None:
+def test_client_sends_at_the_offered_rate_however_fast_answers_come() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError):
             while True:
@@ -86,7 +86,7 @@ def test_requests_are_sent_by_the_clock_however_soon_they_are_answered() -> None
     assert 1 <= tally.requests <= 50.0 * (time.monotonic() - began)
 
 
-def test_the_table_has_a_line_for_each_scenario() -> None:
+def test_bench_server_table_has_a_line_for_each_scenario() -> None:
     rates = {"requests_per_s": 3000.5, "tokens_per_s": 24_004.0, "loop_p50": 0.1, "loop_p99": 12.34}
     cpu = {"server_cpu": 1.0, "engine_cpu": 0.5, "client_cpu": 0.4}
     result = ServerResult(engine="tok", scenario="whole", offered_per_s=0.0, failures=3, **rates, **cpu)
@@ -103,6 +103,6 @@ def test_the_table_has_a_line_for_each_scenario() -> None:
         ["--rate", "9"],
     ],
 )
-def test_what_is_not_allowed_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_server_refuses_invalid_flag_values(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "server", *words]) == 2
     assert words[0] in capsys.readouterr().err

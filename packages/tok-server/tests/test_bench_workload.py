@@ -1,4 +1,4 @@
-"""Workload files: what they say is what is run, and what they say wrongly is named."""
+"""Workload files: how they are read, how their errors are reported, and timelines of runs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def written(tmp_path: Path, text: str) -> Path:
         (2**32 + 5, [11372, 81233, 14629, 123884, 49270]),
     ],
 )
-def test_a_recipe_gives_the_ids_that_every_engine_is_given(seed: int, ids: list[int]) -> None:
+def test_random_ids_of_a_seed_are_fixed(seed: int, ids: list[int]) -> None:
     assert random_ids(seed, len(ids)) == ids
 
 
-def test_a_long_random_prompt_has_the_sum_and_the_end_it_should() -> None:
+def test_random_ids_of_a_long_prompt_have_the_recorded_checksum() -> None:
     ids = random_ids(123_456_789, 4096)
     assert (sum(ids), ids[-1]) == (258_388_205, 21_779)
     assert LOW <= min(ids) < max(ids) < HIGH
 
 
-def test_a_file_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_read_workload_parses_meta_ids_and_random_prompts(tmp_path: Path) -> None:
     found = read_workload(str(written(tmp_path, LINES)))
     assert (found.name, found.temperature, found.top_p) == ("mine", 0.5, 0.9)
     assert found.requests == [
@@ -61,12 +61,12 @@ def test_limit_n_and_max_tokens_change_every_request(tmp_path: Path) -> None:
     assert [(one.n, one.max_tokens) for one in changed] == [(2, 9), (2, 5)]
 
 
-def test_a_name_is_a_file_of_the_directory(tmp_path: Path) -> None:
+def test_workload_name_is_looked_up_in_workload_dir(tmp_path: Path) -> None:
     written(tmp_path, LINES).rename(tmp_path / "decode.jsonl")
     assert read_workload("decode", tmp_path).name == "mine"
 
 
-def test_a_file_without_a_name_of_its_own_is_called_by_its_files(tmp_path: Path) -> None:
+def test_workload_without_meta_is_named_after_its_file(tmp_path: Path) -> None:
     found = read_workload(str(written(tmp_path, LINES.split("\n", 1)[1])))
     assert (found.name, found.temperature, found.top_p) == ("mine", 1.0, 1.0)
 
@@ -79,7 +79,7 @@ def test_a_file_without_a_name_of_its_own_is_called_by_its_files(tmp_path: Path)
         ("nonsense", None, "workload is 'nonsense'; allowed: monkeys, sharegpt, decode or a JSONL file"),
     ],
 )
-def test_a_workload_that_is_not_there_names_the_flag(source: str, directory: Path | None, told: str) -> None:
+def test_missing_workload_raises_invalid_field_naming_the_flag(source: str, directory: Path | None, told: str) -> None:
     with pytest.raises(InvalidField, match=told):
         read_workload(source, directory)
 
@@ -102,18 +102,18 @@ def test_a_workload_that_is_not_there_names_the_flag(source: str, directory: Pat
         ("{", "not JSON"),
     ],
 )
-def test_a_bad_line_is_named_with_its_field_and_value(line: str, told: str, tmp_path: Path) -> None:
+def test_invalid_workload_line_is_reported_with_field_and_value(line: str, told: str, tmp_path: Path) -> None:
     file = written(tmp_path, LINES + line)
     with pytest.raises(WorkloadError, match=rf"mine\.jsonl, line 5: {told}"):
         read_workload(str(file))
 
 
-def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
+def test_workload_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="has no requests"):
         read_workload(str(written(tmp_path, '{"meta": {}}')))
 
 
-def test_the_warm_up_begins_no_prompt_as_the_run_does() -> None:
+def test_warm_up_prompts_share_no_prefix_with_the_run() -> None:
     requests = [WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False), WorkloadRequest([4, 5], 4, 8, ignore_eos=True)] * 2
     assert warm_up_requests(requests, sequences=6, max_tokens=16) == [
         WorkloadRequest([3, 2, 1], 4, 16, ignore_eos=False),
@@ -121,7 +121,7 @@ def test_the_warm_up_begins_no_prompt_as_the_run_does() -> None:
     ]
 
 
-def test_a_timeline_has_the_tokens_of_the_moments_it_is_made_of() -> None:
+def test_timeline_spreads_tokens_between_observations() -> None:
     moments = [(0.0, 0, 0), (1.0, 100, 4), (2.5, 100, 4), (5.0, 600, 2)]
     found = timeline(moments, 5.0)
     assert found.seconds[0] == pytest.approx(0.125)
@@ -132,7 +132,7 @@ def test_a_timeline_has_the_tokens_of_the_moments_it_is_made_of() -> None:
     assert found.sequences_running[5:9] == [4.0] * 4
 
 
-def test_the_tokens_of_requests_lie_between_their_first_and_their_end() -> None:
+def test_timeline_of_requests_spreads_tokens_from_first_token_to_end() -> None:
     found = timeline_of_requests([0, 1], [0, 2], [2, 4], [200, 40], [3, 1], 4.0)
     assert sum(found.output_tok_s) * 4.0 / len(found.seconds) == pytest.approx(240, rel=1e-3)
     at = np.array(found.seconds)

@@ -1,4 +1,4 @@
-"""The prefix cache and its counts tell one API key nothing of what another has sent."""
+"""Isolation of the prefix cache, and of its reported hits, by API key and cache_salt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def together(tiny_model: Path) -> Iterator[Server]:
 
 
 def body_of(endpoint: str, text: str) -> dict[str, object]:
-    """A request that begins with `text`, which is long enough to be cached."""
+    """Return a request that repeats `text` until it is long enough to be cached."""
     text = f"{text} " * 40
     match endpoint:
         case "/v1/completions":
@@ -44,7 +44,7 @@ def body_of(endpoint: str, text: str) -> dict[str, object]:
 
 
 def cached_of(answer: dict[str, object]) -> int:
-    """The cached tokens that an answer tells of."""
+    """Return the cached tokens that an answer's usage reports."""
     usage = answer["usage"]
     assert isinstance(usage, dict)
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
@@ -53,7 +53,7 @@ def cached_of(answer: dict[str, object]) -> int:
 
 
 def cached(server: Server, endpoint: str, text: str, key: dict[str, str], **fields: object) -> int:
-    """The cached tokens of a request, as its client or, for embeddings, the server's counters tell."""
+    """Return a request's cached tokens by the engine's counter; all answers but embeddings report the same number."""
     before = server.engine.stats()["cached_tokens"]
     answer = server.call("POST", endpoint, body_of(endpoint, text) | fields, key)
     assert answer.status == 200, answer.body
@@ -64,7 +64,7 @@ def cached(server: Server, endpoint: str, text: str, key: dict[str, str], **fiel
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_a_key_finds_its_own_prefixes_and_no_other_ones(apart: Server, endpoint: str) -> None:
+def test_prefix_cache_hits_stay_within_one_api_key_and_salt(apart: Server, endpoint: str) -> None:
     text = f"{endpoint[4:]} apart"
     assert cached(apart, endpoint, text, ONE) == 0
     whole = cached(apart, endpoint, text, ONE)
@@ -78,23 +78,23 @@ def test_a_key_finds_its_own_prefixes_and_no_other_ones(apart: Server, endpoint:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_keys_that_share_prefixes_find_each_others_unless_they_salt_them(together: Server, endpoint: str) -> None:
+def test_share_prefixes_shares_the_cache_between_keys_except_by_salt(together: Server, endpoint: str) -> None:
     text = f"{endpoint[4:]} together"
     assert cached(together, endpoint, text, ONE) == 0
     whole = cached(together, endpoint, text, OTHER)
     assert whole > 0
     assert cached(together, endpoint, text, ONE, **SALT) == 0
-    assert cached(together, endpoint, text, OTHER, **SALT) == whole  # whoever knows the salt shares it
+    assert cached(together, endpoint, text, OTHER, **SALT) == whole  # every key that knows the salt shares its prefixes
     assert cached(together, endpoint, text, OTHER, cache_salt="another") == 0
 
 
-def test_without_keys_all_share_prefixes_unless_they_salt_them(server: Server) -> None:
+def test_prefix_cache_without_keys_is_shared_except_by_salt(server: Server) -> None:
     assert cached(server, "/v1/completions", "nobody's", {}) == 0
     assert cached(server, "/v1/completions", "nobody's", {}) > 0
     assert cached(server, "/v1/completions", "nobody's", {}, **SALT) == 0
 
 
-def test_a_salt_changes_no_answer(apart: Server) -> None:
+def test_cache_salt_does_not_change_the_answer(apart: Server) -> None:
     answers = [
         apart.call("POST", "/v1/completions", body_of("/v1/completions", "same") | fields, key).json()["choices"]
         for key in (ONE, OTHER)
@@ -104,7 +104,7 @@ def test_a_salt_changes_no_answer(apart: Server) -> None:
 
 
 def run_batch(server: Server, endpoint: str, bodies: list[dict[str, object]], key: dict[str, str]) -> list[int]:
-    """The cached tokens of each line of a batch."""
+    """Run a batch and return the cached tokens of each line."""
     lines: list[Line] = [
         {"custom_id": str(number), "method": "POST", "url": endpoint, "body": one} for number, one in enumerate(bodies)
     ]
@@ -122,7 +122,7 @@ def run_batch(server: Server, endpoint: str, bodies: list[dict[str, object]], ke
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS[:3])
-def test_lines_of_a_batch_share_with_their_own_key_and_no_other(apart: Server, endpoint: str) -> None:
+def test_batch_lines_share_prefixes_only_with_their_own_key(apart: Server, endpoint: str) -> None:
     text = f"{endpoint[4:6]} of a batch"
     bodies = [body_of(endpoint, text)]
     assert run_batch(apart, endpoint, bodies, ONE) == [0]
@@ -136,11 +136,11 @@ def test_lines_of_a_batch_share_with_their_own_key_and_no_other(apart: Server, e
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 5])
-def test_what_is_no_salt_is_refused_by_its_name(server: Server, endpoint: str, salt: object) -> None:
+def test_invalid_cache_salt_gets_400_naming_cache_salt(server: Server, endpoint: str, salt: object) -> None:
     answer = server.call("POST", endpoint, body_of(endpoint, "bad") | {"cache_salt": salt})
     assert (answer.status, answer.error()["param"]) == (400, "cache_salt")
 
 
-def test_null_is_no_salt(server: Server) -> None:
+def test_null_cache_salt_means_no_salt(server: Server) -> None:
     assert cached(server, "/v1/completions", "null", {}) == 0
     assert cached(server, "/v1/completions", "null", {}, cache_salt=None) > 0

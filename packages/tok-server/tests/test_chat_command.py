@@ -1,4 +1,4 @@
-"""`tok chat`: its commands, what Ctrl-C stops, and what it says when something goes wrong."""
+"""`tok chat`: commands, Ctrl-C and error messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from support.gates import Gate, gated
 from support.patience import PATIENCE, wait_until
+from support.paused_engine import Gate, gated
 from support.scripted_model import make_scripted_model
 from support.serving import Server, serving
 from tok_core import AsyncEngine
@@ -30,7 +30,7 @@ from tok_server.commands.dialogue import Dialogue
 WORDS = [f"w{number}. " for number in range(1, 61)]
 
 
-def test_reset_forgets_what_was_said_and_system_begins_anew() -> None:
+def test_reset_and_system_commands_start_a_new_conversation() -> None:
     dialogue = Dialogue("be brief")
     dialogue.add("user", "hello")
     assert dialogue.command("/reset") == "a new conversation"
@@ -42,7 +42,7 @@ def test_reset_forgets_what_was_said_and_system_begins_anew() -> None:
     assert dialogue.messages == []
 
 
-def test_save_writes_the_messages_once_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_save_command_writes_messages_and_refuses_to_overwrite(tmp_path: Path) -> None:
     dialogue = Dialogue()
     dialogue.add("user", "häh?")
     dialogue.add("assistant", "yes")
@@ -54,13 +54,13 @@ def test_save_writes_the_messages_once_and_overwrites_nothing(tmp_path: Path) ->
     assert "/save talk.json" in dialogue.command("/save")
 
 
-def test_an_unknown_command_is_told_those_there_are() -> None:
+def test_unknown_chat_command_lists_the_known_commands() -> None:
     told = Dialogue().command("/rest")
     assert "no command /rest" in told
     assert all(name in told for name in ("/reset", "/system", "/save", "/exit"))
 
 
-def test_without_a_server_it_says_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9/v1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("tok chat: error: ")
@@ -73,13 +73,13 @@ def guarded(tiny_model: Path) -> Iterator[Server]:
         yield running
 
 
-def test_without_the_key_it_says_where_to_give_it(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_without_the_api_key_names_the_flag(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", guarded.url]) == 1
     assert "--api-key" in capsys.readouterr().err
 
 
 class Session:
-    """`tok chat` in a terminal of its own. What it shows is read in a thread."""
+    """`tok chat` in a terminal of its own, whose output a thread reads."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._ours, theirs = pty.openpty()
@@ -91,11 +91,11 @@ class Session:
         self._reader.start()
 
     def type(self, text: str) -> None:
-        """What is typed."""
+        """Type `text` into the terminal."""
         os.write(self._ours, text.encode())
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """End the process, whatever it does."""
         if self.popen.poll() is None:
             self.popen.kill()
         self.popen.wait()
@@ -119,7 +119,7 @@ def reciting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reciting(reciting_model: Path) -> Iterator[Server]:
-    """A server of that model."""
+    """A server of the reciting model."""
     with serving(reciting_model) as running:
         yield running
 
@@ -145,7 +145,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(reciting: Server) -> No
 
 
 class ScriptedTerminal(Terminal):
-    """Says what a test says, and shows what it is shown to the test."""
+    """A terminal that reads given lines and records the shown pieces."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class ScriptedTerminal(Terminal):
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, whatever runs the tests."""
+    """Let Ctrl-C raise KeyboardInterrupt, whatever runs the tests."""
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -171,10 +171,10 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_stops_the_answer_of_a_model_loaded_here_though_nothing_wakes_its_reader(
+def test_ctrl_c_stops_a_local_models_answer_while_its_reader_waits(
     reciting_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes to another thread, as one does that comes just before a wait: it does not end the wait."""
+    """The signal goes to another thread and, like a signal just before a wait, does not end the wait."""
     monkeypatch.setattr(chat_backends, "AsyncEngine", partial(AsyncEngine, in_process=True))
     options = make_parser(["chat"]).parse_args(["chat", str(reciting_model), "--device", "cpu"])
     talker, terminal, dialogue = LocalChatBackend(options), ScriptedTerminal(["recite", "recite"]), Dialogue()

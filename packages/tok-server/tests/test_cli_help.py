@@ -1,4 +1,4 @@
-"""Every --help page ends with examples, and they work: each is what its command takes."""
+"""Every --help page ends with examples that its command accepts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def pages(words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command, subcommands included: those whose flags are only loaded when called, too."""
+    """Yield the words of every command and subcommand, including those that load their flags only when called."""
     yield words
     parser = make_parser(words[:1])
     for word in words:
@@ -37,13 +37,13 @@ def page(words: tuple[str, ...]) -> str:
     return parser.format_help()
 
 
-def test_pages_of_subcommands_are_found_too() -> None:
+def test_help_pages_include_subcommands() -> None:
     commands = {"serve", "batch", "chat", "models", "kernels", "pass-at-k", "bench"}
     assert {(name,) for name in commands} | {("bench", name) for name in ("offline", "serve", "kernels")} <= set(PAGES)
 
 
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
-def test_a_page_ends_with_examples_of_its_command_that_are_understood(words: tuple[str, ...]) -> None:
+def test_help_page_ends_with_examples_that_its_parser_accepts(words: tuple[str, ...]) -> None:
     _, found, examples = page(words).partition("\nexamples:\n")
     assert found
     lines = re.findall(r"^  (tok .*?)(?:   .*)?$", examples.replace("\\\n", ""), re.MULTILINE)
@@ -52,10 +52,10 @@ def test_a_page_ends_with_examples_of_its_command_that_are_understood(words: tup
     for line in lines:
         given = shlex.split(line)[1:]
         if given != ["COMMAND", "--help"]:
-            make_parser(given[:1]).parse_args(given)  # ends the process where it cannot
+            make_parser(given[:1]).parse_args(given)  # exits if an example is invalid
 
 
 @pytest.mark.parametrize("words", [("batch",), ("bench", "offline"), ("bench", "kernels"), ("kernels",)], ids=" ".join)
-def test_a_command_that_serves_nothing_keeps_only_models_in_its_directory(words: tuple[str, ...]) -> None:
+def test_data_dir_help_of_non_serving_commands_mentions_only_models(words: tuple[str, ...]) -> None:
     (kept,) = re.findall(r"--data-dir DIR\s+(.*?)(?=\n  -)", page(words), re.DOTALL)
     assert " ".join(kept.split()) == "where fetched models are kept (default: the hub library's own cache)"

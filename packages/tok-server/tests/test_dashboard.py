@@ -1,4 +1,4 @@
-"""The dashboard without a browser: what it remembers, what it sends, whom it answers."""
+"""The dashboard without a browser: history, latencies, event stream and access."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> N
 
 
 @given(st.lists(st.floats(LOW, HIGH), min_size=1, max_size=200))
-def test_a_percentile_is_off_by_no_more_than_its_bucket(seconds: list[float]) -> None:
+def test_latency_percentile_is_exact_to_its_bucket(seconds: list[float]) -> None:
     latencies = Latencies()
     for one in seconds:
         latencies.observe(RequestDurations(one, None, one))
@@ -52,7 +52,7 @@ def test_a_percentile_is_off_by_no_more_than_its_bucket(seconds: list[float]) ->
     assert latencies.ended() == len(seconds)
 
 
-def test_latencies_are_forgotten_after_an_hour_and_no_earlier() -> None:
+def test_latencies_are_dropped_after_an_hour_and_no_earlier() -> None:
     latencies = Latencies()
     latencies.observe(RequestDurations(0.1, 0.01, 1.0))
     for ticks in range(1, RECENT * SLICES + 1):
@@ -66,13 +66,13 @@ def test_latencies_are_forgotten_after_an_hour_and_no_earlier() -> None:
 
 
 def stats(second: int, **gauges: float) -> dict[str, float]:
-    """Of a replica that takes 100 prompt tokens a second, half of them cached, makes 10, and is busy for 0.25 s."""
+    """Return a replica's stats with, per second, 100 prompt tokens (half cached), 10 output tokens and 0.25 s busy."""
     counted = {"prompt_tokens": 100.0, "cached_tokens": 50.0, "output_tokens": 10.0, "device_seconds": 0.25}
     found = {name: value * second for name, value in counted.items()}
     return {**found, "pages_total": 8.0, "pages_used": 2.0, "requests_waiting": 3.0, **gauges}
 
 
-def test_rows_hold_rates_and_gauges_of_all_replicas_and_of_each() -> None:
+def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
     history = History(2)
     for second in range(EACH):
         one, other = stats(second), stats(2 * second)
@@ -95,7 +95,7 @@ def test_rows_hold_rates_and_gauges_of_all_replicas_and_of_each() -> None:
     assert ten[1 + COLUMNS.index("output")] == pytest.approx(27.0)  # the first second has no rate yet
 
 
-def test_what_is_remembered_is_bounded_and_knows_no_hits_without_prompts() -> None:
+def test_history_is_bounded_and_has_no_hit_rate_without_prompts() -> None:
     history = History(1)
     for second in range(EACH * HOUR + 50):
         history.add(EngineStats(stats(0), [stats(0)]), NOTHING, time=float(second), clock=float(second))
@@ -103,7 +103,7 @@ def test_what_is_remembered_is_bounded_and_knows_no_hits_without_prompts() -> No
     assert math.isnan(history.tens.rows()[-1][1 + COLUMNS.index("hits")])
 
 
-def test_counters_that_begin_anew_make_no_negative_rates() -> None:
+def test_counter_resets_give_no_negative_rates() -> None:
     history = History(1)
     for second, counted in enumerate((50, 51, 0, 1)):
         history.add(EngineStats(stats(counted), [stats(counted)]), NOTHING, time=second, clock=float(second))
@@ -128,7 +128,7 @@ def cells(row: object) -> dict[str, float]:
     return dict(zip(COLUMNS, row[1 : 1 + len(COLUMNS)], strict=True))
 
 
-def test_a_viewer_gets_the_history_and_then_a_sample_a_second(server: Server) -> None:
+def test_dashboard_events_send_the_history_and_then_samples(server: Server) -> None:
     with watching(server) as response:
         assert response.getheader("Content-Type", "").startswith("text/event-stream")
         name, opening = read_event(response)
@@ -143,7 +143,8 @@ def test_a_viewer_gets_the_history_and_then_a_sample_a_second(server: Server) ->
             row = sample["row"]
             assert isinstance(row, list)
             assert row[0] > last
-            made, last = made + cells(row)["output"] * 0.5, row[0]  # rates, of seconds that may last longer
+            # Rates cover intervals that may last longer than a second.
+            made, last = made + cells(row)["output"] * 0.5, row[0]
             latency = sample["latency"]
             assert isinstance(latency, list)
             if made and all(one is not None and one > 0 for one in latency):
@@ -154,14 +155,14 @@ def test_a_viewer_gets_the_history_and_then_a_sample_a_second(server: Server) ->
         assert "cpu" in str(sample["device"])
 
 
-def test_all_viewers_are_sent_the_same_bytes(server: Server) -> None:
+def test_all_dashboard_viewers_get_the_same_rows(server: Server) -> None:
     with watching(server) as first, watching(server) as second:
         read_event(first), read_event(second)
         rows = [{json.dumps(read_event(one)[1]["row"]) for _ in range(3)} for one in (first, second)]
     assert len(rows[0] & rows[1]) >= 2
 
 
-def test_viewers_do_not_keep_a_server_from_stopping(server: Server) -> None:
+def test_dashboard_viewers_do_not_delay_a_drain(server: Server) -> None:
     with watching(server) as response:
         read_event(response)
         server.context.draining = True
@@ -173,7 +174,7 @@ def test_viewers_do_not_keep_a_server_from_stopping(server: Server) -> None:
     wait_until(lambda: server.context.open_requests == 0)
 
 
-def test_with_a_key_the_page_is_open_and_its_figures_are_not(tiny_model: Path) -> None:
+def test_dashboard_page_is_open_but_its_events_need_the_api_key(tiny_model: Path) -> None:
     with serving(tiny_model, api_key="secret") as guarded:
         for path in FILES:
             answer = guarded.call("GET", path)
@@ -184,7 +185,7 @@ def test_with_a_key_the_page_is_open_and_its_figures_are_not(tiny_model: Path) -
             assert read_event(response)[0] == "opening"
 
 
-def test_the_page_names_no_other_host_and_holds_no_inline_script() -> None:
+def test_dashboard_page_has_no_external_hosts_or_inline_scripts() -> None:
     for name, _ in FILES.values():
         text = (FOLDER / name).read_text()
         assert set(re.findall(r"https?://[^\"'\s]+", text)) <= {"http://www.w3.org/2000/svg"}

@@ -1,4 +1,4 @@
-"""The dashboard in a browser: headless Chromium on the page of a real server of two replicas that wants a key."""
+"""The dashboard in headless Chromium, on a real server of two replicas that requires a key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(browser: Browser, server: Server, *, key: str | None = "secret", **options: Any) -> Page:
-    """The page in a window of its own, its address asked for. Notes requests and complaints."""
+    """Open the dashboard in a window of its own, and record its requests, errors and warnings."""
     page = browser.new_page(**options)
     page.set_default_timeout(PATIENCE)
     page.asked, page.complaints = [], []
@@ -53,7 +53,7 @@ def opened(browser: Browser, server: Server, *, key: str | None = "secret", **op
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, guarded: Server) -> Iterator[Page]:
-    """For tests that leave it as they found it; it may not complain, nor ask another host."""
+    """A page for tests that restore its state; it may log no errors and request no other host."""
     found = opened(browser, guarded, viewport={"width": 1400, "height": 950}, color_scheme="light")
     becomes(found, "document.getElementById('state').textContent === 'ready'")
     yield found
@@ -64,7 +64,7 @@ def page(browser: Browser, guarded: Server) -> Iterator[Page]:
 
 
 def becomes(page: Page, condition: str) -> None:
-    """Waits for it. Playwright's own way would evaluate text in the page, which its policy forbids."""
+    """Wait until `condition` holds. Playwright's own wait evaluates text in the page, which its policy forbids."""
     wait_until(lambda: bool(page.evaluate(condition)))
 
 
@@ -72,7 +72,7 @@ def text(page: Page, selector: str) -> str:
     return str(page.locator(selector).first.inner_text())
 
 
-def test_the_page_says_what_is_served_and_how_it_does(page: Page) -> None:
+def test_dashboard_shows_model_device_charts_and_replicas(page: Page) -> None:
     assert text(page, "#model") == NAME
     assert NAME in page.title()
     assert "cpu" in text(page, "#facts")
@@ -80,7 +80,7 @@ def test_the_page_says_what_is_served_and_how_it_does(page: Page) -> None:
     assert page.locator("#replicas tr").count() == 2
 
 
-def test_figures_change_under_load(page: Page, guarded: Server) -> None:
+def test_dashboard_figures_change_under_load(page: Page, guarded: Server) -> None:
     over = threading.Event()
 
     def load() -> None:
@@ -103,7 +103,7 @@ def test_figures_change_under_load(page: Page, guarded: Server) -> None:
     assert "M" in str(page.locator("#load path.curve").first.get_attribute("d"))
 
 
-def test_one_replica_can_be_looked_at_alone(page: Page) -> None:
+def test_dashboard_can_show_a_single_replica(page: Page) -> None:
     page.select_option("#scope", "2")
     assert page.evaluate("document.getElementById('scope').selectedOptions[0].textContent") == "replica 1"
     becomes(
@@ -114,7 +114,7 @@ def test_one_replica_can_be_looked_at_alone(page: Page) -> None:
     page.select_option("#scope", "0")
 
 
-def test_an_hour_can_be_shown_and_arrow_keys_tell_earlier_values(page: Page) -> None:
+def test_dashboard_shows_an_hour_and_arrow_keys_show_earlier_values(page: Page) -> None:
     page.click("[data-window=hour]")
     assert page.get_attribute("[data-window=hour]", "aria-pressed") == "true"
     assert page.locator("#load text", has_text="1 h ago").count() == 4
@@ -127,7 +127,7 @@ def test_an_hour_can_be_shown_and_arrow_keys_tell_earlier_values(page: Page) -> 
     page.click("[data-window=seconds]")
 
 
-def test_a_chat_streams_its_answer_and_goes_on(page: Page) -> None:
+def test_dashboard_chat_answers_several_turns(page: Page) -> None:
     page.click("summary")
     page.fill("#most", "12")
     page.fill("#said", "one two")
@@ -142,7 +142,7 @@ def test_a_chat_streams_its_answer_and_goes_on(page: Page) -> None:
     assert page.locator(".said").count() == 0
 
 
-def test_an_answer_is_shown_while_it_is_written_and_can_be_stopped(page: Page, guarded: Server) -> None:
+def test_dashboard_chat_answer_is_streamed_and_can_be_stopped(page: Page, guarded: Server) -> None:
     page.fill("#most", "")
     page.fill("#said", "one")
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -156,7 +156,7 @@ def test_an_answer_is_shown_while_it_is_written_and_can_be_stopped(page: Page, g
     page.click("#anew")
 
 
-def test_what_the_server_refuses_is_told_in_the_chat(page: Page) -> None:
+def test_dashboard_chat_shows_the_servers_errors(page: Page) -> None:
     page.fill("#most", "99999999")
     page.fill("#said", "one")
     page.press("#said", "Enter")
@@ -171,7 +171,7 @@ def background(page: Page) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", str(found))[:3]]
 
 
-def test_it_is_dark_where_the_system_is_and_as_chosen_by_hand(browser: Browser, guarded: Server) -> None:
+def test_dashboard_theme_follows_the_system_or_the_users_choice(browser: Browser, guarded: Server) -> None:
     page = opened(browser, guarded, color_scheme="dark")
     assert max(background(page)) < 60
     page.click("#theme")
@@ -182,14 +182,14 @@ def test_it_is_dark_where_the_system_is_and_as_chosen_by_hand(browser: Browser, 
     page.close()
 
 
-def test_nothing_is_wider_than_a_phone(browser: Browser, guarded: Server) -> None:
+def test_dashboard_fits_a_phone_screen(browser: Browser, guarded: Server) -> None:
     page = opened(browser, guarded, viewport={"width": 360, "height": 740})
     page.wait_for_selector("#replicas tr")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.close()
 
 
-def test_without_a_key_the_page_asks_for_one(browser: Browser, guarded: Server) -> None:
+def test_dashboard_without_a_key_asks_for_the_api_key(browser: Browser, guarded: Server) -> None:
     page = opened(browser, guarded, key=None)
     page.fill("#key", "wrong")
     page.press("#key", "Enter")

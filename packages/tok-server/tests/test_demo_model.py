@@ -1,4 +1,4 @@
-"""The model in the package: its size and files, tokenizer and template, and that it solves problems."""
+"""The demo model of the package: files, size, tokenizer, chat template and solved problems."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def solver() -> Solver:
     return Solver(MODEL_DIR, "cpu")
 
 
-def test_the_directory_is_complete_and_at_most_8_mb() -> None:
+def test_demo_model_directory_is_complete_and_at_most_8_mb() -> None:
     names = {file.name for file in MODEL_DIR.iterdir()}
     expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert names == expected
     assert sum(file.stat().st_size for file in MODEL_DIR.iterdir()) <= 8_000_000
 
 
-def test_transformers_loads_it_without_missing_or_unknown_weights() -> None:
+def test_transformers_loads_the_demo_model_without_missing_weights() -> None:
     network, info = AutoModelForCausalLM.from_pretrained(MODEL_DIR, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -55,32 +55,32 @@ def test_transformers_loads_it_without_missing_or_unknown_weights() -> None:
     assert network.lm_head.weight is network.model.embed_tokens.weight
 
 
-def test_both_end_tokens_end_a_generation(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generation_config_has_both_end_tokens_as_eos(tokenizer: PreTrainedTokenizerFast) -> None:
     config = json.loads((MODEL_DIR / "generation_config.json").read_text())
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids([TURN_END, END])
     assert config["bos_token_id"] == tokenizer.bos_token_id
 
 
 @given(text=st.text())
-def test_every_text_survives_the_tokenizer(text: str) -> None:
+def test_demo_tokenizer_round_trips_every_text(text: str) -> None:
     ids = LIBRARY.encode(text).ids
     assert ids[0] == LIBRARY.token_to_id(BEGIN)
     assert LIBRARY.decode(ids) == text
 
 
 @given(number=st.integers(0, 10**9))
-def test_every_digit_is_a_token(number: int) -> None:
+def test_demo_tokenizer_makes_every_digit_a_token(number: int) -> None:
     tokens = LIBRARY.encode(f"have {number} apples", add_special_tokens=False).tokens
     assert [token for token in tokens if token.isdigit()] == list(str(number))
 
 
-def test_the_chat_template_renders_what_the_model_was_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_template_renders_the_training_format(tokenizer: PreTrainedTokenizerFast) -> None:
     wanted = render([Message(one["role"], one["content"]) for one in CHAT])
     assert tokenizer.apply_chat_template(list(CHAT), add_generation_prompt=True, tokenize=False) == wanted
     assert ChatTemplate.load(MODEL_DIR).render(CHAT) == wanted
 
 
-def test_the_chat_template_takes_content_in_parts_and_refuses_other_roles() -> None:
+def test_chat_template_accepts_content_parts_and_refuses_other_roles() -> None:
     template = ChatTemplate.load(MODEL_DIR)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi!"}]}]
     assert template.render(parts) == render([Message("user", "Hi!")])
@@ -88,13 +88,13 @@ def test_the_chat_template_takes_content_in_parts_and_refuses_other_roles() -> N
         template.render([{"role": "tool", "content": "4"}])
 
 
-def test_a_rendered_chat_begins_with_one_begin_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rendered_chat_begins_with_exactly_one_bos_token(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer.apply_chat_template(list(CHAT), add_generation_prompt=True, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == 1
     assert ids[0] == tokenizer.bos_token_id
 
 
-def test_it_solves_at_least_half_of_ten_held_out_problems_as_chat_and_as_plain_text(solver: Solver) -> None:
+def test_demo_model_solves_half_of_ten_held_out_problems_in_both_formats(solver: Solver) -> None:
     problems = held_out(10)
     chats = [render([Message("user", problem.question)]) for problem in problems]
     for prompts in (chats, [BEGIN + plain_prompt(problem.question) for problem in problems]):
@@ -102,13 +102,13 @@ def test_it_solves_at_least_half_of_ten_held_out_problems_as_chat_and_as_plain_t
         assert sum(count_right(problems, answers)) >= 5
 
 
-def test_it_answers_a_greeting_with_what_it_can_do(solver: Solver) -> None:
+def test_demo_model_answers_a_greeting_in_words(solver: Solver) -> None:
     ((answer,),) = solver.answers([render([Message("user", "Hello!")])], 1, 0)
     assert "word problems" in answer
     assert "####" not in answer
 
 
-def test_samples_at_a_temperature_differ(solver: Solver) -> None:
+def test_demo_model_samples_differ_at_a_high_temperature(solver: Solver) -> None:
     torch.manual_seed(0)
     (texts,) = solver.answers([render([Message("user", held_out(3)[2].question)])], 6, 1.5)
     assert len(texts) == 6

@@ -23,7 +23,7 @@ APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.
 
 
 @given(seed=st.integers(0, 2**63), which=st.sampled_from(TEMPLATES))
-def test_every_step_computes_right_and_the_last_one_is_the_answer(
+def test_problem_steps_are_correct_and_the_last_gives_the_answer(
     seed: int, which: Callable[[ProblemSampler], WordProblem]
 ) -> None:
     problem = which(ProblemSampler(Random(seed)))
@@ -38,7 +38,7 @@ def test_every_step_computes_right_and_the_last_one_is_the_answer(
 
 
 @given(seed=st.integers(0, 2**63), which=st.sampled_from(TEMPLATES))
-def test_numbers_are_positive_and_every_one_of_the_steps_is_given_or_computed_before(
+def test_problem_steps_use_only_given_or_computed_positive_numbers(
     seed: int, which: Callable[[ProblemSampler], WordProblem]
 ) -> None:
     problem = which(ProblemSampler(Random(seed)))
@@ -53,29 +53,29 @@ def test_numbers_are_positive_and_every_one_of_the_steps_is_given_or_computed_be
 
 
 @given(seed=st.integers(0, 2**63))
-def test_training_never_draws_a_held_out_question(seed: int) -> None:
+def test_training_problems_are_never_held_out(seed: int) -> None:
     random = Random(seed)
     assert not any(is_held_out(training_problem(random).question) for _ in range(20))
 
 
-def test_held_out_problems_are_all_held_out_and_all_different() -> None:
+def test_held_out_problems_are_held_out_and_distinct() -> None:
     questions = [problem.question for problem in held_out(500, seed=3)]
     assert all(map(is_held_out, questions))
     assert len(set(questions)) == 500
 
 
-def test_the_same_seed_gives_the_same_problems_and_another_seed_others() -> None:
+def test_problem_generation_is_deterministic_per_seed() -> None:
     assert held_out(50, seed=7) == held_out(50, seed=7)
     assert not set(held_out(50, seed=7)) & set(held_out(50, seed=8))
     assert [training_problem(Random(1)) for _ in range(3)] == [training_problem(Random(1)) for _ in range(3)]
 
 
-def test_every_template_is_drawn() -> None:
+def test_held_out_problems_use_many_templates() -> None:
     shapes = {re.sub(r"\d+", "", problem.steps[-1]).split()[0] for problem in held_out(400)}
     assert len(shapes) > 8
 
 
-def test_the_file_of_held_out_problems_comes_from_the_generator(tmp_path: Path) -> None:
+def test_held_out_file_is_reproduced_by_the_generator(tmp_path: Path) -> None:
     write_held_out(tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == HELD_OUT_FILE.read_bytes()
     entries = [json.loads(line) for line in HELD_OUT_FILE.read_text(encoding="utf-8").splitlines()]
@@ -84,6 +84,6 @@ def test_the_file_of_held_out_problems_comes_from_the_generator(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("low", [0, 5])
-def test_a_drawn_number_reaches_both_its_ends_and_nothing_else(low: int) -> None:
+def test_problem_sampler_number_range_includes_both_ends(low: int) -> None:
     draw = ProblemSampler(Random(0))
     assert {draw.number(low, low + 3) for _ in range(200)} == set(range(low, low + 4))

@@ -1,4 +1,4 @@
-"""Training: how documents are packed, and that a few steps learn something and write a loadable model."""
+"""Training of the demo model: packing, attention mask, and a few steps that lower the loss and write a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 
 
-def test_the_tokenizer_in_the_package_is_the_one_that_training_makes(tmp_path: Path) -> None:
+def test_packaged_tokenizer_equals_the_trained_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (MODEL_DIR / name).read_bytes()
@@ -43,7 +43,7 @@ def test_packed_rows_hold_whole_documents_and_labels_are_the_next_token(tokenize
             assert positions[mine].tolist() == list(range(mine.sum()))
 
 
-def test_chats_are_learned_from_the_answer_on_and_plain_texts_as_a_whole(tokenizer: Tokenizer) -> None:
+def test_chat_and_plain_documents_have_their_prompt_and_target_format(tokenizer: Tokenizer) -> None:
     random, kinds = Random(2), set()
     for _ in range(60):
         one = document(random)
@@ -54,13 +54,13 @@ def test_chats_are_learned_from_the_answer_on_and_plain_texts_as_a_whole(tokeniz
     assert kinds == {True, False}
 
 
-def test_batches_repeat_for_a_seed(tokenizer: Tokenizer) -> None:
+def test_packed_batches_are_deterministic_per_seed(tokenizer: Tokenizer) -> None:
     one, same, other = (pack(tokenizer, 2, 256, Random(seed)) for seed in ("0-1", "0-1", "0-2"))
     assert (one.tokens_BS == same.tokens_BS).all()
     assert (one.tokens_BS != other.tokens_BS).any()
 
 
-def test_a_document_attends_to_itself_alone_and_never_ahead() -> None:
+def test_attention_mask_is_causal_within_each_document() -> None:
     documents = [1, 1, 1, 2, 2, 0]
     mask = own_document(torch.tensor([documents]))[0, 0]
     assert mask.tolist() == [[i >= j and documents[i] == documents[j] for j in range(6)] for i in range(6)]
@@ -78,6 +78,6 @@ def test_a_few_steps_of_training_lower_the_loss_and_write_a_model(tmp_path: Path
     from transformers import AutoModelForCausalLM
 
     loss = train(tmp_path, 12, rows=2, width=256, rate=3e-3, seed=0, device=torch.device("cpu"), processes=1)
-    assert loss < 6.4  # ln 768 is 6.64: what knowing nothing costs
+    assert loss < 6.4  # ln 768 is 6.64: the loss of a uniform guess
     network = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert network.dtype == torch.bfloat16

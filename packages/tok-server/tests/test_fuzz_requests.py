@@ -1,4 +1,4 @@
-"""Requests made at random: each is answered, or refused in the shape of OpenAI's errors; none is a defect."""
+"""Random requests: each is answered or refused in OpenAI's error shape; none causes a server error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ VALID: dict[str, list[dict[str, object]]] = {
     ],
 }  # fmt: skip
 REFUSED = (400, 404, 413)
-# Of few tokens; a model with such marks calls tools and thinks.
+# The template makes few tokens; its markers make the server parse tool calls and reasoning.
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }}<tool_call></tool_call>{% endif %}"
     "{% for message in messages %}{{ message.role[0] }}{{ deep }}{{ message.content }}<eot>{% endfor %}<think></think>"
@@ -80,7 +80,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # Short answers and few of them: what is generated asks for anything.
+    # Generated requests ask for any n and any length; the limits keep answers short and few.
     data = tmp_path_factory.mktemp("data")
     model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("model") / "tiny")
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -90,7 +90,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def check(answer: Answer, sent: object) -> None:
-    """It is an answer, or a refusal that says of what."""
+    """Check that `answer` is a success or a well-formed refusal."""
     assert answer.status == 200 or answer.status in REFUSED, (answer.status, answer.body, sent)
     if answer.status != 200:
         error = answer.error()
@@ -116,7 +116,7 @@ def check_events(answer: Answer, sent: object) -> None:
 
 
 @pytest.mark.parametrize("path", VALID)
-def test_the_bodies_that_are_changed_are_answered_as_they_are(server: Server, path: str) -> None:
+def test_unmodified_fuzz_bodies_are_answered(server: Server, path: str) -> None:
     for body in VALID[path]:
         assert server.call("POST", path, body).status == (400 if path == "/v1/batches" else 200)
 
@@ -124,14 +124,14 @@ def test_the_bodies_that_are_changed_are_answered_as_they_are(server: Server, pa
 @pytest.mark.parametrize("path", VALID)
 @fuzzed(12)
 @given(data=st.data())
-def test_a_body_with_something_changed_is_answered_or_refused(server: Server, path: str, data: st.DataObject) -> None:
+def test_body_with_changed_values_is_answered_or_refused(server: Server, path: str, data: st.DataObject) -> None:
     body = data.draw(changed(VALID[path]))
     check(server.call("POST", path, written(body)), body)
 
 
 @fuzzed(30)
 @given(path=st.sampled_from(list(VALID)), body=VALUES.map(written) | st.binary(max_size=64))
-def test_what_is_no_body_at_all_is_refused(server: Server, path: str, body: bytes) -> None:
+def test_random_body_is_answered_or_refused(server: Server, path: str, body: bytes) -> None:
     check(server.call("POST", path, body), body)
 
 
@@ -149,9 +149,11 @@ STOPS = st.text(st.characters(), max_size=6) | TEXTS | st.sampled_from(["a", " "
 @given(stop=STOPS | st.lists(STOPS, max_size=6), seed=st.integers(0, 1 << 40), stream=st.booleans())
 @example(stop="\ud800", seed=1, stream=False)
 @example(stop=["a" * 20_000, "b"], seed=1, stream=True)
-def test_no_text_goes_on_behind_its_stop_string(server: Server, stop: str | list[str], seed: int, stream: bool) -> None:
+def test_text_never_continues_past_a_stop_string(
+    server: Server, stop: str | list[str], seed: int, stream: bool
+) -> None:
     stops = [stop] if isinstance(stop, str) else stop
-    # It stands for bytes that are no character: stop strings are looked for in the bytes.
+    # U+FFFD stands for bytes that are no character, and stop strings are matched against the bytes.
     assume(not any("\ufffd" in one for one in stops))
     fields = {"prompt": "one", "max_tokens": 12, "temperature": 2, "seed": seed, "ignore_eos": True}
     answer = server.complete(**fields, stop=stop, stream=stream)
@@ -165,7 +167,7 @@ def test_no_text_goes_on_behind_its_stop_string(server: Server, stop: str | list
 
 
 def told(answer: Answer, stream: bool) -> tuple[str, str]:
-    """The text of the one choice, and why it ends."""
+    """Return the text and the finish reason of the only choice."""
     chunks: list[Any] = list(answer.chunks()) if stream else [answer.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]

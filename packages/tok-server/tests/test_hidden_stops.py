@@ -1,4 +1,4 @@
-"""A stop string ends an answer although a special token, which is not shown, stands within its text."""
+"""A stop string ends an answer even if a hidden special token lies within the string."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, *, chat: bool, stream: bool, **fields: object) -> tuple[str, str, int]:
-    """The text that is shown, why it ended, and its number of tokens."""
+    """Return the shown text, the finish reason and the number of completion tokens."""
     fields |= {"temperature": 0, "stream": stream}
     fields |= {"stream_options": {"include_usage": True}} if stream else {}
     if chat:
@@ -45,9 +45,7 @@ def ask(server: Server, *, chat: bool, stream: bool, **fields: object) -> tuple[
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_string_around_a_hidden_token_ends_the_answer_before_it(
-    scripted: Server, chat: bool, stream: bool
-) -> None:
+def test_stop_string_around_a_hidden_token_ends_the_answer(scripted: Server, chat: bool, stream: bool) -> None:
     assert ask(scripted, chat=chat, stream=stream) == (SHOWN, "stop", len(SCRIPT) + 1)
     assert ask(scripted, chat=chat, stream=stream, stop="STOP") == ("one two ", "stop", 5)
     assert ask(scripted, chat=chat, stream=stream, stop=["unseen", "wo STOP th"]) == ("one t", "stop", 5)

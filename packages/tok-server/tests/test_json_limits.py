@@ -1,4 +1,4 @@
-"""Bodies of too many members are refused before anything is decoded, and no others."""
+"""JSON bodies with too many members or levels are refused before decoding, and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKED = st.text(st.sampled_from('\\"[]{},a日'), max_size=12)
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """Strings and containers, commas, and depth of a JSON value."""
+    """Count the strings and containers, the commas, and the depth of a JSON value."""
     if isinstance(value, dict):
         inner = [counted(one) for pair in value.items() for one in pair]
         commas = max(len(value) - 1, 0)
@@ -40,7 +40,7 @@ def counted(value: Any) -> tuple[int, int, int]:
     ascii=st.booleans(),
     piece=st.integers(1, 40),
 )
-def test_what_is_counted_is_what_is_there_however_the_body_is_cut(value: Any, ascii: bool, piece: int) -> None:
+def test_json_scan_counts_members_and_depth_for_any_chunking(value: Any, ascii: bool, piece: int) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode(errors="replace")
     depths: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def test_what_is_counted_is_what_is_there_however_the_body_is_cut(value: Any, as
 
 
 def code(body: bytes) -> str | None:
-    """Why a body is refused before it is decoded."""
+    """Return the error code of a body that is refused before decoding, or None."""
     try:
         check_json(body)
     except ApiError as error:
@@ -71,7 +71,7 @@ def code(body: bytes) -> str | None:
         (b"1", MAX_VALUES),
     ],
 )
-def test_one_member_too_many_is_refused(one: bytes, count: int) -> None:
+def test_json_body_above_the_member_limit_is_refused(one: bytes, count: int) -> None:
     def body(number: int) -> bytes:
         return b'{"p":[' + b",".join([one] * number) + b"]}"
 
@@ -79,7 +79,7 @@ def test_one_member_too_many_is_refused(one: bytes, count: int) -> None:
     assert code(body(count + 1)) == "too_many_members"
 
 
-def test_nesting_is_refused_from_one_level_too_many_on() -> None:
+def test_json_body_above_the_nesting_limit_is_refused() -> None:
     for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
         body = opening * MAX_NESTING + b"1" + closing * MAX_NESTING
         assert code(body) is None
@@ -88,7 +88,7 @@ def test_nesting_is_refused_from_one_level_too_many_on() -> None:
     assert code(b'["' + b"[" * 1_000_000 + b'"]') is None
 
 
-def test_a_text_may_hold_any_number_of_marks() -> None:
+def test_json_limits_ignore_punctuation_within_strings() -> None:
     text = '{"a": [1, "b\\"]}, ' * 100_000
     assert code(json.dumps({"prompt": text}).encode()) is None
 
@@ -101,7 +101,7 @@ def test_a_text_may_hold_any_number_of_marks() -> None:
         ("/tokenize", "messages", {}),
     ],
 )
-def test_more_messages_than_a_chat_may_have_are_refused_by_name(
+def test_too_many_chat_messages_get_400_naming_the_field(
     server: Server, path: str, field: str, fields: dict[str, object]
 ) -> None:
     refused = server.call("POST", path, {**fields, field: [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)})
@@ -110,7 +110,7 @@ def test_more_messages_than_a_chat_may_have_are_refused_by_name(
     assert str(MAX_MESSAGES) in str(refused.error()["message"])
 
 
-def test_the_error_says_what_is_allowed_and_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_limit_error_names_the_limit_and_precedes_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
     monkeypatch.setattr("tok_server.http.body.decode", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match=f"the body has more than {MAX_MEMBERS} strings, objects and arrays"):

@@ -1,4 +1,4 @@
-"""Answers that are written a piece at a time are the same answers."""
+"""Answers that are written in pieces equal answers that are written at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ASKED: Sequence[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), ASKED)
-def test_an_answer_in_pieces_says_what_a_whole_one_says(
+def test_answer_in_pieces_equals_the_whole_answer(
     server: Server, path: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = 'one "choices":[] {"tokens":[]}'
@@ -72,14 +72,14 @@ def test_an_answer_in_pieces_says_what_a_whole_one_says(
 
 
 def said(found: dict[str, object]) -> dict[str, object]:
-    """An answer without what no two have in common."""
+    """Return an answer without id, time and cached tokens, which differ between equal requests."""
     found = {name: value for name, value in found.items() if name not in ("id", "created")}
     if isinstance(found.get("usage"), dict):
         found["usage"] = {**found["usage"], "prompt_tokens_details": None}  # type: ignore[dict-item]
     return found
 
 
-def test_helpers_cut_and_join_lists() -> None:
+def test_json_pieces_helpers_split_and_join_lists() -> None:
     assert list(taken([1, 2, 3, 4, 5], 2)) == [[1, 2], [3, 4], [5]]
     assert list(slices([1, 2, 3], 2)) == [[1, 2], [3]]
     assert b"".join(elements([[1], [], [2, 3]])) == b"1,2,3"
@@ -89,7 +89,7 @@ def test_helpers_cut_and_join_lists() -> None:
 
 
 def output(tokens: int, n: int, top: int) -> RequestOutput:
-    """A finished request with log-probabilities."""
+    """Return a finished request with log-probabilities."""
     likely = tuple((token, -0.5 * token) for token in range(top))
     samples = [
         Completion(index, [5] * tokens, "a" * tokens, [TokenLogprob(5, -0.25, likely) for _ in range(tokens)], "length")
@@ -99,7 +99,7 @@ def output(tokens: int, n: int, top: int) -> RequestOutput:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat"])
-def test_no_piece_takes_long_and_what_has_been_written_is_freed(server: Server, tiny_model: Path, path: str) -> None:
+def test_pieces_are_under_1_mib_and_free_written_logprobs(server: Server, tiny_model: Path, path: str) -> None:
     texts = TokenTexts(Tokenizer.load(tiny_model))
     if path == "chat":
         body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True, "top_logprobs": 5}
@@ -128,7 +128,7 @@ def test_no_piece_takes_long_and_what_has_been_written_is_freed(server: Server, 
                               "top_logprobs": 20}, "top_logprobs"),
     ],
 )  # fmt: skip
-def test_more_log_probabilities_than_memory_holds_are_refused_by_name(
+def test_too_many_logprobs_get_400_naming_the_field(
     server: Server, path: str, fields: dict[str, object], name: str
 ) -> None:
     refused = server.call("POST", f"/v1/{path}", fields)
@@ -137,7 +137,7 @@ def test_more_log_probabilities_than_memory_holds_are_refused_by_name(
     assert str(answer.MAX_LOGPROBS) in str(refused.error()["message"])
 
 
-def test_an_answer_that_cannot_be_made_to_its_end_breaks_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_a_piecewise_answer_closes_the_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: CompletionForm, outputs: object) -> object:
         yield b'{"id":'
         raise RuntimeError("a defect")
@@ -153,7 +153,7 @@ def test_an_answer_that_cannot_be_made_to_its_end_breaks_off(server: Server, mon
     assert server.complete(prompt="one", max_tokens=1).status == 200
 
 
-def test_the_usage_of_a_long_answer_is_read_from_its_end() -> None:
+def test_answer_of_finds_the_usage_of_a_long_answer() -> None:
     used = '"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}'
     filler = '"x":"' + "a" * (2 << 20) + '"'
     for body in (

@@ -1,4 +1,4 @@
-"""`tok kernels` and `tok bench kernels`: what they print, and what they refuse."""
+"""`tok kernels` and `tok bench kernels`: their output and the flag values they refuse."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def printed(draw: object, *what: object) -> str:
     return text.getvalue()
 
 
-def test_on_a_cpu_the_reference_computes_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_on_a_cpu_use_the_reference_for_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "4", "--head-dim", "128"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "cpu: heads 8, kv_heads 4, head_dim 128, page_size 16, layers 6, dtype float32" in told
     assert "prefill reference decode reference cascade reference" in told
 
 
-def test_a_share_of_a_model_has_the_heads_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_with_tp_show_the_heads_of_a_single_rank(capsys: pytest.CaptureFixture[str]) -> None:
     for sizes, told in (([], "heads 3, kv_heads 1"), (["--heads", "64", "--kv-heads", "8"], "heads 32, kv_heads 4")):
         assert main(["kernels", "--device", "cpu", "--tp", "2", *sizes]) == 0
         assert f"cpu, rank 0 of 2: {told}, head_dim 32" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_report_shows_times_choices_and_what_was_left_out(tmp_path: Path) -> None:
+def test_kernels_report_shows_times_choices_and_excluded_kernels(tmp_path: Path) -> None:
     report = PhaseReport(
         device="Some GPU",
         tp=1,
@@ -76,7 +76,7 @@ def test_a_report_shows_times_choices_and_what_was_left_out(tmp_path: Path) -> N
         assert part in told
 
 
-def test_kernels_are_shown_beside_their_floor_as_a_table_and_as_json() -> None:
+def test_bench_kernels_shows_times_and_floors_as_table_and_json() -> None:
     told = printed(show_kernels, MEASURED, TIMES)
     for part in ("Some GPU, triton", "rms_norm", "0.020", "80%", "4.25 TB/s copied", "690 TFLOP/s"):
         assert part in told
@@ -89,7 +89,7 @@ def test_kernels_are_shown_beside_their_floor_as_a_table_and_as_json() -> None:
     }  # fmt: skip
 
 
-def test_what_was_measured_of_a_share_says_so() -> None:
+def test_bench_kernels_with_tp_names_the_rank() -> None:
     of_four = replace(MEASURED, tp=4)
     told = printed(show_kernels, of_four, TIMES)
     assert "Some GPU, triton, rank 0 of 4" in told
@@ -108,7 +108,7 @@ def test_what_was_measured_of_a_share_says_so() -> None:
         (["kernels", "--device", "cpu", "--backend", "triton"], "tok kernels: error: --backend is 'triton'; allowed"),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(
+def test_kernels_commands_refuse_invalid_flag_values(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -117,7 +117,7 @@ def test_what_cannot_be_told_is_refused_by_name(
     assert error.count("\n") == 1
 
 
-def test_both_commands_take_the_engines_flags() -> None:
+def test_kernels_commands_accept_the_engine_flags() -> None:
     for words, module in ((["kernels"], "kernels"), (["bench", "kernels"], "bench_kernels")):
         flags = ["--kv-cache-dtype", "fp8", "--page-size", "32", "--tp", "2"]
         options = make_parser(words[:1]).parse_args([*words, *flags])
@@ -126,7 +126,7 @@ def test_both_commands_take_the_engines_flags() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_kernels_are_measured_once_and_then_known(
+def test_kernels_on_a_gpu_are_measured_once_and_then_cached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -139,7 +139,7 @@ def test_on_a_gpu_kernels_are_measured_once_and_then_known(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_every_kernel_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kernels_on_a_gpu_measures_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--backend", "triton", "--tp", "2", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["tp"] == 2

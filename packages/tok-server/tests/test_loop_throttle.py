@@ -1,4 +1,4 @@
-"""What one turn of the server's event loop may take: requests that begin, deadlines with one timer, the loop itself."""
+"""The server's event loop: LoopThrottle, deadlines with one timer, short pauses, and the choice of the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tok_server.wire.errors import ApiError
 LONG = 3600.0
 
 
-def test_so_many_begin_in_one_turn_of_the_loop_in_their_order() -> None:
+def test_loop_throttle_admits_a_fixed_number_per_turn_in_order() -> None:
     async def begin() -> list[tuple[int, int]]:
         turns, begun, turn = LoopThrottle(3), [], 0
 
@@ -38,10 +38,10 @@ def test_so_many_begin_in_one_turn_of_the_loop_in_their_order() -> None:
     assert [number for number, _ in begun] == list(range(8))
     turns = [turn for _, turn in begun]
     assert max(turns.count(turn) for turn in turns) == 3
-    assert turns[-1] - turns[0] <= 4  # nobody waits for longer than that needs
+    assert turns[-1] - turns[0] <= 4  # no request waits longer than the limit requires
 
 
-def test_whoever_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
+def test_cancelled_waiter_uses_up_no_turn_of_loop_throttle() -> None:
     async def begin() -> list[int]:
         turns, begun = LoopThrottle(1), []
 
@@ -54,7 +54,7 @@ def test_whoever_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
         for cancelled in tasks[1:3]:
             cancelled.cancel()
         await asyncio.wait(tasks, timeout=PATIENCE)
-        await asyncio.wait_for(one(4), PATIENCE)  # and later ones are not kept waiting
+        await asyncio.wait_for(one(4), PATIENCE)  # later requests do not wait
         return begun
 
     assert asyncio.run(begin()) == [0, 3, 4]
@@ -69,7 +69,7 @@ async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
     return "in time"
 
 
-def test_each_request_has_its_own_deadline_whatever_the_order_in_which_they_come() -> None:
+def test_each_request_has_its_own_deadline_in_any_order() -> None:
     async def several() -> list[str]:
         deadlines, now = Deadlines(LONG), time.monotonic()
         soon, nearly, over = now - LONG + PATIENCE, now - LONG + 0.05, now - LONG - 1
@@ -83,7 +83,7 @@ def test_each_request_has_its_own_deadline_whatever_the_order_in_which_they_come
     assert asyncio.run(several()) == ["in time", late, "in time", late, "in time", late]
 
 
-def test_a_request_that_is_cancelled_is_not_said_to_be_late() -> None:
+def test_cancelled_request_does_not_raise_request_timeout() -> None:
     async def cancelled() -> None:
         deadlines = Deadlines(0.001)
         task = asyncio.create_task(_hold(deadlines))
@@ -101,7 +101,7 @@ async def _hold(deadlines: Deadlines) -> None:
         await asyncio.sleep(60)
 
 
-def test_other_errors_pass_a_deadline_unchanged() -> None:
+def test_deadline_passes_other_errors_unchanged() -> None:
     async def failing() -> None:
         with Deadlines(LONG).since(time.monotonic()):
             raise KeyError("mine")
@@ -134,7 +134,7 @@ def interpreter() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_what_was_loaded_is_left_alone_by_the_collector_and_threads_switch_soon() -> None:
+def test_shorten_pauses_freezes_the_gc_and_shortens_thread_switches() -> None:
     shorten_pauses()
     assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold()[0] > 700
@@ -142,11 +142,11 @@ def test_what_was_loaded_is_left_alone_by_the_collector_and_threads_switch_soon(
     ring: list[object] = []
     ring.append(ring)
     del ring
-    assert gc.collect() >= 1  # what comes later is collected as ever
+    assert gc.collect() >= 1  # later objects are collected as usual
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_work_runs_to_its_result_on_the_servers_loop(tls: bool) -> None:
+def test_run_uses_the_fastest_event_loop_except_with_tls(tls: bool) -> None:
     async def which() -> type[asyncio.AbstractEventLoop]:
         await asyncio.sleep(0)
         return type(asyncio.get_running_loop())

@@ -1,4 +1,4 @@
-"""Finding, comparing and reading answers."""
+"""pass@k: how answers are extracted, normalized and compared, and how task files are read."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from tok_server.passatk.answers import EvalTask, FinalAnswerPattern, normalise, 
         ("", None),
     ],
 )
-def test_the_last_match_is_the_answer_in_normal_form(text: str, found: str | None) -> None:
+def test_answer_pattern_takes_the_last_match_and_normalizes_numbers(text: str, found: str | None) -> None:
     assert FinalAnswerPattern().find(text) == found
 
 
-def test_a_pattern_without_a_group_takes_the_whole_match_and_an_optional_group_may_be_missing() -> None:
+def test_answer_pattern_may_have_no_group_or_an_optional_group() -> None:
     assert FinalAnswerPattern(r"\b[A-D]\b").find("A, no, C") == "C"
     assert FinalAnswerPattern(r"answer(?: (\d+))?").find("answer") is None
 
 
 @pytest.mark.parametrize("pattern", ["(", "(a)(b)"])
-def test_a_pattern_that_cannot_be_used_is_named(pattern: str) -> None:
+def test_invalid_answer_pattern_raises_value_error(pattern: str) -> None:
     with pytest.raises(ValueError, match="answer pattern is"):
         FinalAnswerPattern(pattern)
 
 
 @given(number=st.integers(-(10**15), 10**15))
-def test_all_writings_of_a_whole_number_are_the_same(number: int) -> None:
+def test_normalise_maps_all_spellings_of_an_integer_to_the_same_text(number: int) -> None:
     forms = (str(number), f"{number:,}", f"{number}.", f"{number}.0", f" {number:,}.00 ")
     assert {normalise(form) for form in forms} == {str(number)}
 
 
 @pytest.mark.parametrize("text", ["blue", "nan", "Infinity", "1/2"])
-def test_what_is_no_number_stays_as_it_is(text: str) -> None:
+def test_normalise_keeps_text_that_is_not_a_number(text: str) -> None:
     assert normalise(text) == text
 
 
-def test_different_numbers_are_different() -> None:
+def test_answer_is_right_only_if_marked_and_numerically_equal() -> None:
     pattern = FinalAnswerPattern()
     assert pattern.right("#### 72.0", "72")
     assert not pattern.right("#### 720", "72")
     assert not pattern.right("72", "72")
 
 
-def test_the_held_out_file_reads_as_the_generators_problems() -> None:
+def test_read_tasks_of_the_held_out_file_gives_the_generators_problems() -> None:
     tasks = read_tasks(HELD_OUT_FILE, FinalAnswerPattern())
     assert tasks == [EvalTask(one.question, str(one.answer)) for one in held_out(200)]
 
 
-def test_blank_lines_are_skipped_the_limit_holds_and_a_bare_answer_is_taken_whole(tmp_path: Path) -> None:
+def test_read_tasks_handles_blank_lines_limit_and_bare_answers(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"question": "a", "answer": "1,000"}\n\n{"question": "b", "answer": "x #### 2"}\nbroken\n')
     assert read_tasks(file, FinalAnswerPattern(), limit=2) == [EvalTask("a", "1000"), EvalTask("b", "2")]
@@ -82,14 +82,14 @@ def test_blank_lines_are_skipped_the_limit_holds_and_a_bare_answer_is_taken_whol
         ('{"question": "a", "answer": " "}', "line 2: answer is ' '"),
     ],
 )
-def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: str, message: str) -> None:
+def test_read_tasks_error_names_the_line_and_field(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
         read_tasks(file, FinalAnswerPattern())
 
 
-def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
+def test_read_tasks_refuses_a_file_without_problems(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no problems"):
         read_tasks(tmp_path / "none.jsonl", FinalAnswerPattern())

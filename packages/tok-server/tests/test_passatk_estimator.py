@@ -19,21 +19,21 @@ def share_of_subsets_with_a_right_one(samples: int, right: int, k: int) -> Fract
 
 
 @given(st.data())
-def test_the_estimate_is_the_share_of_k_subsets_that_hold_a_right_sample(data: st.DataObject) -> None:
+def test_pass_at_k_equals_the_share_of_k_subsets_with_a_right_sample(data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, 9))
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     found = estimate_pass_at_k([samples], [right], k)
     assert found == pytest.approx([float(share_of_subsets_with_a_right_one(samples, right, k))], abs=1e-12)
 
 
-def test_problems_may_have_different_numbers_of_samples() -> None:
+def test_pass_at_k_allows_different_sample_counts_per_problem() -> None:
     found = estimate_pass_at_k([4, 6, 9], [1, 2, 0], 3)
     assert found == pytest.approx(
         [float(share_of_subsets_with_a_right_one(*one, 3)) for one in ((4, 1), (6, 2), (9, 0))]
     )
 
 
-def test_large_counts_neither_overflow_nor_leave_the_unit_interval() -> None:
+def test_pass_at_k_of_large_counts_stays_in_the_unit_interval() -> None:
     found = estimate_pass_at_k([100_000] * 3, [0, 1, 99_999], 5_000)
     assert found == pytest.approx([0.0, 0.05, 1.0], abs=1e-9)
     assert ((found >= 0) & (found <= 1)).all()
@@ -43,7 +43,7 @@ def test_large_counts_neither_overflow_nor_leave_the_unit_interval() -> None:
     ("samples", "right", "k", "message"),
     [(5, 2, 0, "k is 0"), (5, 2, 6, "k is 6"), (5, 6, 2, "right"), (5, -1, 2, "right")],
 )
-def test_impossible_counts_are_refused(samples: int, right: int, k: int, message: str) -> None:
+def test_pass_at_k_refuses_impossible_counts(samples: int, right: int, k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         estimate_pass_at_k([samples], [right], k)
 
@@ -57,7 +57,7 @@ def test_coverage_is_the_mean_and_its_interval_repeats_for_a_seed() -> None:
     assert one.low < one.mean < one.high
 
 
-def test_the_interval_holds_the_true_rate_about_as_often_as_it_says() -> None:
+def test_confidence_interval_covers_the_true_rate_95_percent_of_the_time() -> None:
     draws, rate, held = np.random.default_rng(0), 0.4, 0
     for seed in range(200):
         row = coverage(np.ones(80, int), draws.random(80) < rate, 1, resamples=400, seed=seed)
@@ -65,7 +65,7 @@ def test_the_interval_holds_the_true_rate_about_as_often_as_it_says() -> None:
     assert 180 <= held <= 198  # 95 % of 200 is 190
 
 
-def test_coverage_of_nothing_is_refused() -> None:
+def test_coverage_refuses_no_problems_and_invalid_confidence() -> None:
     with pytest.raises(ValueError, match="no problems"):
         coverage([], [], 1)
     with pytest.raises(ValueError, match="confidence is 95"):

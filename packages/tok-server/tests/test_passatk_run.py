@@ -1,4 +1,4 @@
-"""A run over real problems with the real engine: files, table, flags."""
+"""pass@k over real problems with the real engine: answers file, plot, table and flags."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_sample_of_every_problem_is_written_once(first: tuple[Report, Path
     assert found == [(problem, sample) for problem in range(PROBLEMS) for sample in range(SAMPLES)]
 
 
-def test_the_report_agrees_with_the_written_answers(first: tuple[Report, Path]) -> None:
+def test_pass_at_k_report_agrees_with_the_answers_file(first: tuple[Report, Path]) -> None:
     report, out = first
     written = entries(out)
     assert report.tokens == sum(one["tokens"] for one in written)
@@ -64,7 +64,7 @@ def test_the_report_agrees_with_the_written_answers(first: tuple[Report, Path]) 
     assert sum(report.right) > 0
 
 
-def test_a_seed_repeats_its_answers_and_another_gives_others(
+def test_pass_at_k_answers_are_deterministic_per_seed(
     engine: Engine, first: tuple[Report, Path], tmp_path: Path
 ) -> None:
     run(engine, tmp_path / "same")
@@ -73,7 +73,7 @@ def test_a_seed_repeats_its_answers_and_another_gives_others(
     assert entries(tmp_path / "other") != entries(first[1])
 
 
-def test_prompts_are_the_models_chat_or_the_given_text(engine: Engine) -> None:
+def test_prompter_uses_the_chat_template_or_the_prompt_template(engine: Engine) -> None:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     assert make_prompter(engine, None)("Why {x}?") == tokenizer.encode(
@@ -82,7 +82,7 @@ def test_prompts_are_the_models_chat_or_the_given_text(engine: Engine) -> None:
     assert make_prompter(engine, "Q {question} {A}")("Why?") == "Q Why? {A}"
 
 
-def test_the_plot_is_a_png_of_the_promised_size(first: tuple[Report, Path], tmp_path: Path) -> None:
+def test_coverage_plot_is_a_png_of_the_documented_size(first: tuple[Report, Path], tmp_path: Path) -> None:
     assert (first[1] / "coverage.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     rows = [Coverage(k, 1 - 0.5 / k, 1 - 0.6 / k, 1 - 0.4 / k) for k in (1, 2, 10)]
     for some in (rows, rows[:1]):
@@ -92,12 +92,12 @@ def test_the_plot_is_a_png_of_the_promised_size(first: tuple[Report, Path], tmp_
         assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1050, 675)
 
 
-def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_coverage_plot_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows is empty"):
         plot_coverage([], "title", tmp_path / "plot.png")
 
 
-def test_the_table_shows_rate_and_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_at_k_table_shows_rates_and_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report(10, [5, 10], 4000, 2.0, [Coverage(1, 0.75, 0.5, 1.0)]))
     assert capsys.readouterr().out.splitlines() == [
         "20 answers, 4,000 tokens in 2.0 s: 2,000 tokens/s, 10.0 answers/s",
@@ -106,7 +106,7 @@ def test_the_table_shows_rate_and_intervals(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_the_table_goes_up_to_all_samples() -> None:
+def test_ks_up_to_ends_at_the_number_of_samples() -> None:
     assert ks_up_to(1) == [1]
     assert ks_up_to(7) == [1, 2, 5, 7]
     assert ks_up_to(100) == [1, 2, 5, 10, 20, 50, 100]
@@ -128,21 +128,21 @@ def options(*given: str) -> argparse.Namespace:
         (("--prompt-template", "no place"), "prompt_template"),
     ],
 )
-def test_a_flag_with_a_bad_value_is_named(given: tuple[str, ...], field: str) -> None:
+def test_pass_at_k_refuses_invalid_flag_values(given: tuple[str, ...], field: str) -> None:
     with pytest.raises(InvalidField) as raised:
         main(options(*given))
     assert raised.value.field == field
 
 
 @pytest.mark.parametrize("given", [("missing.jsonl",), ("--answer-pattern", "(")])
-def test_a_bad_file_or_pattern_ends_with_one_line_and_exit_code_2(
+def test_pass_at_k_exits_with_code_2_for_a_bad_file_or_pattern(
     given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(options(*given)) == 2
     assert capsys.readouterr().err.startswith("tok pass-at-k: error: ")
 
 
-def test_the_command_samples_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_at_k_command_samples_a_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "Tom has 20 books and gets 4 more. How many?", "answer": "24"}\n')
     given = ("--samples", "2", "--max-tokens", "8", "--device", "cpu", "--out", str(tmp_path / "out"))

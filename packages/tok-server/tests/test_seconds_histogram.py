@@ -1,4 +1,4 @@
-"""Histograms of seconds, as Prometheus' own client writes them."""
+"""SecondsHistogram exports the same lines as the Histogram of prometheus_client."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ SECONDS = st.floats(0, 4000) | st.sampled_from(BOUNDS)
 
 
 def told(registry: CollectorRegistry) -> set[str]:
-    """The lines, those aside that tell when a series was made, which ours does not."""
+    """Return the exported lines without the `_created` lines, which SecondsHistogram does not write."""
     return {line for line in generate_latest(registry).decode().splitlines() if "_created" not in line}
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(SECONDS, st.sampled_from(["/a", 'b"\\'])), max_size=20))
 @pytest.mark.parametrize("label", ["endpoint", None])
-def test_they_tell_what_the_clients_own_histogram_tells(label: str | None, seen: list[tuple[float, str]]) -> None:
+def test_seconds_histogram_exports_the_same_lines_as_prometheus_client(
+    label: str | None, seen: list[tuple[float, str]]
+) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     times = SecondsHistogram("took_seconds", "What it took.", label=label)
     ours.register(times)

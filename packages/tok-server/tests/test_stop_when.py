@@ -1,4 +1,4 @@
-"""stop_when: samples that still run are ended once what the finished ones say is enough, and all of it is counted."""
+"""stop_when: running samples are cancelled once the answers of finished samples suffice, and all are counted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONDITIONS: list[dict[str, Any]] = [
 
 
 def ending_soon(server: Server) -> dict[str, float]:
-    """Biases by which samples end after some tens of tokens, each at a place of its own."""
+    """Return logit biases that end samples after some tens of tokens, each at a different length."""
     assert server.engine.tokenizer is not None
     ends = server.engine.tokenizer.encode("<|eot_id|>", add_special_tokens=False)
     assert len(ends) == 1
@@ -51,7 +51,7 @@ def answer_of(text: str) -> str | None:
 
 
 def holds(condition: dict[str, Any], votes: Counter[str], left: int) -> bool:
-    """The conditions as the documentation has them."""
+    """Evaluate a condition as the documentation defines it."""
     ranked = [count for _, count in votes.most_common()] + [0, 0]
     lead = ranked[0] - ranked[1]
     match condition["type"]:
@@ -63,7 +63,7 @@ def holds(condition: dict[str, Any], votes: Counter[str], left: int) -> bool:
 
 
 def check(condition: dict[str, Any], choices: list[dict[str, Any]], told: dict[str, Any]) -> None:
-    """What is told of the samples is what their texts say."""
+    """Check that the reported counts equal those of the samples' texts."""
     finished = [one for one in choices if one["finish_reason"] in ("stop", "length")]
     cancelled = [one for one in choices if one["finish_reason"] == "stop_when"]
     assert len(finished) + len(cancelled) == len(choices) == N
@@ -79,12 +79,12 @@ def check(condition: dict[str, Any], choices: list[dict[str, Any]], told: dict[s
     assert list(told["answers"].values()) == sorted(votes.values(), reverse=True)
     if cancelled or holds(condition, votes, 0):
         assert told["met"]
-    if condition["type"] != "majority":  # what holds once does so ever after
+    if condition["type"] != "majority":  # the other conditions stay met once they are met
         assert told["met"] == holds(condition, votes, 0)
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda one: one["type"])
-def test_samples_are_ended_and_counted(server: Server, condition: dict[str, Any]) -> None:
+def test_stop_when_cancels_running_samples_and_counts_answers(server: Server, condition: dict[str, Any]) -> None:
     answer = server.complete(**DRAWN, logit_bias=ending_soon(server), stop_when=condition)
     assert answer.status == 200, answer.body
     body: dict[str, Any] = answer.json()
@@ -94,7 +94,7 @@ def test_samples_are_ended_and_counted(server: Server, condition: dict[str, Any]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda one: one["type"])
-def test_a_stream_tells_it_in_its_last_chunk(server: Server, condition: dict[str, Any]) -> None:
+def test_stop_when_stream_reports_counts_in_the_last_chunk(server: Server, condition: dict[str, Any]) -> None:
     asked = {**DRAWN, "logit_bias": ending_soon(server), "stop_when": condition}
     *chunks, last = server.complete(**asked, stream=True, stream_options={"include_usage": True}).chunks()
     choices: list[dict[str, Any]] = [{"text": "", "finish_reason": None} for _ in range(N)]
@@ -111,7 +111,7 @@ def test_a_stream_tells_it_in_its_last_chunk(server: Server, condition: dict[str
     assert "usage" not in server.complete(**asked, stream=True).chunks()[-1]
 
 
-def test_what_is_not_met_ends_nothing(server: Server) -> None:
+def test_unmet_stop_when_cancels_no_samples(server: Server) -> None:
     asked = {**DRAWN, "max_tokens": 8}
     plain: dict[str, Any] = server.complete(**asked).json()
     assert "stop_when" not in plain
@@ -120,7 +120,7 @@ def test_what_is_not_met_ends_nothing(server: Server) -> None:
     assert body["stop_when"] == {"met": False, "answers": {}, "finished": N, "cancelled": 0, "unmatched": N}
 
 
-def test_the_first_match_costs_a_small_part_of_all_samples(server: Server) -> None:
+def test_stop_when_first_match_computes_few_of_all_tokens(server: Server) -> None:
     most = 900
     before = server.engine.stats()["output_tokens"]
     asked = {**DRAWN, "max_tokens": most, "logit_bias": ending_soon(server)}
@@ -135,7 +135,7 @@ def test_the_first_match_costs_a_small_part_of_all_samples(server: Server) -> No
     assert server.engine.stats()["output_tokens"] - before < N * most / 20
 
 
-def test_a_batch_line_may_have_a_condition(server: Server) -> None:
+def test_batch_line_may_have_stop_when(server: Server) -> None:
     condition = CONDITIONS[0]
     fields = {**DRAWN, "model": NAME, "logit_bias": ending_soon(server), "stop_when": condition}
     asked = ENDPOINTS["/v1/completions"](
@@ -168,7 +168,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "name"), BAD)
-def test_what_cannot_be_is_refused_by_name(server: Server, fields: dict[str, Any], name: str) -> None:
+def test_invalid_stop_when_gets_400_naming_the_field(server: Server, fields: dict[str, Any], name: str) -> None:
     answer = server.complete(**{**DRAWN, **fields})
     assert answer.status == 400, answer.body
     assert answer.error()["param"] == name
@@ -187,15 +187,15 @@ def test_what_cannot_be_is_refused_by_name(server: Server, fields: dict[str, Any
         (r"a(.*)", "a", ""),
     ],
 )
-def test_of_several_matches_the_last_is_the_answer(pattern: str, text: str, answer: str | None) -> None:
+def test_answer_pattern_takes_the_last_match(pattern: str, text: str, answer: str | None) -> None:
     assert AnswerPattern(pattern).answer(text) == answer
 
 
 @pytest.mark.parametrize("pattern", ["((?:a?){99})b", "(.{0,90}.{0,90}b)", "(a)(?:.*b)?", "((?:a*)*)b", "(a?)"])
 @pytest.mark.parametrize("letter", ["a", "é"])
-def test_hostile_patterns_take_bounded_time(pattern: str, letter: str) -> None:
+def test_hostile_answer_patterns_take_bounded_time(pattern: str, letter: str) -> None:
     before = time.thread_time()
-    with suppress(ApiError):  # it is too large, or was stopped
+    with suppress(ApiError):  # the pattern is too large, or its search was stopped
         AnswerPattern(pattern).answer(letter * 10**6)
     assert time.thread_time() - before < MAX_SEARCH_SECONDS + 2
 
@@ -212,7 +212,7 @@ WANTED = st.one_of(
 
 
 @given(WANTED, st.lists(st.sampled_from(["a", "b", "ab", "c", "", "z"]), min_size=2, max_size=12), st.data())
-def test_decision_and_counts_are_those_of_a_plain_count_in_the_order_of_ends(
+def test_stop_when_judge_matches_a_plain_count_in_finish_order(
     wanted: StopWhen, texts: list[str], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(texts))))
@@ -246,7 +246,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_answers_in_what_it_says_and_not_in_what_it_thinks(thinking: Server, stream: bool) -> None:
+def test_stop_when_of_a_chat_ignores_reasoning(thinking: Server, stream: bool) -> None:
     answer = thinking.chat(
         messages=[{"role": "user", "content": "hi"}],
         chat_template_kwargs={"script": "§think"},

@@ -1,4 +1,4 @@
-"""Events of streams that tell nothing but text: the same as if each had been written on its own."""
+"""Stream events that contain only text equal events that are encoded in full."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _chunks(data: bytes) -> list[Chunk]:
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
 @given(texts=st.lists(st.text(), min_size=1, max_size=5), model=st.text(min_size=1))
-def test_every_event_is_what_a_form_would_write_that_tells_more(
+def test_text_only_events_equal_full_events_without_token_ids(
     kind: type[Form], usage: bool, texts: list[str], model: str
 ) -> None:
     model = model.replace("\0", "")
@@ -52,14 +52,14 @@ def test_every_event_is_what_a_form_would_write_that_tells_more(
     for number, text in enumerate(texts):
         delta = Delta(number % 3, [7], text)
         told = [chunk for chunk in _chunks(long.events(0, delta)) if _without_ids(chunk)]
-        # Tokens without a text are told only where their ids are.
+        # Tokens without text get an event only if token ids are returned.
         assert _chunks(short.events(0, delta)) == [one for one in told if text or _role(one)]
     end = Delta(0, [7], "end", None, "length")
     assert _chunks(short.events(0, end)) == [one for one in _chunks(long.events(0, end)) if _without_ids(one)]
 
 
 def _without_ids(chunk: Chunk) -> bool:
-    """Takes the ids out of a chunk."""
+    """Remove the token ids from a chunk; return True, so that a filter can call it."""
     (choice,) = chunk["choices"]
     choice.pop("token_ids", None)
     return True
@@ -71,7 +71,7 @@ def _role(chunk: Chunk) -> bool:
 
 
 @pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
-def test_usage_that_runs_along_is_counted_anew_in_each_event(kind: type[Form]) -> None:
+def test_continuous_usage_is_updated_in_each_event(kind: type[Form]) -> None:
     job = Job(
         id="answer-1",
         created=1,

@@ -1,4 +1,4 @@
-"""Who is served: keys, rates of each key, origins of web pages, TLS, and the operator."""
+"""Access control: API keys, rate limits per key, web origins, host names, TLS and the admin key."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def ask(server: Server, headers: dict[str, str], **fields: object) -> tuple[int,
     return answer.status, answer.headers
 
 
-def test_each_of_several_keys_is_served_and_no_other(guarded: Server) -> None:
+def test_each_api_key_is_served_and_other_keys_get_401(guarded: Server) -> None:
     assert [ask(guarded, headers)[0] for headers in (FIRST, SECOND, ADMIN, {})] == [200, 200, 401, 401]
 
 
-def test_the_engine_knows_each_request_by_a_name_of_its_key(guarded: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_requests_carry_a_tenant_name_instead_of_the_api_key(
+    guarded: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager, seen = manager_of(guarded.engine), list[str]()
     submit = manager._submit
 
@@ -75,13 +77,13 @@ def test_the_engine_knows_each_request_by_a_name_of_its_key(guarded: Server, mon
     assert not {"", "first", "second"} & set(seen)  # the engine need not know the keys themselves
 
 
-def test_a_key_keeps_its_name_and_no_key_has_none() -> None:
+def test_tenant_name_depends_only_on_the_key() -> None:
     keys, other = ApiKeys(("a", "b")), ApiKeys(("b",))
     assert keys.tenant(1) == other.tenant(0) != keys.tenant(0)
     assert keys.tenant(ANYONE) == ""
 
 
-def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
+def test_admin_key_opens_admin_paths_only() -> None:
     keys = ApiKeys(("a",), "b")
     assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == ANYONE
     assert keys.check("/v1/x", {"Authorization": "bearer a"}) == 0
@@ -94,7 +96,9 @@ def test_the_admin_key_serves_the_operator_and_nobody_else() -> None:
     assert closed.value.status == 403
 
 
-def test_keys_come_from_flags_file_and_environment_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_come_from_flags_file_and_environment_deduplicated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nthree\n\n  four \none\n")
     monkeypatch.setenv("TOK_API_KEY", "five, six,")
@@ -116,12 +120,12 @@ def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: str | None
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "ü", "a b\x00", " a"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+def test_api_key_invalid_in_a_header_is_refused_and_not_printed(key: str) -> None:
     with pytest.raises(InvalidField, match=r"^api_key is '\*\*\*'; allowed: "):
         Settings(model_name="m", api_keys=("good", key))
 
 
-def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Server) -> None:
+def test_requests_above_a_keys_rate_limit_get_429_but_other_keys_do_not(guarded: Server) -> None:
     statuses = [ask(guarded, FIRST, max_tokens=0)[0] for _ in range(5)]
     status, headers = ask(guarded, FIRST)
     assert status == 200
@@ -130,7 +134,7 @@ def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Se
     assert re.fullmatch(r"\d+\.\d{3}s", headers["x-ratelimit-reset-requests"])
     status, headers = ask(guarded, FIRST, max_tokens=60, n=16, ignore_eos=True)
     assert status == 200
-    wait_until(lambda: guarded.context.open_requests == 0)  # what it cost is counted when it has ended
+    wait_until(lambda: guarded.context.open_requests == 0)  # a request's tokens are counted when it has ended
     refused = guarded.call("POST", "/v1/completions", {"prompt": "one"}, FIRST)
     assert refused.status == 429
     assert refused.error()["type"] == "tokens"
@@ -143,7 +147,7 @@ def test_requests_beyond_the_rate_get_429_and_the_other_key_does_not(guarded: Se
     assert guarded.call("GET", "/v1/models", None, FIRST).status == 200
 
 
-def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
+def test_token_bucket_refills_over_time_and_repays_its_debt_first() -> None:
     now = [0.0]
     bucket = TokenBucket(60, lambda: now[0])
     assert bucket.wait(PATIENCE) == 0
@@ -157,7 +161,7 @@ def test_a_bucket_fills_as_time_goes_by_and_a_debt_is_paid_first() -> None:
     assert bucket.left == 60
 
 
-def test_rates_refuse_by_name_and_let_in_after_the_time_that_they_tell() -> None:
+def test_rate_limits_admit_again_after_the_retry_after_time() -> None:
     now = [0.0]
     rates = RateLimits(2, 100, lambda: now[0])
     rates.admit(0)
@@ -171,7 +175,7 @@ def test_rates_refuse_by_name_and_let_in_after_the_time_that_they_tell() -> None
     assert RateLimits(None, None).headers(0) == {}
 
 
-def test_a_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> None:
+def test_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> None:
     body = {"prompt": "one", "max_tokens": 1}
     allowed = guarded.call("POST", "/v1/completions", body, {**SECOND, "Origin": PAGE})
     assert allowed.status == 200
@@ -188,7 +192,7 @@ def test_a_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> 
     assert guarded.call("POST", "/v1/completions", body, same).status == 200
 
 
-def test_a_browser_that_asks_first_is_answered_without_a_key(guarded: Server) -> None:
+def test_cors_preflight_is_answered_without_an_api_key(guarded: Server) -> None:
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
     answer = guarded.call("OPTIONS", "/v1/completions", None, {"Origin": PAGE, **wanted})
     assert answer.status == 204
@@ -199,7 +203,7 @@ def test_a_browser_that_asks_first_is_answered_without_a_key(guarded: Server) ->
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_without_the_flag_no_page_of_another_origin_is_served(server: Server) -> None:
+def test_other_origins_are_refused_without_allow_origin(server: Server) -> None:
     answer = server.call("POST", "/v1/completions", b"{}", {"Origin": PAGE, "Content-Type": ""})
     assert answer.status == 403
     assert (
@@ -218,7 +222,7 @@ def certificate(directory: Path, name: str) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_with_a_certificate_https_is_served_and_http_is_not(tiny_model: Path, tmp_path: Path) -> None:
+def test_tls_certificate_enables_https_and_disables_http(tiny_model: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "good")
     with serving(tiny_model, tls_cert=str(cert), tls_key=str(key), header_timeout=5.0) as server:
         trusted = ssl.create_default_context(cafile=str(cert))
@@ -229,7 +233,7 @@ def test_with_a_certificate_https_is_served_and_http_is_not(tiny_model: Path, tm
             server.call("GET", "/health")
 
 
-def test_files_that_make_no_certificate_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_tls_files_are_refused_naming_the_field(tmp_path: Path) -> None:
     cert, _ = certificate(tmp_path, "one")
     _, other = certificate(tmp_path, "two")
     junk = tmp_path / "junk"
@@ -247,14 +251,14 @@ def test_files_that_make_no_certificate_are_refused_by_name(tmp_path: Path) -> N
         Settings(model_name="m", tls_key="key")
 
 
-def test_serve_says_which_file_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_names_the_flag_of_a_missing_tls_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.pem")
     assert main(["serve", "--port", "0", "--tls-cert", missing]) == 2
     assert capsys.readouterr().err.startswith("tok serve: error: --tls-cert is ")
 
 
-def test_on_loopback_no_other_name_is_answered(server: Server) -> None:
-    """A page of evil.example whose name resolves to 127.0.0.1 reads nothing, and changes nothing."""
+def test_loopback_server_refuses_other_host_names(server: Server) -> None:
+    """DNS rebinding: a page of evil.example, resolved to 127.0.0.1, can neither read nor change anything."""
     for host in (
         "evil.example",
         f"evil.example:{server.port}",
@@ -274,7 +278,7 @@ def test_on_loopback_no_other_name_is_answered(server: Server) -> None:
 
 
 def host_of(headers: dict[str, str], own: str) -> web.Request:
-    """A request that came to the address `own`."""
+    """Return a request that came to the address `own`."""
     transport = Mock(asyncio.Transport)
     transport.get_extra_info.return_value = (own, 80)
     return make_mocked_request("GET", "/", headers, transport=transport)
@@ -288,16 +292,18 @@ def host_of(headers: dict[str, str], own: str) -> web.Request:
         ("127.0.0.1", ("api.example",), "127.0.0.1", "API.example:443", False),
         ("127.0.0.1", ("api.example",), "127.0.0.1", "evil.example", True),
         ("127.0.0.1", ("*",), "127.0.0.1", "evil.example", False),
-        ("127.0.0.1", (), "10.0.0.5", "any.example", False),  # a loop of one's own listens elsewhere
+        ("127.0.0.1", (), "10.0.0.5", "any.example", False),  # a program with its own event loop listens elsewhere
         ("0.0.0.0", (), "10.0.0.5", "any.example", False),
         ("0.0.0.0", ("api.example",), "10.0.0.5", "evil.example", True),
         ("0.0.0.0", ("api.example",), "10.0.0.5", "10.0.0.5", False),
         ("my.host", ("api.example",), "10.0.0.5", "my.host", False),
     ],
 )
-def test_names_that_are_answered(listens: str, allowed: tuple[str, ...], own: str, asked: str, refused: bool) -> None:
+def test_allowed_hosts_accepts_and_refuses_host_names(
+    listens: str, allowed: tuple[str, ...], own: str, asked: str, refused: bool
+) -> None:
     hosts = AllowedHosts(listens, allowed)
-    for _ in range(2):  # what is remembered changes nothing
+    for _ in range(2):  # the cached decision is the same
         if refused:
             with pytest.raises(ApiError, match="Host is "):
                 hosts.check(host_of({"Host": asked}, own))
@@ -305,7 +311,7 @@ def test_names_that_are_answered(listens: str, allowed: tuple[str, ...], own: st
             hosts.check(host_of({"Host": asked}, own))
 
 
-def test_what_is_tokenised_counts_against_the_limits(tiny_model: Path) -> None:
+def test_tokenize_and_detokenize_count_against_the_limits(tiny_model: Path) -> None:
     with serving(tiny_model, rate_limit_requests=600, rate_limit_tokens=200) as server:
         many = {"tokens": [5] * 300}
         answer = server.call("POST", "/detokenize", many)

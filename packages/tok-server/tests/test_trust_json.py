@@ -1,4 +1,4 @@
-"""Bodies that mean harm: whatever JSON can hold is answered, and never by a defect of the server."""
+"""Hostile JSON bodies are answered or refused, and never cause a server error."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ FIELDS = (
 
 
 def member(field: str, raw: bytes) -> bytes:
-    """The field with that value; "a.b": the field b within a."""
+    """Return the field with the value `raw`; "a.b" means the field b within a."""
     outer, dot, inner = field.partition(".")
     return b'"%b":%b' % (outer.encode(), b'{"%b":%b}' % (inner.encode(), raw) if dot else raw)
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_no_value_of_any_field_is_a_defect(server: Server, value: str) -> None:
+def test_no_field_value_causes_a_server_error(server: Server, value: str) -> None:
     raw = VALUES[value]
     for path in PATHS:
         for field in FIELDS:
@@ -74,7 +74,7 @@ def test_no_value_of_any_field_is_a_defect(server: Server, value: str) -> None:
         b"\x00" * 100,
     ],
 )
-def test_no_body_is_a_defect(server: Server, body: bytes) -> None:
+def test_malformed_body_gets_400(server: Server, body: bytes) -> None:
     for path in PATHS:
         answer = server.call("POST", path, body)
         assert answer.status == 400, answer.body

@@ -1,4 +1,4 @@
-"""Limits on real sockets: whoever is slow, large or too many is told which limit it is, and holds nothing after."""
+"""Limits on real sockets: a client above a limit gets an error that names it and holds no resources afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import psutil
 import pytest
 from aiohttp import web
 
-from support.gates import gated
 from support.idle_connections import hold
 from support.patience import PATIENCE, until, wait_until
+from support.paused_engine import gated
 from support.serving import Answer, Server, serving
 from tok_core import InvalidField, SamplingParams
 from tok_core.sampling_params import MAX_N
@@ -62,7 +62,7 @@ def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def patient(tiny_model: Path) -> Iterator[Server]:
-    """The same, but for tests of limits of number in which a busy machine may make clients slow."""
+    """The same limits with long timeouts, for tests in which a busy machine may make clients slow."""
     with serving(tiny_model, engine_options={"max_running": 8, "kv_cache_tokens": 8192}, **PATIENT) as running:
         yield running
 
@@ -76,7 +76,7 @@ def refused(server: Server, limit: str) -> float:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+    """Return all bytes until the server closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65_536):
@@ -98,7 +98,7 @@ def settled(server: Server) -> None:
     assert server.context.held_bytes == 0
 
 
-def test_headers_that_drip_are_answered_408_and_closed(limited: Server) -> None:
+def test_slow_headers_get_408_naming_header_timeout(limited: Server) -> None:
     before = refused(limited, "header_timeout")
     with connect(limited) as connection:
         began = time.monotonic()
@@ -115,7 +115,7 @@ def test_headers_that_drip_are_answered_408_and_closed(limited: Server) -> None:
     assert refused(limited, "header_timeout") == before + 1
 
 
-def test_a_body_that_drips_is_answered_408(limited: Server) -> None:
+def test_slow_body_gets_408_naming_body_timeout(limited: Server) -> None:
     before = refused(limited, "body_timeout")
     with connect(limited) as connection:
         connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n{{".encode())
@@ -125,7 +125,7 @@ def test_a_body_that_drips_is_answered_408(limited: Server) -> None:
     settled(limited)
 
 
-def test_a_reader_that_never_reads_its_stream_is_cut_off_and_its_request_aborted(limited: Server) -> None:
+def test_unread_stream_is_aborted_at_write_timeout(limited: Server) -> None:
     before = refused(limited, "write_timeout")
     fields = {"max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True, "stream": True}
     body = json.dumps({"prompt": "one", **fields}).encode()
@@ -136,7 +136,7 @@ def test_a_reader_that_never_reads_its_stream_is_cut_off_and_its_request_aborted
         settled(limited)
 
 
-def test_a_reader_that_never_reads_a_whole_answer_is_cut_off(limited: Server) -> None:
+def test_unread_whole_answer_is_cut_off_at_write_timeout(limited: Server) -> None:
     before = refused(limited, "write_timeout")
     body = json.dumps({"prompt": "one", "max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True}).encode()
     with socket.socket() as connection:
@@ -147,7 +147,7 @@ def test_a_reader_that_never_reads_a_whole_answer_is_cut_off(limited: Server) ->
         settled(limited)
 
 
-def test_a_reader_that_never_reads_a_file_is_cut_off(limited: Server) -> None:
+def test_unread_file_download_is_cut_off_at_write_timeout(limited: Server) -> None:
     file = uploaded(limited, bytes(1 << 20))
     assert limited.call("GET", f"/v1/files/{file}/content").body == bytes(1 << 20)
     assert limited.call("HEAD", f"/v1/files/{file}/content").headers["content-length"] == str(1 << 20)
@@ -161,13 +161,13 @@ def test_a_reader_that_never_reads_a_file_is_cut_off(limited: Server) -> None:
 
 
 def uploaded(server: Server, data: bytes) -> str:
-    """The id of a new file."""
+    """Upload a file and return its id."""
     answer = server.call("POST", "/v1/files", UPLOAD + data + b"\r\n--x--\r\n", MULTIPART)
     assert answer.status == 200, answer.body
     return str(answer.json()["id"])
 
 
-def test_an_upload_that_drips_is_answered_408(limited: Server) -> None:
+def test_slow_upload_gets_408_naming_body_timeout(limited: Server) -> None:
     before = refused(limited, "body_timeout")
     with connect(limited) as connection:
         head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
@@ -184,35 +184,35 @@ def test_an_upload_that_drips_is_answered_408(limited: Server) -> None:
     settled(limited)
 
 
-def test_a_body_that_comes_after_its_answer_is_not_taken_for_a_head(patient: Server) -> None:
+def test_body_sent_after_its_413_is_not_parsed_as_a_request(patient: Server) -> None:
     body = b" " * (LIMITED["max_body"] + 1)
     with connect(patient) as connection:
         connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode())
         error_of(connection.recv(65_536), 413)
         connection.sendall(body)
         connection.settimeout(1.5 * LIMITED["header_timeout"])
-        with pytest.raises(TimeoutError):  # neither an answer nor the end
+        with pytest.raises(TimeoutError):  # neither an answer nor a close
             connection.recv(1)
         connection.settimeout(PATIENCE)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-async def test_time_in_which_the_loop_is_held_up_is_not_the_clients(patient: Server) -> None:
+async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient: Server) -> None:
     loop = asyncio.get_running_loop()
     listener = Listener(patient.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
     looking = asyncio.create_task(listener.look())
     await asyncio.sleep(0)
     began, told = loop.time(), listener.now()
-    time.sleep(0.5)  # of the loop: nothing else runs
+    time.sleep(0.5)  # blocks the event loop
     while (lag := loop.time() - began - (listener.now() - told)) <= 0:
         await asyncio.sleep(0.01)
     looking.cancel()
     assert lag >= 0.5 - LIMITED["header_timeout"] / 8 - 0.01
 
 
-async def test_a_reader_that_is_slow_but_reads_is_not_cut_off_until_it_stops(patient: Server) -> None:
-    """By a clock that only this test moves on."""
+async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient: Server) -> None:
+    """Only this test advances the clock."""
     before, size, now = refused(patient, "write_timeout"), 8 << 20, [0.0]
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -263,7 +263,7 @@ def test_a_header_that_is_too_long_is_answered_431(limited: Server, where: str) 
     assert refused(limited, "max_header") == before + 1
 
 
-def test_what_is_no_http_is_answered_400_in_the_usual_shape(limited: Server) -> None:
+def test_malformed_http_gets_400_in_openai_error_shape(limited: Server) -> None:
     hello_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n"
     for text in (b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n", hello_of_tls):
         with connect(limited) as connection:
@@ -287,7 +287,7 @@ def test_a_body_that_is_too_large_is_answered_413(limited: Server, chunked: bool
     settled(limited)
 
 
-def test_bodies_that_are_too_large_together_are_answered_503_until_one_is_gone(patient: Server) -> None:
+def test_bodies_above_max_bodies_in_total_get_503_until_memory_is_free(patient: Server) -> None:
     before = refused(patient, "max_bodies")
     half = f"{HEAD}Content-Length: 300001\r\n\r\n".encode() + b" " * 300_000
     with connect(patient) as first, connect(patient) as second:
@@ -302,7 +302,7 @@ def test_bodies_that_are_too_large_together_are_answered_503_until_one_is_gone(p
     assert patient.complete(prompt="one", max_tokens=1).status == 200
 
 
-def test_a_packed_body_is_measured_unpacked_and_no_bomb(limited: Server) -> None:
+def test_gzip_bomb_is_refused_by_its_decompressed_size(limited: Server) -> None:
     before, resident = refused(limited, "max_body"), psutil.Process().memory_info().rss
     bomb = gzip.compress(b" " * (256 << 20), 1)
     answer = limited.call("POST", "/v1/completions", bomb[:390_000], {"Content-Encoding": "gzip"})
@@ -312,13 +312,13 @@ def test_a_packed_body_is_measured_unpacked_and_no_bomb(limited: Server) -> None
     settled(limited)
 
 
-def test_a_body_packed_in_a_way_that_nobody_unpacks_is_answered_415(limited: Server) -> None:
+def test_unsupported_content_encoding_gets_415(limited: Server) -> None:
     body = gzip.compress(json.dumps({"prompt": "one"}).encode())
     for encoding in ("gzip, gzip", "compress", "x" * 1000):
         answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
         assert answer.status == 415
         assert answer.error()["param"] == "Content-Encoding"
-    for encoding in ("br", "zstd"):  # unpacked or not, as the libraries that are there can
+    for encoding in ("br", "zstd"):  # decompressed only if the libraries are installed
         answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
         assert answer.status in (400, 415)
         answer.error()
@@ -326,7 +326,7 @@ def test_a_body_packed_in_a_way_that_nobody_unpacks_is_answered_415(limited: Ser
     assert limited.call("POST", "/v1/completions", plain, {"Content-Encoding": "identity"}).status == 200
 
 
-def test_more_samples_than_allowed_are_refused_by_name(limited: Server) -> None:
+def test_n_above_max_n_gets_400_naming_n(limited: Server) -> None:
     for ask in (limited.complete(prompt="one", n=9), limited.chat(messages=[{"role": "user", "content": "a"}], n=9)):
         assert ask.status == 400
         assert ask.error()["param"] == "n"
@@ -334,7 +334,7 @@ def test_more_samples_than_allowed_are_refused_by_name(limited: Server) -> None:
     assert limited.complete(prompt="one", n=8, max_tokens=1).status == 200
 
 
-def test_more_connections_than_allowed_are_told_so_and_leave_room_again(patient: Server) -> None:
+def test_connections_above_max_connections_get_503_until_others_close(patient: Server) -> None:
     before = refused(patient, "max_connections")
     with contextlib.ExitStack() as stack:
         wait_until(lambda: open_connections(patient) == 0)
@@ -354,7 +354,7 @@ def open_connections(server: Server) -> float:
     return float(family.samples[0].value)
 
 
-def test_more_requests_than_may_wait_are_answered_429(limited: Server) -> None:
+def test_requests_above_max_queued_get_429(limited: Server) -> None:
     before = refused(limited, "max_queued")
     fields = {"prompt": "one", "max_tokens": 100, "n": 8, "ignore_eos": True}
     with ThreadPoolExecutor(16) as pool, gated(limited.engine) as gate:  # the first requests run until all have come
@@ -374,7 +374,7 @@ def test_more_requests_than_may_wait_are_answered_429(limited: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_aborted_and_told_so(tiny_model: Path, stream: bool) -> None:
+def test_request_above_request_timeout_is_aborted_with_an_error(tiny_model: Path, stream: bool) -> None:
     with serving(tiny_model, request_timeout=0.5) as server:
         fields = {"max_tokens": 1000, "n": 32, "ignore_eos": True}
         with gated(server.engine, steps=20):
@@ -391,7 +391,7 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_so(tiny_model: Path, 
         settled(server)
 
 
-def test_every_limit_has_a_flag_with_its_default_in_the_help_and_says_what_is_allowed() -> None:
+def test_every_limit_has_a_flag_and_an_error_with_its_allowed_range() -> None:
     options = make_parser().parse_args(["serve", "m"])
     assert settings_of(options, "m") == Settings(model_name="m")
     assert set(Limits.__struct_fields__) == set(LIMITS)
@@ -403,7 +403,7 @@ def test_every_limit_has_a_flag_with_its_default_in_the_help_and_says_what_is_al
             Limits(**{name: low})
 
 
-def test_no_more_samples_are_allowed_than_the_engine_takes() -> None:
+def test_max_n_is_at_most_the_engines_maximum() -> None:
     assert Limits().max_n == MAX_N
     with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: samples, at most the {MAX_N}"):
         Limits(max_n=MAX_N + 1)
@@ -411,8 +411,8 @@ def test_no_more_samples_are_allowed_than_the_engine_takes() -> None:
         SamplingParams(n=MAX_N + 1)
 
 
-async def test_hundreds_of_slow_heads_at_once_are_all_ended(tiny_model: Path) -> None:
-    """The same as one, but for the time that looking at them takes."""
+async def test_hundreds_of_clients_with_slow_headers_all_get_408(tiny_model: Path) -> None:
+    """Unlike one slow client, hundreds make the check of all connections take time."""
     with serving(tiny_model, header_timeout=1.0) as server:
 
         async def drip() -> bytes:
@@ -427,16 +427,16 @@ async def test_hundreds_of_slow_heads_at_once_are_all_ended(tiny_model: Path) ->
         wait_until(lambda: open_connections(server) == 0)
 
 
-async def test_idle_connections_take_little_memory_each(tiny_model: Path) -> None:
+async def test_idle_connections_take_under_128_kib_each(tiny_model: Path) -> None:
     count = 500
     with serving(tiny_model) as server:
-        # Both ends are in this process.
+        # Both ends of each connection are in this process.
         assert await hold(server.port, count, os.getpid()) < count * (128 << 10)
         wait_until(lambda: open_connections(server) == 0)
 
 
 def unread_stream(server: Server, **fields: object) -> socket.socket:
-    """A connection whose client asks for a stream, and reads nothing of it."""
+    """Open a connection that requests a stream and reads nothing of it."""
     body = json.dumps({"prompt": "one", "ignore_eos": True, "stream": True, **fields}).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -451,9 +451,7 @@ def unread_stream(server: Server, **fields: object) -> socket.socket:
     [{"n": 8, "logprobs": 5}, {"n": 4, "logprobs": 5, "prompt": ["one", "two"]}, {"n": 64}],
     ids=["log-probabilities", "prompts", "samples"],
 )
-def test_a_stream_that_is_not_read_is_ended_before_it_holds_more_than_it_may(
-    tiny_model: Path, fields: dict[str, object]
-) -> None:
+def test_unread_stream_is_aborted_at_max_unread(tiny_model: Path, fields: dict[str, object]) -> None:
     options = {"max_running": 64, "kv_cache_tokens": 65_536}
     with serving(tiny_model, engine_options=options, send_buffer=4096, max_unread=40_000) as server:
         with unread_stream(server, max_tokens=900, **fields) as connection:
@@ -467,7 +465,7 @@ def test_a_stream_that_is_not_read_is_ended_before_it_holds_more_than_it_may(
         settled(server)
 
 
-def test_a_client_that_reads_late_but_within_the_limit_gets_its_whole_stream(tiny_model: Path) -> None:
+def test_late_reader_within_max_unread_gets_the_whole_stream(tiny_model: Path) -> None:
     with serving(tiny_model, send_buffer=4096) as server:
         with unread_stream(server, max_tokens=900, n=4) as connection:
             wait_until(lambda: server.context.open_requests == 1 and server.engine.open_requests == 1)

@@ -1,4 +1,4 @@
-"""Operating it: replicas restarted, logs for machines, spans for a collector, a drain that has an end."""
+"""Operation of the server: replica restarts, JSON logs, OpenTelemetry spans and the drain timeout."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from support.gates import ENDLESS, ENDLESS_POSITIONS, gated
 from support.patience import PATIENCE, wait_until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS, gated
 from support.serving import Server, serving
 from support.tiny_models import make_model
 from tok_core import InvalidField
@@ -35,7 +35,7 @@ ADMIN = {"Authorization": "Bearer root"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: Path) -> None:
+def test_rolling_restart_of_replicas_loses_no_answer(tiny_model: Path) -> None:
     with serving(tiny_model, admin_key="root", engine_options={"dp": 2}) as server, ThreadPoolExecutor(8) as pool:
         stop = threading.Event()
 
@@ -65,7 +65,7 @@ def test_replicas_restart_one_after_the_other_and_no_answer_is_lost(tiny_model: 
         assert server.call("POST", "/admin/replicas/0/restart", None, {}).status == 401
 
 
-def test_the_only_replica_restarts_with_503_meanwhile_and_a_second_restart_gets_409(tiny_model: Path) -> None:
+def test_restart_of_the_only_replica_gives_503_and_a_second_restart_409(tiny_model: Path) -> None:
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
         with gated(server.engine, steps=8):
             long = pool.submit(server.complete, prompt="one", max_tokens=150, n=4, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_the_only_replica_restarts_with_503_meanwhile_and_a_second_restart_gets_
         assert server.complete(prompt="one", max_tokens=1).status == 200
 
 
-def test_an_unresponsive_replica_is_told_of_and_restarts_without_a_drain(tiny_model: Path) -> None:
+def test_unresponsive_replica_is_reported_and_restarts_without_drain(tiny_model: Path) -> None:
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
         long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
         wait_until(lambda: server.engine.stats()["requests_running"] == 1)
@@ -98,7 +98,7 @@ def test_an_unresponsive_replica_is_told_of_and_restarts_without_a_drain(tiny_mo
             refused = server.call("POST", f"/admin/replicas/0/restart?drain={drain}", None, ADMIN)
             assert (refused.status, refused.error()["param"]) == (400, "drain"), drain
         assert server.call("POST", "/admin/replicas/0/restart", None, ADMIN).json() == {"state": "ready", "detail": ""}
-        assert long.result(120).status in (200, 503)  # it may have been done
+        assert long.result(120).status in (200, 503)  # the request may have finished before
         long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
         wait_until(lambda: server.engine.stats()["requests_running"] == 1)
         assert server.call("POST", "/admin/replicas/0/restart?drain=0", None, ADMIN).status == 200
@@ -106,7 +106,7 @@ def test_an_unresponsive_replica_is_told_of_and_restarts_without_a_drain(tiny_mo
         assert server.call("GET", "/ready", None).status == 200
 
 
-def test_without_an_admin_key_nobody_restarts_anything(server: Server) -> None:
+def test_replica_restart_without_an_admin_key_gets_403(server: Server) -> None:
     answer = server.call("POST", "/admin/replicas/0/restart", None)
     assert answer.status == 403
     assert "--admin-key" in str(answer.error()["message"])
@@ -119,7 +119,7 @@ def record(message: str, **fields: object) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("text", ["plain", "two\nlines", "\ud800 \x00 \u2028", '"quoted"'])
-def test_a_json_log_is_an_object_a_line_whatever_was_logged(text: str) -> None:
+def test_json_formatter_writes_each_record_as_a_single_line(text: str) -> None:
     line = JsonFormatter("worker").format(record(text, path=text, number=1))
     assert "\n" not in line
     found = json.loads(line)
@@ -130,9 +130,7 @@ def test_a_json_log_is_an_object_a_line_whatever_was_logged(text: str) -> None:
         assert found["message"] == found["path"] == text
 
 
-def test_the_log_tells_of_each_request_by_its_id_and_what_it_cost(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_request_log_has_request_id_token_counts_and_times(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tok.server"):
         answer = server.complete(prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
         server.call("GET", "/no%0Asuch%0Aplace")
@@ -148,7 +146,7 @@ def test_the_log_tells_of_each_request_by_its_id_and_what_it_cost(
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Span]]]:
-    """A collector of spans, its URL and what it has got."""
+    """Run a collector of spans; yield its URL and the spans it receives."""
     spans: list[Span] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -164,7 +162,7 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever)
@@ -176,7 +174,7 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
             thread.join()
 
 
-def test_each_request_makes_a_span_with_its_events_within_the_callers_trace(tiny_model: Path) -> None:
+def test_request_span_has_its_events_and_joins_the_callers_trace(tiny_model: Path) -> None:
     with collector() as (url, spans):
         with serving(tiny_model, otlp_endpoint=url) as server:
             began = time.time_ns()
@@ -184,7 +182,7 @@ def test_each_request_makes_a_span_with_its_events_within_the_callers_trace(tiny
             body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "stream": True}
             assert server.call("POST", "/v1/completions", body, caller).status == 200
             assert server.complete(prompt="one", n=0).status == 400
-        # The server's end sends what is left.
+        # The end of the server flushes the remaining spans.
         by_status = {attributes(span)["http.response.status_code"]: span for span in spans}
         good, bad = by_status[200], by_status[400]
     assert (good.trace_id.hex(), good.parent_span_id.hex()) == (TRACE, PARENT)
@@ -206,12 +204,12 @@ def attributes(span: Span) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x", "http://", "http://[", ""])
-def test_a_collector_that_is_no_url_is_refused(url: str) -> None:
+def test_otlp_endpoint_that_is_not_a_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidField, match=r"^otlp_endpoint is .*; allowed: a URL"):
         Telemetry(url, "m")
 
 
-def test_without_the_extra_spans_are_refused_by_name_and_without_the_flag_nothing_is_loaded() -> None:
+def test_opentelemetry_is_imported_lazily_and_its_absence_is_reported() -> None:
     code = (
         "import sys\n"
         "from tok_server import Settings, make_app\nfrom tok_core import AsyncEngine, EngineConfig, InvalidField\n"
@@ -227,7 +225,7 @@ def test_without_the_extra_spans_are_refused_by_name_and_without_the_flag_nothin
     assert "tok-server[otel]" in done.stdout
 
 
-def test_a_drain_ends_in_time_what_is_open_hears_why_and_all_logs_are_json(tmp_path: Path) -> None:
+def test_drain_timeout_ends_open_streams_with_an_error_and_json_logs(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "endless", max_positions=ENDLESS_POSITIONS)
     flags = [
         "--port",

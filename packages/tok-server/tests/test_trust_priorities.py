@@ -1,4 +1,4 @@
-"""Keys and priorities: no client keeps others out by filling the queue or by putting itself before them."""
+"""Queue limits per key and client priorities: no client shuts others out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.gates import gated
 from support.patience import wait_until
+from support.paused_engine import gated
 from support.serving import Server, serving
 from tok_core import InvalidField
 from tok_server import Settings
@@ -35,7 +35,7 @@ UPLOAD = (
 )
 
 
-def test_a_key_that_fills_the_queue_keeps_no_other_out(tiny_model: Path) -> None:
+def test_key_that_fills_the_queue_does_not_block_other_keys(tiny_model: Path) -> None:
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
     fields = {"model": "tiny", "prompt": "one", "max_tokens": 100, "n": 8, "ignore_eos": True}
 
@@ -59,7 +59,7 @@ def test_a_key_that_fills_the_queue_keeps_no_other_out(tiny_model: Path) -> None
 
 
 @pytest.mark.parametrize(("asked", "status"), [(-(2**63), 400), (-1, 400), (2**31, 400), (2**31 - 1, 200), (0, 200)])
-def test_clients_cannot_put_themselves_before_all_others(server: Server, asked: int, status: int) -> None:
+def test_client_priority_outside_the_allowed_range_gets_400(server: Server, asked: int, status: int) -> None:
     answer = server.complete(prompt="one", max_tokens=1, priority=asked)
     assert answer.status == status
     if status == 400:
@@ -67,7 +67,7 @@ def test_clients_cannot_put_themselves_before_all_others(server: Server, asked: 
         assert "allowed: integers from " in str(answer.error()["message"])
 
 
-def test_the_operator_says_which_classes_are_open_to_clients(tiny_model: Path) -> None:
+def test_min_client_priority_sets_the_lowest_allowed_priority(tiny_model: Path) -> None:
     with serving(tiny_model, min_client_priority=-3) as server:
         assert server.complete(prompt="one", max_tokens=1, priority=-3).status == 200
         assert server.chat(messages=[{"role": "user", "content": "one"}], priority=-4).status == 400

@@ -15,6 +15,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
 GenerationConfig = Literal["auto", "none"]
+AdmissionName = Literal["forecast", "watermark"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
 EOS_TEMPERATURE = 0.6
@@ -55,6 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          never; None: as measured at the start
     cuda_graphs          capture decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
     prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
+    admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
+                         the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
@@ -93,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_tp_threshold: int | None = None
     cuda_graphs: bool = True
     prefix_groups: bool = True
+    admission: AdmissionName = "forecast"
     run_ahead: int | None = None
     step_timeout: float = 600.0
     start_timeout: float = 600.0
@@ -113,6 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
+        _choice("admission", self.admission, get_args(AdmissionName))
         _choice("generation_config", self.generation_config, get_args(GenerationConfig))
         keys = self.ignore_config_keys
         if keys is not None and not (isinstance(keys, tuple) and all(isinstance(key, str) and key for key in keys)):

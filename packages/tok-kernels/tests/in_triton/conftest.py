@@ -1,4 +1,4 @@
-"""The tests of Triton kernels run on a CUDA device, and under the interpreter in a process that each file starts."""
+"""Run the tests of Triton kernels on a CUDA device, and interpreted on the CPU in a process that each file starts."""
 
 from __future__ import annotations
 

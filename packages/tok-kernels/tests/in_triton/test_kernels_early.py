@@ -1,4 +1,4 @@
-"""Kernels that start while the one before them ends still see all that it, and those before it, have written."""
+"""Tests of programmatic dependent launch (PDL): a kernel that starts early sees all writes of the kernels before it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ REPLAYS = 20
 
 
 class Layers:
-    """Random decoder layers that share their weights, each with a cache of its own, on sequences of CONTEXT tokens,
-    whose first PREFIX tokens each of the `groups` shares; no groups: none do."""
+    """Random decoder layers with common weights and a KV cache each, over sequences of CONTEXT tokens.
+
+    The rows of each of the `groups` share their first PREFIX tokens. With `groups` 0, rows share nothing.
+    """
 
     def __init__(self, rows: int, groups: int) -> None:
         device = torch.device("cuda")
@@ -65,7 +67,7 @@ class Layers:
         )
 
     def run(self, x_TN: Tensor, between: Callable[[], None]) -> Tensor:
-        """What the layers make of `x`, which stays; `between` is called after each operation."""
+        """Return the output of the layers and leave `x_TN` unchanged; call `between` after each operation."""
         x_TN = x_TN.clone()
         for cache in self.caches:
             qkv = self.backend.linear(x_TN, self.qkv, norm=self.norm)
@@ -87,10 +89,10 @@ class Layers:
         return x_TN
 
 
-# Few rows are attended to by parts, which are merged; where there are many, their own keys are joined to the prefix's.
+# Few rows take split-KV attention, whose partials are merged. Many rows chain their own keys to those of the prefix.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "groups"), [(1, 0), (5, 0), (6, 2), (640, 8)])
-def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: int, groups: int) -> None:
+def test_pdl_layers_replayed_or_launched_equal_synchronized_layers(rows: int, groups: int) -> None:
     layers = Layers(rows, groups)
     x = torch.randn((rows, HIDDEN), device="cuda").bfloat16()
     layers.run(x, torch.cuda.synchronize)
@@ -98,7 +100,7 @@ def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: in
     with torch.cuda.graph(graph):
         found = layers.run(x, lambda: None)
     for _ in range(REPLAYS):
-        x.normal_()  # what a kernel reads too soon, in a cache or elsewhere, is that of another x
+        x.normal_()  # new inputs: a kernel that reads too early finds values of the previous replay
         graph.replay()
         replayed = found.clone()
         assert torch.equal(replayed, layers.run(x, torch.cuda.synchronize))
@@ -107,7 +109,7 @@ def test_layers_in_a_graph_compute_what_they_do_one_operation_at_a_time(rows: in
         assert torch.equal(launched, layers.run(x, torch.cuda.synchronize))
 
 
-def test_only_where_the_device_can_is_a_kernel_told_that_it_starts_early() -> None:
+def test_pdl_is_off_on_a_cpu() -> None:
     cpu = torch.device("cpu")
     assert not supports_pdl(cpu)
     assert pdl_options(cpu) == {"PDL": False}

@@ -1,7 +1,7 @@
-"""What ranks exchange from within kernels: every word reaches its place, and all ranks make the same of it.
+"""Tests of exchanges between ranks from within kernels, over symmetric memory.
 
-On one GPU the ranks are streams; or they run one by one, each when what it waits for has arrived, as they must where
-kernels cannot run at once. The interpreter knows no PTX: under it a kernel's words are plainly loaded and stored.
+On one GPU the ranks are concurrent streams, or they run one after another with the words that the others sent in an
+earlier round. The interpreter has no PTX, so that it loads and stores the words of a kernel plainly.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 
@@ -25,9 +25,9 @@ from tok_kernels.sampling.triton import shard_exchange as sampling_exchange
 from tok_kernels.sampling.triton.sampling import sample
 
 CPU = torch.device("cpu")
-CUT = {torch.bfloat16: 2**-7}  # the interpreter does not round to this dtype, but cuts
+CUT = {torch.bfloat16: 2**-7}  # the interpreter truncates to this dtype instead of rounding
 
-# What a GPU does silently, the interpreter's arrays report.
+# The interpreter's NumPy arrays warn of overflow and NaN; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
 
 
@@ -46,7 +46,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 
 def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
-    """One for each rank, over buffers that all of them have."""
+    """Return an exchange for each rank, over buffers that all ranks share."""
     buffers = [torch.zeros(Exchange.bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
     return [Exchange.over(buffers, rank, patience=10.0) for rank in range(ranks)]
 
@@ -56,7 +56,7 @@ def lanes(one: Exchange) -> list[ExchangeChannel]:
 
 
 @outside
-def test_no_two_words_of_a_buffer_share_memory_and_none_is_left_over() -> None:
+def test_exchange_channels_fill_the_buffer_without_overlap() -> None:
     one = exchanges(3)[1]
     for rank in range(3):
         views = [lane.buffers[rank].view(-1) for lane in lanes(one)]
@@ -67,7 +67,7 @@ def test_no_two_words_of_a_buffer_share_memory_and_none_is_left_over() -> None:
 
 
 @outside
-def test_a_rank_begins_with_empty_words_and_leaves_those_of_others_alone() -> None:
+def test_a_new_exchange_clears_only_the_buffer_of_its_own_rank() -> None:
     buffers = [torch.zeros(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)]
     one = Exchange.over(buffers, 1, patience=2.0)
     assert all(bool((lane.buffers[1] == -1).all()) and not lane.buffers[0].any() for lane in lanes(one))
@@ -77,7 +77,7 @@ def test_a_rank_begins_with_empty_words_and_leaves_those_of_others_alone() -> No
 
 
 @outside
-def test_what_cannot_be_summed_is_refused() -> None:
+def test_exchange_sum_refuses_unsupported_sizes_dtypes_and_residuals() -> None:
     lane = exchanges(2)[0].sums
     for x in (torch.zeros(3), torch.zeros(0), torch.zeros(8, dtype=torch.float64), torch.zeros(SUM_BYTES // 4 + 4)):
         assert not exchange.can_sum(x.nbytes, x.dtype)
@@ -116,12 +116,12 @@ def _end_turn(turns, program, turn):
     tl.store(turns + program, turn + 1)
 
 
-# What each rank computes in one turn. So many things, the second number, depend on each other.
+# Runs one turn on every rank and returns the results. The last argument counts exchanges that depend on each other.
 Meet = Callable[[list[ExchangeChannel], Callable[[int], Tensor], int], list[Tensor]]
 
 
 def one_by_one(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
-    """The same turn again and again, with the words that were sent the time before."""
+    """Run the ranks one after another, and repeat the turn with the words that were sent in the round before."""
     begun = [lane.turns.clone() for lane in lanes]
     arrived = [torch.zeros_like(lane.buffers[rank]) for rank, lane in enumerate(lanes)]
     found = list[Tensor]()
@@ -135,7 +135,7 @@ def one_by_one(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], r
             found.append(compute(rank))
             for to, buffer in enumerate(lane.buffers):
                 sent[to][:, rank] = buffer[:, rank]
-            if again == rounds:  # before, some sent what nobody waits for
+            if again == rounds:  # in earlier rounds a rank may have sent words that no other rank reads
                 assert bool((lane.buffers[rank][arrived[rank] != 0] == -1).all())
         arrived = sent
     return found
@@ -145,7 +145,7 @@ def at_once(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], roun
     begun = [lane.turns.clone() for lane in lanes]
     streams = [torch.cuda.Stream() for _ in lanes]  # type: ignore[no-untyped-call]
     found = list[Tensor]()
-    # First each alone, as if all had arrived: to load a kernel, or get memory, may have to wait for those that run.
+    # First run each rank alone, as if all words had arrived: loading a kernel or allocating memory may synchronize.
     for trial in (True, False):
         for rank, lane in enumerate(lanes):
             lane.buffers[rank].fill_(0 if trial else -1)
@@ -169,10 +169,12 @@ def meet(request: pytest.FixtureRequest) -> Meet:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if INTERPRETING else [torch.float32, torch.bfloat16, torch.float16])
-def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, meet: Meet, device: torch.device) -> None:
+def test_exchange_sum_adds_in_the_same_order_on_every_rank(
+    dtype: torch.dtype, meet: Meet, device: torch.device
+) -> None:
     source, ranks = torch.Generator().manual_seed(1), 3
     everyone = exchanges(ranks, device)
-    for shape in ((1, 8), (3, 560), (2, 512)):  # programs that are full, and one that is not
+    for shape in ((1, 8), (3, 560), (2, 512)):  # full programs and a partly filled one
         parts = [torch.randn(shape, generator=source).to(device, dtype) for _ in range(ranks)]
         residual = torch.randn(shape, generator=source).to(device, dtype)
         parts[1][0, 0] = torch.nan
@@ -190,7 +192,7 @@ def test_every_rank_sums_all_parts_in_the_same_order(dtype: torch.dtype, meet: M
     assert (int(turns[0]), int(turns[-1])) == (6, 0)
 
 
-def test_a_misaligned_part_is_summed_like_any_other(meet: Meet, device: torch.device) -> None:
+def test_exchange_sum_takes_misaligned_tensors(meet: Meet, device: torch.device) -> None:
     everyone = exchanges(2, device)
     whole = torch.arange(36, dtype=torch.float32, device=device)
     lanes = [one.sums for one in everyone]
@@ -210,7 +212,7 @@ class _Shards:
 
 
 @pytest.mark.parametrize("cuts", [[1000, 2100], [40]] if INTERPRETING else [[1000, 1700, 2100], [1024], [40]])
-def test_ranks_draw_as_from_the_whole(cuts: list[int], meet: Meet, device: torch.device) -> None:
+def test_sampling_over_exchanged_shards_equals_unsharded(cuts: list[int], meet: Meet, device: torch.device) -> None:
     rows, bounds = 5, [0, *cuts, 2500]
     logits = torch.randn((rows, 2500), generator=torch.Generator().manual_seed(len(cuts))).to(device) * 3
     logits[::5, 900:2000] = -torch.inf

@@ -1,4 +1,4 @@
-"""A cache of float8: how numbers are rounded into it, and attention over what it then holds."""
+"""Tests of the FP8 KV cache: rounding of written values, and attention over the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 FP8 = torch.float8_e4m3fn
-# ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Bfloat16 queries are computed with in float16.
+# ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Kernels convert bfloat16 queries to float16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
-# The interpreter cuts results off to bfloat16 instead of rounding them.
+# The interpreter truncates results to bfloat16 instead of rounding them.
 TRITON_DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
 
 MIXED = Shape(
@@ -49,13 +49,13 @@ def small_device() -> Iterator[None]:
 
 
 def representable() -> Tensor:
-    """All 254 numbers of the type, ascending, −0 and 0 both."""
+    """Return all 254 finite numbers of the type in ascending order, −0 and 0 included."""
     codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     return codes[codes.isfinite()].sort(stable=True).values
 
 
 def written(values: Tensor, write: object = reference.write_kv) -> Tensor:
-    """What stands in a cache of float8 once `values`, `[n]`, were written to it, as float32."""
+    """Write `values`, `[n]`, to an FP8 cache and return the cached numbers as float32."""
     k_TKD = values.view(-1, 1, 1)
     cache = empty_cache(len(values), 1, 1, values.device)
     index = torch.arange(len(values), device=values.device)
@@ -72,7 +72,7 @@ def empty_cache(rows: int, heads: int, size: int, device: torch.device) -> Layer
 
 
 def rounded(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers between, at, and halfway between those of the type, and beyond them; and what they are rounded to."""
+    """Return inputs and their expected FP8 values: at, between, halfway between and beyond the type's numbers."""
     exact = representable().double()
     low, high = exact[:-1], exact[1:]
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # from 0 up, by magnitude
@@ -86,14 +86,14 @@ def rounded(device: torch.device) -> tuple[Tensor, Tensor]:
     return given.float().to(device), expected.float().to(device)
 
 
-def test_the_reference_rounds_to_nearest_with_ties_to_even_and_cuts_to_the_range() -> None:
+def test_the_reference_casts_to_fp8_with_ties_to_even_and_saturation() -> None:
     given, expected = rounded(torch.device("cpu"))
     assert torch.equal(written(given), expected)
     assert written(torch.tensor([torch.nan])).isnan().all()
 
 
 @pytest.mark.gpu
-def test_triton_rounds_as_the_reference_does() -> None:
+def test_triton_casts_to_fp8_as_the_reference_does() -> None:
     given, expected = rounded(torch.device("cuda"))
     assert torch.equal(written(given, write_kv), expected)
     assert written(torch.tensor([torch.nan], device="cuda"), write_kv).isnan().all()
@@ -102,8 +102,8 @@ def test_triton_rounds_as_the_reference_does() -> None:
         assert torch.equal(written(noise.to(dtype), write_kv), written(noise.to(dtype)))
 
 
-def test_triton_stores_what_the_type_holds_and_cuts_to_its_range(device: torch.device) -> None:
-    # The interpreter does not round to the type as a device does.
+def test_triton_writes_fp8_values_exactly_and_saturates_beyond_the_range(device: torch.device) -> None:
+    # Exact inputs only: the interpreter does not round to FP8 as a device does.
     normal = representable()[representable().abs() >= 2.0**-6].to(device)
     beyond = torch.tensor([449.0, 1e30, torch.inf, -465.0, -torch.inf], device=device)
     given = torch.cat((normal, beyond))
@@ -111,7 +111,7 @@ def test_triton_stores_what_the_type_holds_and_cuts_to_its_range(device: torch.d
 
 
 @pytest.mark.parametrize("norm", [False] if INTERPRETING else [False, True])
-def test_rope_and_write_kv_fills_a_float8_cache_as_the_reference_does(norm: bool, device: torch.device) -> None:
+def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(norm: bool, device: torch.device) -> None:
     def draw(*size: int) -> Tensor:
         drawn = torch.randn(size, generator=source).to(device)
         return representable_near(drawn) if INTERPRETING else drawn
@@ -119,14 +119,14 @@ def test_rope_and_write_kv_fills_a_float8_cache_as_the_reference_does(norm: bool
     source = torch.Generator().manual_seed(1)
     q, k, v = draw(5, 4, 32), draw(5, 2, 32) * 256, draw(5, 2, 32) * 256
     weights = QKNorm(draw(32), draw(32) * 300, 1e-6) if norm else None
-    # At position 0 nothing turns.
+    # RoPE at position 0 is the identity, so that the interpreter need not round.
     position = torch.tensor([0, 0, 0, 0, 0] if INTERPRETING else [0, 99, 3, 3, 50], device=device)
     table, index = rope_table(32, 100, 10000.0).to(device), torch.tensor([70, 0, 127, 3, 50], device=device)
     ours, theirs = empty_cache(128, 2, 32, device), empty_cache(128, 2, 32, device)
     rope_and_write_kv(q.clone(), k, v, position, table, ours, index, weights)
     reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
-    assert theirs.k.float().nan_to_num().abs().max() == 448.0  # some were cut
-    # Where float32 arithmetic in another order ends on the other side of a tie they are a step apart.
+    assert theirs.k.float().nan_to_num().abs().max() == 448.0  # some values saturate
+    # Float32 arithmetic in another order may end on the other side of a tie, one FP8 step apart.
     for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
         torch.testing.assert_close(mine.float(), other.float(), rtol=0.125, atol=2.0**-9, equal_nan=True)
         assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01
@@ -138,7 +138,7 @@ def representable_near(values: Tensor) -> Tensor:
 
 
 def float8(case: Case) -> Case:
-    """The case over a float8 copy of its cache, which holds NaN where that does."""
+    """Return the case over an FP8 copy of its cache, with NaN in the same places."""
     return replace(case, cache=LayerCache(case.cache.k.to(FP8), case.cache.v.to(FP8)))
 
 
@@ -148,7 +148,7 @@ def error(out: Tensor, case: Case) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_reference_attends_to_a_float8_cache_as_the_loop_in_float64(dtype: torch.dtype) -> None:
+def test_reference_attention_over_an_fp8_cache_matches_a_float64_loop(dtype: torch.dtype) -> None:
     case = float8(build(MIXED, torch.device("cpu"), dtype))
     out = reference.attention(case.q, case.cache, case.batch, case.scale)
     assert out.dtype == dtype
@@ -157,7 +157,7 @@ def test_the_reference_attends_to_a_float8_cache_as_the_loop_in_float64(dtype: t
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
-def test_triton_attends_to_a_float8_cache_as_the_loop_in_float64(
+def test_triton_attention_over_an_fp8_cache_matches_a_float64_loop(
     dtype: torch.dtype, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
@@ -173,7 +173,7 @@ def test_triton_attends_to_a_float8_cache_as_the_loop_in_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_full_batches_in_groups_over_a_float8_cache_equal_the_reference(head_dim: int) -> None:
+def test_cascade_attention_of_full_batches_over_fp8_matches_the_reference(head_dim: int) -> None:
     runs = tuple((1 + i % 40, ((0, tuple(1 + j % 70 for j in range(20))),)) for i in range(100))
     shape = replace(MIXED, group=4, head_dim=head_dim, runs=runs, prefill=())
     case = float8(build(shape, torch.device("cuda"), torch.bfloat16))
@@ -183,7 +183,7 @@ def test_full_batches_in_groups_over_a_float8_cache_equal_the_reference(head_dim
     assert float((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
 
 
-def test_float8_is_refused_where_the_device_does_not_convert_it(
+def test_an_fp8_cache_is_refused_on_a_device_without_fp8_conversion(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = float8(build(MIXED, device))

@@ -1,4 +1,4 @@
-"""Linear layers for few tokens against products in float64, with norm, activation and residual inside."""
+"""Tests of linear layers for few tokens, with fused norm, activation and residual, against float64 matmuls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tok_kernels.linear.reference import linear as plain_linear
 from tok_kernels.linear.triton import gated_linear, launch_stream, linear
 from tok_kernels.linear.triton_config import MAX_STREAM_TOKENS, LinearLaunch
 
-# The interpreter cuts float32 off to bfloat16 instead of rounding it.
+# The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
 TOKENS = (*range(1, MAX_STREAM_TOKENS + 1), MAX_STREAM_TOKENS + 1)
 
@@ -30,12 +30,12 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 def matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     made = noise(outputs, inputs, dtype=dtype, device=device).div_(math.sqrt(inputs))
     if device.type == "cuda":
-        torch.cuda.synchronize()  # a product may read weights before what is launched ahead of it has ended
+        torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
     return made
 
 
 def assert_near(result: Tensor, expected: Tensor, x: Tensor) -> None:
-    """Apart by no more than one rounding to x's dtype, and those between the operations that torch runs alone."""
+    """Check a difference of at most one rounding to the dtype of x, or of a few if torch runs separate operations."""
     assert result.dtype == x.dtype
     assert result.shape == expected.shape
     step = torch.finfo(x.dtype).eps
@@ -58,7 +58,7 @@ def exact_gated(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 64), (5, 264), (1, 8)])
-def test_linear_equals_the_product(
+def test_linear_equals_a_float64_matmul(
     outputs: int, inputs: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, weight = noise(tokens, inputs, dtype=dtype, device=device), matrix(outputs, inputs, dtype, device)
@@ -68,7 +68,7 @@ def test_linear_equals_the_product(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("parts", ["bias", "norm", "residual", "bias norm residual"])
-def test_linear_with_its_parts_is_one_operation_after_the_other(
+def test_fused_bias_norm_and_residual_equal_separate_operations(
     parts: str, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, weight = noise(tokens, 96, dtype=dtype, device=device) * 3, matrix(18, 96, dtype, device)
@@ -89,7 +89,7 @@ def test_linear_with_its_parts_is_one_operation_after_the_other(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("parts", ["", "bias norm"])
-def test_gated_linear_is_a_product_and_its_activation(
+def test_gated_linear_equals_a_matmul_and_its_activation(
     parts: str, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, weight = noise(tokens, 80, dtype=dtype, device=device) * 3, matrix(22, 80, dtype, device)
@@ -102,7 +102,7 @@ def test_gated_linear_is_a_product_and_its_activation(
 
 
 @pytest.mark.parametrize("launch", [LinearLaunch(1, 64, 1), LinearLaunch(2, 128, 2), LinearLaunch(8, 256, 4)])
-def test_every_way_to_launch_gives_the_same_product(launch: LinearLaunch, device: torch.device) -> None:
+def test_every_launch_config_equals_a_float64_matmul(launch: LinearLaunch, device: torch.device) -> None:
     x, weight = noise(3, 328, dtype=torch.float16, device=device), matrix(22, 328, torch.float16, device)
     norm = (noise(328, dtype=torch.float16, device=device), 1e-6)
     plain = launch_stream(launch, x, weight, None, norm, None, gated=False)
@@ -113,9 +113,7 @@ def test_every_way_to_launch_gives_the_same_product(launch: LinearLaunch, device
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("parts", ["norm", "bias norm"])
-def test_a_norm_is_given_in_the_dtype_of_the_weight_and_multiplied_in_it(
-    parts: str, tokens: int, device: torch.device
-) -> None:
+def test_linear_with_a_norm_computes_in_the_dtype_of_the_weight(parts: str, tokens: int, device: torch.device) -> None:
     x, weight = noise(tokens, 96, dtype=torch.bfloat16, device=device), matrix(18, 96, torch.float16, device)
     bias = noise(18, dtype=torch.float16, device=device) if "bias" in parts else None
     norm = (noise(96, dtype=torch.bfloat16, device=device), 1e-5)
@@ -129,7 +127,7 @@ def test_a_norm_is_given_in_the_dtype_of_the_weight_and_multiplied_in_it(
         torch.testing.assert_close(gated_product(x, weight, bias, norm=norm).double(), gated, rtol=0.01, atol=2e-3)
 
 
-def test_linear_takes_views_of_wider_rows_and_columns(device: torch.device) -> None:
+def test_linear_takes_strided_inputs_and_residuals(device: torch.device) -> None:
     wide, weight = noise(4, 200, dtype=torch.float16, device=device), matrix(12, 64, torch.float16, device)
     x, residual = wide[1:3, 8:72], wide[1:3, 100:112]
     expected, kept = exact(x, weight, None, None) + residual.double(), wide.clone()
@@ -140,7 +138,7 @@ def test_linear_takes_views_of_wider_rows_and_columns(device: torch.device) -> N
     assert_near(linear(x, weight), exact(x, weight, None, None), x)
 
 
-def test_weights_that_do_not_lie_densely_and_float32_are_multiplied_all_the_same(device: torch.device) -> None:
+def test_linear_takes_float32_and_transposed_weights(device: torch.device) -> None:
     x, weight = noise(2, 64, dtype=torch.float32, device=device), matrix(64, 12, torch.float32, device).T
     torch.testing.assert_close(linear(x, weight), x @ weight.T)
     assert_near(linear(x.half(), weight.half()), exact(x.half(), weight.half(), None, None), x.half())
@@ -149,19 +147,19 @@ def test_weights_that_do_not_lie_densely_and_float32_are_multiplied_all_the_same
     torch.testing.assert_close(gated_linear(x, weight, norm=norm), expected)
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_linear_of_zero_tokens_returns_no_rows(device: torch.device) -> None:
     x, weight = torch.empty((0, 64), device=device, dtype=torch.float16), matrix(12, 64, torch.float16, device)
     assert linear(x, weight).shape == (0, 12)
     assert gated_linear(x, weight).shape == (0, 6)
 
 
-def test_of_no_inputs_the_product_is_zero(device: torch.device) -> None:
+def test_linear_with_zero_input_features_returns_zeros(device: torch.device) -> None:
     x, weight = torch.empty((1, 0), device=device, dtype=torch.float16), matrix(12, 0, torch.float16, device)
     assert torch.equal(linear(x, weight), x.new_zeros((1, 12)))
     assert torch.equal(gated_linear(x, weight), x.new_zeros((1, 6)))
 
 
-def test_shapes_and_dtypes_that_do_not_fit_are_refused(device: torch.device) -> None:
+def test_linear_refuses_mismatched_shapes_and_dtypes(device: torch.device) -> None:
     x, weight = noise(2, 64, dtype=torch.float16, device=device), matrix(11, 64, torch.float16, device)
     with pytest.raises(ValueError, match=r"weight has shape \(11, 32\); allowed for x \(2, 64\)"):
         linear(x, weight[:, :32])
@@ -180,7 +178,7 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(device: torch.device) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("hidden_size", "intermediate"), [(4096, 14336), (3072, 8192), (2560, 9728), (3584, 18944)])
-def test_layers_of_real_size_in_a_graph_equal_the_product_at_every_replay(
+def test_linear_layers_of_model_size_in_a_graph_equal_a_float64_matmul(
     hidden_size: int, intermediate: int, tokens: int
 ) -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16

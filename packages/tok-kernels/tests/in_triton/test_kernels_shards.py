@@ -1,4 +1,4 @@
-"""A vocabulary cut between ranks: all of them draw the token that one would draw from the whole."""
+"""Tests of sampling from a vocabulary sharded over ranks: every rank gets the token of unsharded sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_kernels.sampling.triton.sampling import sample as triton_sample
 INF = torch.inf
 CPU = torch.device("cpu")
 
-# What a GPU does silently, the interpreter's arrays report: exponents beyond the range, and rows of NaN.
+# The interpreter's NumPy arrays warn of overflowing exponents and rows of NaN; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
 
 
@@ -43,15 +43,15 @@ def logits_of(rows: int, vocabulary: int, device: torch.device, spread: float = 
 def draw_cut(
     logits: Tensor, batch: SamplingBatch, cuts: list[int], sample: Callable[[Tensor, SamplingBatch], Sampled]
 ) -> list[Sampled]:
-    """Each rank's draw."""
+    """Return what each rank samples."""
     return draw_together(logits, cuts, lambda part, shards: sample(part, replace(batch, shards=shards)))
 
 
 def check(logits: Tensor, batch: SamplingBatch, cuts: list[int], *, triton: bool) -> Sampled:
-    """All ranks' draw, which equals the whole one."""
+    """Check that every rank samples as from the whole vocabulary; return the result of rank 0."""
     sample = triton_sample if triton else reference.sample
     whole = sample(logits, batch)
-    # A row of −inf only has no distribution.
+    # The log-softmax of a row of −inf is NaN.
     exact = (
         logits.double()
         .log_softmax(-1)
@@ -80,7 +80,7 @@ def check(logits: Tensor, batch: SamplingBatch, cuts: list[int], *, triton: bool
     gone=st.integers(0, 3),
     seed=st.integers(0, 2**31),
 )
-def test_however_it_is_cut_the_reference_draws_as_from_the_whole(
+def test_reference_sampling_over_vocabulary_shards_equals_unsharded(
     rows: int, vocabulary: int, places: list[float], temperature: float, spread: float, gone: int, seed: int
 ) -> None:
     cuts = sorted({max(1, min(vocabulary - 1, int(place * vocabulary))) for place in places})
@@ -93,10 +93,10 @@ def test_however_it_is_cut_the_reference_draws_as_from_the_whole(
 
 
 @outside
-def test_the_first_of_equals_is_taken_even_where_another_rank_has_it() -> None:
+def test_greedy_ties_across_ranks_resolve_to_the_lowest_token_id() -> None:
     logits = torch.tensor([[0.0, 1.0, 7.0, 7.0], [5.0, 5.0, 5.0, 5.0], [-INF, -INF, -INF, -INF], [0.0, 9.0, 1.0, 9.0]])
     for all_greedy in (False, True):
-        # A batch said to be greedy is, whatever its temperatures.
+        # With all_greedy the temperatures are ignored.
         batch = replace(batch_of([0.7 if all_greedy else 0.0] * 4, CPU), all_greedy=all_greedy)
         for cuts in ([2], [1, 2, 3], [3]):
             assert check(logits, batch, cuts, triton=False).token.tolist() == [2, 0, 0, 1]
@@ -107,7 +107,7 @@ BAD = list(zip(PLACES, CONTENTS, strict=True) if INTERPRETING else product(PLACE
 
 
 @pytest.mark.parametrize(("place", "content"), BAD)
-def test_rows_that_are_no_distribution_show_in_their_log_probabilities_on_every_rank(
+def test_invalid_rows_get_a_non_finite_logprob_on_every_rank(
     place: int | slice, content: float, device: torch.device
 ) -> None:
     logits = logits_of(6, 1300, device)
@@ -124,12 +124,12 @@ def test_rows_that_are_no_distribution_show_in_their_log_probabilities_on_every_
 
 
 @outside
-def test_a_step_may_draw_nothing() -> None:
+def test_sharded_sampling_of_zero_rows_yields_no_tokens() -> None:
     assert check(torch.zeros((0, 9)), batch_of([], CPU), [4], triton=False).token.shape == (0,)
 
 
 @outside
-def test_what_needs_whole_rows_is_refused() -> None:
+def test_sharded_sampling_refuses_filters_bias_and_top_logprobs() -> None:
     rows, one = torch.tensor([0]), torch.ones(1)
     plain = batch_of([1.0], CPU)
     for field, batch in (
@@ -144,7 +144,9 @@ def test_what_needs_whole_rows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("cuts", "dtype"), [([1000, 1700, 2100], torch.float32), ([1024], torch.bfloat16), ([40], torch.bfloat16)]
 )
-def test_ranks_in_triton_draw_as_from_the_whole(cuts: list[int], dtype: torch.dtype, device: torch.device) -> None:
+def test_triton_sampling_over_vocabulary_shards_equals_unsharded(
+    cuts: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
     rows = 10 if INTERPRETING else 500
     logits = logits_of(rows, 2500, device).to(dtype)
     logits[::5, 900:2000] = -INF
@@ -158,7 +160,7 @@ def test_ranks_in_triton_draw_as_from_the_whole(cuts: list[int], dtype: torch.dt
 
 
 @pytest.mark.gpu
-def test_many_rows_of_a_real_vocabulary_draw_as_from_the_whole() -> None:
+def test_sharded_sampling_of_a_real_vocabulary_equals_unsharded() -> None:
     cuda = torch.device("cuda")
     logits = logits_of(300, 128256, cuda).bfloat16()
     batch = batch_of([0.6, 1.0, 0.0] * 100, cuda)

@@ -1,4 +1,4 @@
-"""Decode rows come from slots and draws go back to them: by Triton as by the reference, whatever has ended."""
+"""Tests of decode rows built from slots, and of sampled tokens written back, by Triton and by the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 
 def columns(seed: int, device: torch.device) -> SlotColumns:
-    """Slots of random lengths on pages in random order, a third of them ended; the last is for padding."""
+    """Return slots of random lengths on random pages, a third of them ended; the last slot is for padding."""
     source = torch.Generator().manual_seed(seed)
 
     def whole(high: int, *size: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def copies(slots: SlotColumns, device: torch.device) -> list[tuple[Backend, Slot
 
 
 @given(seed=st.integers(0, 2**20), rows=st.permutations(range(SLOTS)), padding=st.integers(0, 3))
-def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
+def test_triton_decode_rows_and_sampled_tokens_equal_the_reference(
     device: torch.device, seed: int, rows: list[int], padding: int
 ) -> None:
     chosen = rows[: seed % (SLOTS + 1)] + [SLOTS] * padding
@@ -68,7 +68,7 @@ def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
         slot = torch.tensor(chosen, dtype=torch.int32, device=here)
         made = backend.decode_rows(slot, slots)
         token = (torch.arange(len(chosen), device=here) * 7 + seed) % 20
-        logprob = -(torch.arange(len(chosen)) + 1.0).sqrt()  # of one device, for all
+        logprob = -(torch.arange(len(chosen)) + 1.0).sqrt()  # on the CPU, so that all backends get the same bits
         drawn = backend.record_sampled_tokens(slot, token, logprob.to(here), slots)
         live = slots.scratch  # the scratch row may hold anything
         tensors = [made.token, made.position, made.kv_index, made.kv_len, drawn, slots.length]
@@ -79,7 +79,7 @@ def test_triton_makes_the_rows_and_takes_the_draws_as_the_reference_does(
         assert torch.equal(expected, got)
 
 
-def test_a_row_feeds_its_last_token_behind_what_is_cached_and_an_end_id_stops_it(device: torch.device) -> None:
+def test_a_decode_row_appends_its_last_token_and_stops_at_an_eos_id(device: torch.device) -> None:
     for backend, slots in copies(columns(0, device), device):
         here = slots.length.device
         slots.ended[:2] = 0
@@ -98,6 +98,6 @@ def test_a_row_feeds_its_last_token_behind_what_is_cached_and_an_end_id_stops_it
         drawn = backend.record_sampled_tokens(slot, token, torch.tensor([-0.5, -2.0], device=here), slots)
         assert drawn[0].tolist() == [ENDS[1], ENDS[0]]
         assert drawn[1].view(torch.float32).tolist() == [-0.5, -2.0]
-        assert slots.ended[:2].tolist() == [1, 0]  # slot 1 may not end before position 5, and drew for 4
+        assert slots.ended[:2].tolist() == [1, 0]  # slot 1 may not end before position 5; its token is at 4
         again = backend.decode_rows(slot, slots)
         assert again.kv_len.tolist() == [4 + 1, 0]

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against a loop in float64: interpreted on the CPU, and compiled on a CUDA device."""
+"""Tests of Triton attention against a float64 loop: interpreted on the CPU, and compiled on a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tok_kernels.attention.triton.decode import decode_by_chunks
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import new_partials
 
-# The interpreter multiplies no bfloat16.
+# The interpreter cannot multiply bfloat16.
 DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
 
 
 @outside
-def test_all_of_this_holds_under_the_interpreter() -> None:
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_device() -> Iterator[None]:
-    """The interpreter takes as long for a program that finds nothing to do as a GPU for thousands."""
+    """Pretend a device of three multiprocessors under the interpreter, for which even idle programs are slow."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETING:
             patch.setattr(config, "multiprocessors", lambda _device: 3)
@@ -41,13 +41,13 @@ def small_device() -> Iterator[None]:
 
 
 def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8) -> None:
-    """As where few long sequences leave most of a GPU idle: each program gets a few keys."""
+    """Split all keys, as for few long sequences on a large GPU: each program gets `keys` keys."""
     for name in ("DECODE_SPLIT_KEYS", "TILE_SPLIT_KEYS"):
         monkeypatch.setattr(config, name, keys)
     monkeypatch.setattr(config, "multiprocessors", lambda _device: programs)
 
 
-# Each model is compiled on a GPU; the interpreter takes any.
+# Kernels are compiled for each of these on a GPU, so that there are few; the interpreter compiles nothing.
 MODELS = [
     Shape(page_size, kv_heads, group, head_dim, runs=(), prefill=(), seed=0)
     for page_size, kv_heads, group, head_dim in (
@@ -79,13 +79,13 @@ MIXED = Shape(
 
 @settings(max_examples=4 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes)
-def test_any_mixed_step_equals_the_loop_in_float64(shape: Shape, device: torch.device) -> None:
+def test_attention_of_any_mixed_step_equals_a_float64_loop(shape: Shape, device: torch.device) -> None:
     check(build(shape, device))
 
 
 @settings(max_examples=2 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, programs=st.integers(1, 4 if INTERPRETING else 20), keys=st.integers(1, 40))
-def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
+def test_split_kv_attention_of_any_mixed_step_equals_a_float64_loop(
     shape: Shape, programs: int, keys: int, device: torch.device
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_splitting_the_keys_of_a_row_among_programs_changes_nothing(
 
 @settings(max_examples=3 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, window=st.integers(1, 100), programs=st.integers(1, 4), keys=st.integers(1, 40))
-def test_a_window_hides_what_lies_before_it_from_each_query(
+def test_a_sliding_window_hides_earlier_keys_from_each_query(
     shape: Shape, window: int, programs: int, keys: int, device: torch.device
 ) -> None:
     case = without_unseen(build(shape, device), window)
@@ -105,13 +105,13 @@ def test_a_window_hides_what_lies_before_it_from_each_query(
         check(case, window=window)
 
 
-# Below a page, a block of keys and a tile of queries, about as long as a group's prefix, and beyond everything.
+# Windows below a page, of a page, about as long as a group's prefix, and beyond every sequence.
 SIZES, SPLIT = (1, 16, 40, 10_000), (True, False)
 WINDOWS = list(zip(SIZES, cycle(SPLIT), strict=False) if INTERPRETING else product(SIZES, SPLIT))
 
 
 @pytest.mark.parametrize(("window", "split"), WINDOWS)
-def test_windows_of_every_size_in_groups_decode_rows_and_prompts(
+def test_sliding_windows_of_every_size_in_cascade_decode_and_prefill(
     window: int, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
@@ -121,28 +121,30 @@ def test_windows_of_every_size_in_groups_decode_rows_and_prompts(
     check(without_unseen(flat(case), window), window=window)
 
 
-def test_a_step_with_prefix_groups_equals_the_same_step_without(device: torch.device) -> None:
+def test_cascade_attention_equals_attention_without_prefix_groups(device: torch.device) -> None:
     case = build(MIXED, device)
     check(case, attention(flat(case).q, case.cache, flat(case).batch, case.scale))
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_head_size_and_type_holds_its_tolerance(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_attention_of_every_head_dim_and_dtype_is_within_tolerance(
+    head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
     runs: Runs = ((2, ((0, (3, 18)),)),)
     small = replace(MIXED, head_dim=head_dim, runs=runs, prefill=((5, 14),), page_size=8)
     check(build(small if INTERPRETING else replace(MIXED, head_dim=head_dim), device, dtype))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 32, 128, 1024])
-def test_pages_of_every_power_of_two(page_size: int, device: torch.device) -> None:
+def test_attention_over_pages_of_every_power_of_two(page_size: int, device: torch.device) -> None:
     runs: Runs = ((min(1, 32 // page_size), ((0, (3, page_size + 1)),)),)
     prefill = ((5, max(page_size - 2, 0)),)
     shape = Shape(page_size, kv_heads=1, group=2, head_dim=16, runs=runs, prefill=prefill, seed=9)
     check(build(shape, device))
 
 
-def test_queries_may_be_a_view_of_a_fused_product(device: torch.device) -> None:
+def test_attention_takes_queries_that_are_a_view_of_fused_qkv(device: torch.device) -> None:
     case = build(replace(MIXED, runs=MIXED.runs[:1], prefill=((5, 3),)), device)
     tokens, heads, size = case.q.shape
     fused = torch.full((tokens, heads + 2, size), torch.nan, device=device)
@@ -150,14 +152,14 @@ def test_queries_may_be_a_view_of_a_fused_product(device: torch.device) -> None:
     check(replace(case, q=fused[:, :heads]))
 
 
-def test_host_bounds_may_be_loose(device: torch.device) -> None:
+def test_attention_is_exact_with_loose_host_bounds(device: torch.device) -> None:
     case = build(replace(MIXED, prefill=((5, 3), (2, 0))), device)
     levels = tuple(replace(level, max_rows=level.max_rows + 3, max_kv=level.max_kv * 2) for level in case.batch.levels)
     batch = replace(case.batch, max_q=case.batch.max_q + 5, max_kv=case.batch.max_kv * 3, levels=levels)
     check(replace(case, batch=batch))
 
 
-def test_more_groups_and_chunks_than_are_counted_at_a_time(
+def test_attention_over_more_groups_and_chunks_than_one_search_block(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen_attention, "_ITEMS", 4)
@@ -166,7 +168,9 @@ def test_more_groups_and_chunks_than_are_counted_at_a_time(
     check(build(replace(MIXED, runs=runs, prefill=prefill, head_dim=16), device))
 
 
-def test_a_suffix_without_keys_leaves_the_prefix_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_an_empty_suffix_attends_to_its_prefix_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = build(replace(MIXED, runs=((2, ((0, (16,)),)),), prefill=()), device)
     zero, kv_len = torch.zeros_like(case.batch.kv_len), case.batch.kv_len
     level = CascadeLevel(zero, zero + 1, case.batch.slots, zero, kv_len, max_rows=1, max_kv=48)
@@ -204,7 +208,7 @@ def test_tokens_without_keys_get_zeros_even_from_a_cache_of_nan(
 
 
 def padded(case: Case, rows: int, groups: int, max_kv: int) -> Case:
-    """A decode step in a launch made for `rows` rows, `groups` groups and `max_kv` keys: empty ones fill it up."""
+    """Return a decode step padded with empty rows and groups to `rows`, `groups` and `max_kv`."""
     batch = case.batch
 
     def fill(column: Tensor, size: int) -> Tensor:
@@ -239,7 +243,8 @@ def padded(case: Case, rows: int, groups: int, max_kv: int) -> Case:
     )
 
 
-# A GPU that a few rows fill, so that parts are chained; one that they leave idle; and one where tiles alone are cut.
+# A GPU that few rows fill (levels are chained), one that they leave idle (partials are merged), and one on which only
+# tiles are split.
 LAUNCHES = pytest.mark.parametrize(
     ("programs", "decode_keys", "tile_keys"),
     [(1, 64, 64), (4, 16, 16), (8, 1 << 20, 16)],
@@ -254,7 +259,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, programs: int, decode_keys: int, til
 
 
 @LAUNCHES
-def test_rows_and_groups_that_fill_a_launch_up_change_nothing_and_get_zeros(
+def test_padding_rows_and_groups_change_nothing_and_get_zeros(
     programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(monkeypatch, programs, decode_keys, tile_keys)
@@ -268,7 +273,7 @@ def test_rows_and_groups_that_fill_a_launch_up_change_nothing_and_get_zeros(
 
 
 def outer_ends(case: Case) -> Tensor:
-    """Where each row's own keys begin if only the first level is read by groups."""
+    """Return where each row's own keys begin if only the first cascade level is kept."""
     level, starts = case.batch.levels[0], torch.zeros_like(case.batch.kv_start)
     for first, count, end in zip(
         level.row_start.tolist(), level.row_count.tolist(), level.kv_end.tolist(), strict=True
@@ -279,7 +284,7 @@ def outer_ends(case: Case) -> Tensor:
 
 @LAUNCHES
 @pytest.mark.parametrize("levels", [0, 1, 2])
-def test_a_launch_of_nothing_but_padding_yields_zeros(
+def test_attention_of_a_padding_only_launch_yields_zeros(
     levels: int, programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(monkeypatch, programs, decode_keys, tile_keys)
@@ -295,7 +300,7 @@ def test_a_launch_of_nothing_but_padding_yields_zeros(
 
 
 @LAUNCHES
-def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_other(
+def test_an_ended_row_of_a_group_attends_to_the_shared_prefix_only(
     programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(monkeypatch, programs, decode_keys, tile_keys)
@@ -308,7 +313,7 @@ def test_a_row_that_has_ended_in_its_group_sees_the_shared_keys_and_disturbs_no_
     check(padded(case, 3, groups=6, max_kv=3000), expected)
 
 
-def test_one_launch_serves_rows_of_any_length_below_its_bound(
+def test_one_attention_launch_serves_rows_of_any_length_below_its_bound(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split_everything(monkeypatch, programs=3, keys=16)
@@ -322,7 +327,7 @@ def test_one_launch_serves_rows_of_any_length_below_its_bound(
         check(padded(flat(case), len(lengths), groups=1, max_kv=100_000), expected)
 
 
-def test_long_rows_get_more_of_a_launch_than_short_ones(device: torch.device) -> None:
+def test_split_kv_gives_long_rows_more_chunks_than_short_rows(device: torch.device) -> None:
     lengths = (700, 0, 64, 5000, 1)
     case = build(
         replace(MIXED, runs=((0, ((0, tuple(max(n, 1) for n in lengths)),)),), prefill=(), head_dim=16), device
@@ -334,27 +339,27 @@ def test_long_rows_get_more_of_a_launch_than_short_ones(device: torch.device) ->
     parts = new_partials(case.q, 0, chunks=25, filled=False)
     decode_by_chunks(operands, case.batch, chunks, parts)
     first, count = parts.chunks.cpu().unbind(-1)
-    # 182 blocks of 32 keys over 20 programs: 10 each, where a row holds so many, and as many in each of its chunks.
+    # 182 blocks of 32 keys over 20 programs make chunks of up to 10 blocks, split evenly within a row.
     assert count.tolist() == [3, 1, 1, 16, 1]
     assert first.tolist() == [0, 3, 4, 5, 21]
-    # The row that has ended leaves a chunk without keys.
+    # The ended row has one chunk without keys.
     assert parts.lse[:22].isfinite().all(-1).tolist() == [i != 3 for i in range(22)]
 
 
-def test_large_scores_do_not_overflow(device: torch.device) -> None:
+def test_large_attention_scores_do_not_overflow(device: torch.device) -> None:
     case = build(replace(MIXED, prefill=((5, 30),)), device)
     check(replace(case, q=case.q * 0.0 + 1.0, cache=LayerCache(case.cache.k.sign() * 50.0, case.cache.v)))
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_nan_among_the_keys_that_a_query_sees_stays_nan_and_disturbs_no_other_sequence(
+def test_a_nan_key_makes_only_the_rows_that_attend_to_it_nan(
     split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
         split_everything(monkeypatch)
     case = build(replace(MIXED, head_dim=16), device)
     expected = torch.tensor(oracle(case)[0])
-    # A row's own key, the first page of a group of two rows (7 and 8), and a chunk's last key.
+    # A key of row 1, a key in the page shared by rows 7 and 8, and the last key of the last prefill chunk.
     spoil(case, (1, int(case.batch.kv_len[1]) - 1), (8, 40), (-1, int(case.batch.kv_len[-1]) - 1))
     chunk = int(case.batch.q_start[-2])
     rest = [row for row in range(chunk) if row not in (1, 7, 8)]
@@ -364,14 +369,14 @@ def test_nan_among_the_keys_that_a_query_sees_stays_nan_and_disturbs_no_other_se
         torch.testing.assert_close(out[rest], expected[rest], rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_without_tokens_yields_no_rows(device: torch.device) -> None:
+def test_attention_of_zero_tokens_returns_no_rows(device: torch.device) -> None:
     case = build(MIXED, device)
     empty = torch.empty(0, dtype=torch.int32, device=device)
     batch = AttentionBatch(case.batch.page_table, empty, empty.new_zeros(1), empty, empty, 0, 0, 0)
     assert attention(case.q[:0], case.cache, batch, 1.0).shape == (0, 4, 64)
 
 
-def test_what_the_kernels_cannot_compute_is_refused_by_name(device: torch.device) -> None:
+def test_attention_refuses_unsupported_dtypes_and_shapes_by_name(device: torch.device) -> None:
     case = build(replace(MIXED, runs=(), prefill=((2, 0),)), device)
     three = LayerCache(*(torch.zeros((4, 3, 1, 64), device=device) for _ in range(2)))
     wide = LayerCache(*(torch.zeros((4, 4, 1, 300), device=device) for _ in range(2)))

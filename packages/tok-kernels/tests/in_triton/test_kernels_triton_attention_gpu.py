@@ -1,4 +1,4 @@
-"""The Triton attention kernels where they need a GPU's size, streams or compiler."""
+"""Tests of Triton attention that need a GPU's size, streams or compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 
 def runs_of(batch: int) -> Runs:
-    """`batch` rows in groups of 1 to 900, with prefixes of 0 to 5 pages and own tokens from 1 on."""
+    """Return `batch` rows in groups of 1 to 900, with prefixes of 0 to 5 pages and 1 to 50 tokens of their own."""
     sizes = (1, 7, 900, 64)
     runs: list[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]] = []
     while batch:
@@ -37,7 +37,7 @@ def test_decode_batches_of_every_size_equal_the_reference(batch: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1500, 6000])
-def test_one_level_of_groups_in_a_full_batch_is_exact_when_replayed(rows: int) -> None:
+def test_one_level_cascade_attention_in_a_graph_matches_the_reference(rows: int) -> None:
     runs = tuple((1 + i % 50, ((0, tuple(1 + j % 70 for j in range(rows // 100))),)) for i in range(100))
     case = build(replace(GROUPED, runs=runs), CUDA, torch.bfloat16)
     case = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1]))
@@ -46,7 +46,7 @@ def test_one_level_of_groups_in_a_full_batch_is_exact_when_replayed(rows: int) -
     with torch.cuda.graph(graph):
         out = attention(case.q, case.cache, case.batch, case.scale)
     expected = reference(case.q.float(), case.cache, case.batch, case.scale)
-    for _ in range(20):  # what starts before the kernel that it depends on has ended would differ now and then
+    for _ in range(20):  # a kernel that starts before its predecessor has ended would differ now and then
         out.fill_(torch.nan)
         graph.replay()
         assert float((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
@@ -55,7 +55,7 @@ def test_one_level_of_groups_in_a_full_batch_is_exact_when_replayed(rows: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [3, 700, 4096])
 @pytest.mark.parametrize("rows", [4, 1500])
-def test_windows_are_exact_when_a_captured_step_is_replayed_with_other_lengths(window: int, rows: int) -> None:
+def test_sliding_windows_in_a_replayed_graph_follow_new_lengths(window: int, rows: int) -> None:
     runs = tuple((40 + i, ((0, tuple(1 + 37 * j % 900 for j in range(rows // 2))),)) for i in range(2))
     case = build(replace(GROUPED, runs=runs), CUDA, torch.bfloat16)
     case = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1]))
@@ -72,7 +72,7 @@ def test_windows_are_exact_when_a_captured_step_is_replayed_with_other_lengths(w
 
 
 @pytest.mark.gpu
-def test_long_prompts_with_windows_equal_the_reference() -> None:
+def test_long_prompts_with_sliding_windows_equal_the_reference() -> None:
     case = build(replace(GROUPED, prefill=((300, 5000), (2000, 0), (1, 900))), CUDA, torch.bfloat16)
     for window in (1, 100, 4096):
         seen = without_unseen(case, window)
@@ -80,14 +80,14 @@ def test_long_prompts_with_windows_equal_the_reference() -> None:
 
 
 @pytest.mark.gpu
-def test_one_long_sequence_is_split_among_many_programs() -> None:
+def test_split_kv_attention_of_one_long_sequence_equals_the_reference() -> None:
     case = build(replace(GROUPED, runs=((3, ((0, (1500,)),)),), prefill=((7, 1500),)), CUDA, torch.bfloat16)
     check(case, reference(case.q.float(), case.cache, case.batch, case.scale))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_step_on_a_cuda_device_never_waits_for_it() -> None:
+def test_attention_never_synchronizes_with_the_device() -> None:
     case = build(replace(GROUPED, runs=runs_of(40), prefill=((70, 20),)), CUDA, torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -97,7 +97,7 @@ def test_a_step_on_a_cuda_device_never_waits_for_it() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_is_replayed_with_other_lengths_groups_and_pages() -> None:
+def test_a_captured_graph_replays_with_new_lengths_groups_and_pages() -> None:
     first, other = (
         build(replace(GROUPED, runs=runs, prefill=prefill), CUDA, torch.bfloat16)
         for runs, prefill in (
@@ -129,8 +129,8 @@ def test_a_captured_step_is_replayed_with_other_lengths_groups_and_pages() -> No
 
 
 @pytest.mark.gpu
-def test_steps_of_other_sizes_compile_nothing_anew() -> None:
-    knobs = importlib.import_module("triton").knobs  # that package has no types
+def test_attention_does_not_recompile_for_other_batch_sizes() -> None:
+    knobs = importlib.import_module("triton").knobs  # Triton has no type stubs
 
     def step(batch: int, prefill: tuple[tuple[int, int], ...]) -> None:
         shape = replace(GROUPED, head_dim=48, runs=runs_of(batch), prefill=prefill)
@@ -142,9 +142,9 @@ def test_steps_of_other_sizes_compile_nothing_anew() -> None:
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
     try:
-        step(1, ((3, 300),))  # few rows: keys are split, and parts joined
-        step(1100, ())  # many: parts are chained
-        assert compiled  # this head size is no other test's
+        step(1, ((3, 300),))  # few rows: split-KV attention, whose partials are merged
+        step(1100, ())  # many rows: levels are chained
+        assert compiled  # no other test has this head size
         compiled.clear()
         for batch, prefill in ((16, ((1, 0),)), (0, ((16, 16),) * 16), (600, ()), (1500, ((400, 0),)), (1, ())):
             step(batch, prefill)

@@ -1,4 +1,4 @@
-"""Triton's filters and masks: what the reference keeps and draws, by every way that a row can take through them."""
+"""Tests of Triton filters and masks against the reference, on every code path that a row can take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 
 def batch_of(filters: Filters, temperature: float = 1.0, seed: int = 0) -> SamplingBatch:
-    """Every row asks."""
+    """Return a batch in which every row has filters."""
     count = filters.rows
     heat = torch.full((len(count),), temperature, device=count.device)
     return SamplingBatch(heat, count * 7919 + seed, count % 5, count.clone(), filters=filters)
@@ -59,7 +59,7 @@ WAYS = [(3, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (30, 0.7, 0
     if INTERPRETING
     else [(torch.float32, 2048), (torch.float32, 0), (torch.bfloat16, 2048), (torch.float16, 0)],
 )
-def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
+def test_every_filter_code_path_samples_the_token_of_the_reference(
     dtype: torch.dtype, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_filters, "MAX_COLLECTED_ENTRIES", few)
@@ -75,8 +75,8 @@ def test_every_way_through_the_filters_ends_at_the_token_of_the_reference(
     assert torch.equal(sample(logits, batch).token, reference.sample(logits, batch).token)
 
 
-def test_of_equals_at_the_border_the_lower_ids_stay(device: torch.device) -> None:
-    """1 024 likelier entries have half of the mass: of 2 000 equal ones in two blocks, top-p 0.6 keeps 400."""
+def test_top_p_keeps_lower_ids_among_equal_logits_at_the_threshold(device: torch.device) -> None:
+    """The 1 024 largest entries hold half of the mass, so that top-p 0.6 keeps 400 of the 2 000 equal ones."""
     rows = 4 if INTERPRETING else 2000
     logits = torch.full((rows, 3100), -INF, device=device)
     logits[:, :1024] = 1.0
@@ -94,7 +94,7 @@ def test_of_equals_at_the_border_the_lower_ids_stay(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("content", ["masked", "around zero", "far apart", "greedy", "hot", "none"])
-def test_unusual_rows_end_at_the_token_of_the_reference(content: str, device: torch.device) -> None:
+def test_filters_on_extreme_logits_sample_the_token_of_the_reference(content: str, device: torch.device) -> None:
     rows = 6 if INTERPRETING else 300
     logits, temperature = logits_of(rows, 1500, device), 1.0
     match content:
@@ -126,7 +126,7 @@ def test_unusual_rows_end_at_the_token_of_the_reference(content: str, device: to
 
 
 @pytest.mark.parametrize("content", [torch.nan, INF])
-def test_rows_that_are_no_distribution_end_and_spoil_no_other(content: float, device: torch.device) -> None:
+def test_filtered_rows_with_nan_or_infinity_do_not_affect_other_rows(content: float, device: torch.device) -> None:
     logits = logits_of(6, 1300, device)
     batch = batch_of(filters_of(6, device, top_k=9, top_p=0.5, min_p=0.1))
     healthy = sample(logits, batch)
@@ -141,7 +141,7 @@ def test_rows_that_are_no_distribution_end_and_spoil_no_other(content: float, de
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [31, 64, 4100, 8191])
-def test_masks_forbid_what_they_forbid_by_the_reference(
+def test_masks_forbid_the_same_tokens_as_the_reference(
     vocabulary: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     source = torch.Generator(device).manual_seed(vocabulary)
@@ -149,7 +149,7 @@ def test_masks_forbid_what_they_forbid_by_the_reference(
     words = torch.randint(-(2**31), 2**31, (4, width), generator=source, device=device, dtype=torch.int32)
     words[1], words[2], words[3, : width // 2] = 0, -1, 0
     rows, which = torch.tensor([0, 2, 3, 5], device=device), torch.tensor([3, 1, 0, 2], device=device)
-    logits = logits_of(7, vocabulary + 9, device).to(dtype)[:, 4:-5]  # a view: what lies beside it stays
+    logits = logits_of(7, vocabulary + 9, device).to(dtype)[:, 4:-5]  # a view: the columns beside it must not change
     expected = logits.clone()
     around = logits._base
     assert around is not None
@@ -168,7 +168,7 @@ def test_masks_forbid_what_they_forbid_by_the_reference(
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_whole_vocabularies_hardly_a_token_differs_from_the_reference(dtype: torch.dtype, spread: float) -> None:
+def test_filters_over_whole_vocabularies_hardly_differ_from_the_reference(dtype: torch.dtype, spread: float) -> None:
     rows = 2000
     logits = logits_of(rows, 128_256, CUDA, spread).to(dtype)
     every = torch.arange(rows, device=CUDA)
@@ -178,7 +178,7 @@ def test_of_whole_vocabularies_hardly_a_token_differs_from_the_reference(dtype: 
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_narrows_what_the_buffers_then_hold() -> None:
+def test_a_captured_graph_filters_updated_buffers() -> None:
     logits = logits_of(40, 5000, CUDA).bfloat16()
     batch = batch_of(filters_of(40, CUDA, top_k=50, top_p=0.8, min_p=0.01))
     sample(logits, batch)
@@ -196,7 +196,7 @@ def test_a_captured_graph_narrows_what_the_buffers_then_hold() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_filters_and_masks_never_wait_for_the_device_nor_compile_anew_for_other_rows() -> None:
+def test_filters_and_masks_neither_synchronize_nor_recompile() -> None:
     words = torch.full((3, 40), 0x0F0F0F0F, dtype=torch.int32, device=CUDA)
     cases = []
     for rows in (8, 7, 64, 33):
@@ -215,6 +215,6 @@ def test_filters_and_masks_never_wait_for_the_device_nor_compile_anew_for_other_
 
 
 def _variants(kernel: object) -> int:
-    """How many times the kernel has been compiled."""
+    """Return how many times the kernel has been compiled."""
     caches: dict[int, tuple[dict[str, object], ...]] = kernel.device_caches  # type: ignore[attr-defined]
     return sum(len(cache[0]) for cache in caches.values())

@@ -1,4 +1,4 @@
-"""Triton's norms, rotary embedding, activation and cache writes against the reference on ragged sizes and views."""
+"""Tests of Triton norms, RoPE, activation and KV-cache writes against the reference, on ragged sizes and views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
 
-# The interpreter cuts float32 off to bfloat16 instead of rounding it.
+# The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
 
 
@@ -25,21 +25,21 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 
 def assert_near(result: Tensor, expected: Tensor) -> None:
-    """Apart by no more than float32 arithmetic in another order and one rounding to the dtype explain."""
+    """Check a difference of at most a reordered float32 sum and one rounding to the dtype."""
     assert result.dtype == expected.dtype
     step = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(result.double(), expected.double(), rtol=max(step, 1e-6), atol=2e-6)
 
 
 def fused(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """A product of all three and its views as queries, keys and values."""
+    """Return a fused QKV output and its views as queries, keys and values."""
     product = noise(tokens, (heads + 2 * kv_heads) * size, dtype=dtype, device=device)
     rows = product.view(tokens, heads + 2 * kv_heads, size)
     return [product, rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]]
 
 
 def poisoned_cache(pages: int, page: int, kv_heads: int, size: int, like: Tensor) -> tuple[Tensor, LayerCache]:
-    """The second of two layers, and both layers' memory."""
+    """Return the memory of two layers, filled with NaN, and the cache of the second layer."""
     memory = torch.full((2, 2, pages, page, kv_heads, size), torch.nan, dtype=like.dtype, device=like.device)
     return memory, LayerCache(memory[1, 0], memory[1, 1])
 
@@ -51,27 +51,27 @@ def test_rms_norm_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtyp
     assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
-def test_a_norm_gives_the_dtype_that_is_wanted(device: torch.device) -> None:
+def test_rms_norm_returns_the_requested_dtype(device: torch.device) -> None:
     x, weight = (noise(*size, dtype=torch.bfloat16, device=device) for size in ((5, 64), (64,)))
     expected = reference.rms_norm(x.float(), weight, 1e-5).half()
     for norm in (rms_norm, reference.rms_norm):
         assert_near(norm(x, weight, 1e-5, torch.float16), expected)
 
 
-def test_rms_norm_of_large_and_tiny_rows_neither_overflows_nor_vanishes(device: torch.device) -> None:
+def test_rms_norm_of_huge_and_tiny_rows_does_not_overflow_or_underflow(device: torch.device) -> None:
     x = noise(2, 64, dtype=torch.float32, device=device) * torch.tensor([[1e15], [1e-15]], device=device)
     weight = torch.ones(64, dtype=torch.bfloat16, device=device)
     assert_near(rms_norm(x, weight, 1e-38), reference.rms_norm(x, weight, 1e-38))
 
 
-def test_norms_take_views_of_wider_rows(device: torch.device) -> None:
+def test_rms_norm_takes_strided_rows(device: torch.device) -> None:
     wide = noise(6, 100, dtype=torch.float16, device=device)
     x, weight = wide[:, :40], wide[0, 20:60].clone()
     assert_near(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     assert_near(rms_norm(wide.T[:40], wide[0, :6].clone(), 1e-6), reference.rms_norm(wide.T[:40], wide[0, :6], 1e-6))
 
 
-def test_a_norm_refuses_weights_of_another_size(device: torch.device) -> None:
+def test_rms_norm_refuses_weights_of_another_size(device: torch.device) -> None:
     x = noise(4, 32, dtype=torch.float32, device=device)
     with pytest.raises(ValueError, match=r"weight has shape \(16,\); allowed: \(32,\)"):
         rms_norm(x, x[0, :16], 1e-5)
@@ -79,7 +79,7 @@ def test_a_norm_refuses_weights_of_another_size(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
-def test_rope_equals_the_reference_and_leaves_its_inputs(
+def test_rope_equals_the_reference_and_does_not_modify_its_inputs(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     product, q, k, _ = fused(5, heads, kv_heads, size, dtype, device)
@@ -92,7 +92,7 @@ def test_rope_equals_the_reference_and_leaves_its_inputs(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
-def test_rope_and_write_kv_is_both_and_touches_nothing_else(
+def test_rope_and_write_kv_equals_rope_followed_by_write_kv(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     product, q, k, v = fused(3, heads, kv_heads, size, dtype, device)
@@ -111,7 +111,7 @@ def test_rope_and_write_kv_is_both_and_touches_nothing_else(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
-def test_rope_and_write_kv_with_a_norm_is_the_norm_ahead_of_both(
+def test_rope_and_write_kv_applies_the_qk_norm_before_rope(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     _, q, k, v = fused(3, heads, kv_heads, size, dtype, device)
@@ -123,14 +123,14 @@ def test_rope_and_write_kv_with_a_norm_is_the_norm_ahead_of_both(
     index = torch.tensor([19, 0, 6], device=device)
     turned_q = reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, expected, index, norm)
     rope_and_write_kv(q, k, v, position, table, cache, index, norm)
-    # The norm's last bit may differ, and be turned into an entry that is smaller.
+    # The norm's last bit may differ, and RoPE mixes it into smaller entries.
     step = max(torch.finfo(dtype).eps, 1e-6) * 8
     torch.testing.assert_close(q, turned_q, rtol=step, atol=step)
     torch.testing.assert_close(cache.k, expected.k, rtol=step, atol=step, equal_nan=True)
     torch.testing.assert_close(cache.v, expected.v, rtol=0, atol=0, equal_nan=True)
 
 
-def test_norm_weights_of_another_length_are_refused(device: torch.device) -> None:
+def test_rope_and_write_kv_refuses_qk_norms_of_another_size(device: torch.device) -> None:
     _, q, k, v = fused(3, 2, 2, 32, torch.float32, device)
     _, cache = poisoned_cache(1, 4, 2, 32, like=q)
     table, index = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
@@ -150,7 +150,7 @@ def test_rope_and_write_kv_converts_to_the_dtype_of_the_cache(device: torch.devi
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_from_float32_queries_keys_and_values_are_rounded_once(norm: bool, device: torch.device) -> None:
+def test_rope_and_write_kv_rounds_float32_inputs_once(norm: bool, device: torch.device) -> None:
     product, q, k, v = fused(3, 6, 2, 32, torch.float32, device)
     weights = QKNorm(noise(32, dtype=torch.float16, device=device), q[0, 0].half(), 1e-6) if norm else None
     memory, cache = poisoned_cache(2, 4, 2, 32, like=q.half())
@@ -171,7 +171,7 @@ def test_from_float32_queries_keys_and_values_are_rounded_once(norm: bool, devic
     assert memory[0].isnan().all()
 
 
-def test_queries_are_turned_in_place_into_a_dtype_that_has_room_for_more(device: torch.device) -> None:
+def test_rope_writes_bfloat16_over_float16_queries_in_place(device: torch.device) -> None:
     product, q, k, v = fused(3, 6, 2, 32, torch.float16, device)
     product.mul_(30_000.0).clamp_(-60_000.0, 60_000.0)
     memory, cache = poisoned_cache(2, 4, 2, 32, like=q.bfloat16())
@@ -187,11 +187,11 @@ def test_queries_are_turned_in_place_into_a_dtype_that_has_room_for_more(device:
     assert (found.data_ptr(), found.dtype) == (q.data_ptr(), torch.bfloat16)
     assert torch.equal(product[:, 6 * 32 :], rest)
     for ours, theirs in ((found, turned), (cache.k, expected.k), (cache.v, expected.v)):
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6, equal_nan=True)  # it may be cut, not rounded
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6, equal_nan=True)  # the interpreter truncates
     assert memory[0].isnan().all()
 
 
-def test_queries_that_cannot_be_turned_in_place_are_refused(device: torch.device) -> None:
+def test_rope_and_write_kv_refuses_queries_with_a_strided_last_axis(device: torch.device) -> None:
     _, _, k, v = fused(3, 2, 2, 32, torch.float32, device)
     _, cache = poisoned_cache(1, 4, 2, 32, like=k)
     table, index = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
@@ -200,9 +200,7 @@ def test_queries_that_cannot_be_turned_in_place_are_refused(device: torch.device
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_stores_each_token_in_its_place_and_touches_nothing_else(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_write_kv_writes_only_the_given_cache_rows(dtype: torch.dtype, device: torch.device) -> None:
     _, _, k, v = fused(3, 1, 3, 24, torch.float32, device)
     memory, cache = poisoned_cache(5, 4, 3, 24, like=k.to(dtype))
     expected, index = memory.clone(), torch.tensor([19, 0, 6], device=device)
@@ -211,7 +209,7 @@ def test_write_kv_stores_each_token_in_its_place_and_touches_nothing_else(
     torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_write_kv_refuses_a_cache_whose_rows_do_not_lie_evenly(device: torch.device) -> None:
+def test_write_kv_refuses_a_cache_without_a_uniform_row_stride(device: torch.device) -> None:
     uneven = torch.zeros((5, 6, 3, 16), device=device)[:, :4]
     row, index = torch.zeros((1, 3, 16), device=device), torch.tensor([0], device=device)
     with pytest.raises(RuntimeError, match="view"):
@@ -225,8 +223,8 @@ def test_silu_and_mul_equals_the_reference(shape: tuple[int, ...], dtype: torch.
     assert_near(silu_and_mul(x), reference.silu_and_mul(x))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter's
-def test_silu_and_mul_holds_at_the_ends_of_the_range(device: torch.device) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of the interpreter's NumPy
+def test_silu_and_mul_of_extreme_values_equals_the_reference(device: torch.device) -> None:
     gate = torch.tensor([[-1e38, -200.0, -88.0, 0.0, 88.0, 1e38]], device=device)
     x = torch.cat((gate, torch.ones_like(gate)), dim=-1)
     torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), rtol=1e-6, atol=1e-35)
@@ -237,7 +235,7 @@ def test_silu_and_mul_refuses_an_odd_width(device: torch.device) -> None:
         silu_and_mul(torch.zeros((2, 7), device=device))
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_layer_kernels_of_zero_tokens_write_nothing(device: torch.device) -> None:
     _, q, k, v = fused(0, 2, 1, 32, torch.float32, device)
     memory, cache = poisoned_cache(1, 4, 1, 32, like=q)
     table, none = rope_table(32, 10, 10000.0).to(device), torch.empty(0, dtype=torch.int64, device=device)
@@ -249,7 +247,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_of_thousands_of_tokens_equals_the_reference() -> None:
+def test_layer_kernels_over_thousands_of_tokens_equal_the_reference() -> None:
     device, dtype, tokens = torch.device("cuda"), torch.bfloat16, 8192
     x, weight = noise(tokens, 2048, dtype=dtype, device=device), noise(2048, dtype=dtype, device=device)
     assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))

@@ -1,4 +1,4 @@
-"""Triton's penalties: what the reference makes of logits, whatever contexts hold and however long they are."""
+"""Tests of Triton penalties against the reference, over contexts of any content and length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tok_kernels.sampling.triton.penalties import BLOCK, penalise
 INF = torch.inf
 CUDA = torch.device("cuda")
 VOCABULARY = 700
-# Of prompts and of what was generated: none, one, less than a block, exactly one, several, and either alone.
+# (prompt tokens, generated tokens): none, one, less than a block, exactly one block, several, and either alone.
 LENGTHS = [
     (0, 0),
     (1, 0),
@@ -56,7 +56,7 @@ def penalties_of(
     page_size: int = 4,
     more: int = 0,
 ) -> Penalties:
-    """Rows whose prompts and outputs hold any of the first `tokens` of the vocabulary, many of them several times."""
+    """Return penalties of rows whose random contexts repeat many of the first `tokens` ids of the vocabulary."""
     source = np.random.default_rng(len(lengths))
     prompts, generated = ([source.integers(0, tokens, one[i]).tolist() for one in lengths] for i in range(2))
     contexts = contexts_of(prompts, generated, device, page_size=page_size, more=more)
@@ -68,12 +68,14 @@ def assert_as_in_the_reference(logits: Tensor, penalties: Penalties) -> None:
     expected, rows = logits.clone(), penalties.rows
     apply_penalties(expected, penalties)
     penalise(logits, penalties, torch.arange(len(rows), device=rows.device))
-    # Frequencies are subtracted one by one: each of up to a thousand times rounds once.
+    # The kernel subtracts a frequency penalty once per occurrence, up to a thousand times, and rounds each time.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_each_penalty_alone_and_all_together(asked: tuple[float, float, float], device: torch.device) -> None:
+def test_each_penalty_alone_and_combined_equals_the_reference(
+    asked: tuple[float, float, float], device: torch.device
+) -> None:
     logits = logits_of(len(LENGTHS), device)
     kept = logits.clone()
     assert_as_in_the_reference(logits, penalties_of(LENGTHS, [asked] * len(LENGTHS), device))
@@ -82,7 +84,7 @@ def test_each_penalty_alone_and_all_together(asked: tuple[float, float, float], 
 
 
 @pytest.mark.parametrize(("tokens", "page_size", "more"), [(1, 16, 0), (33, 1, 1), (VOCABULARY, 64, 3 * BLOCK)])
-def test_rows_with_different_penalties_share_a_launch(
+def test_rows_with_different_penalties_in_one_launch_equal_the_reference(
     tokens: int, page_size: int, more: int, device: torch.device
 ) -> None:
     lengths = LENGTHS[3:]
@@ -90,14 +92,16 @@ def test_rows_with_different_penalties_share_a_launch(
     assert_as_in_the_reference(logits_of(len(lengths), device), penalties)
 
 
-def test_a_program_may_take_several_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_of_several_blocks_per_program_equal_the_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths, asked = [(2 * BLOCK, 3 * BLOCK + 7), (100, 4 * BLOCK)], [(0.5, 0.25, 1.5)] * 2
     for programs in (1, 4):
         monkeypatch.setattr(triton_penalties, "_PROGRAMS", programs)
         assert_as_in_the_reference(logits_of(2, device), penalties_of(lengths, asked, device))
 
 
-def test_only_rows_that_ask_are_changed_and_each_by_its_own_entry(device: torch.device) -> None:
+def test_penalties_change_only_the_rows_that_request_them(device: torch.device) -> None:
     penalties = penalties_of([(30, 20), (10, 90)], [(0.5, 0.25, 1.5), (0.0, 0.0, 2.0)], device)
     raw = logits_of(4, device)
     logits, expected = raw.clone(), raw.clone()
@@ -107,7 +111,7 @@ def test_only_rows_that_ask_are_changed_and_each_by_its_own_entry(device: torch.
     assert torch.equal(logits[1:3], raw[1:3])
 
 
-def test_forbidden_tokens_stay_forbidden(device: torch.device) -> None:
+def test_penalties_keep_tokens_at_minus_infinity(device: torch.device) -> None:
     penalties = penalties_of([(300, 300)], [(-2.0, -2.0, 0.5)], device, tokens=50)
     logits = logits_of(1, device)
     logits[:, :50:2] = -INF
@@ -115,7 +119,7 @@ def test_forbidden_tokens_stay_forbidden(device: torch.device) -> None:
     assert (logits[:, :50:2] == -INF).all()
 
 
-def test_no_rows_and_contexts_without_tokens_change_nothing(device: torch.device) -> None:
+def test_penalties_of_empty_batches_and_contexts_change_nothing(device: torch.device) -> None:
     penalise(logits_of(0, device), penalties_of([], [], device), torch.zeros(0, dtype=torch.int64, device=device))
     logits, penalties = logits_of(2, device), penalties_of([(0, 0), (0, 0)], [(1.0, 1.0, 2.0)] * 2, device)
     assert penalties.contexts.max_len == 0
@@ -125,7 +129,7 @@ def test_no_rows_and_contexts_without_tokens_change_nothing(device: torch.device
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETING, reason="of a device")
-def test_the_same_logits_come_of_the_same_contexts_every_time() -> None:
+def test_penalties_are_deterministic() -> None:
     rows, lengths = 200, [(1000, 3000)] * 200
     penalties = penalties_of(lengths, [(0.3, 0.1, 1.1)] * rows, CUDA, tokens=500, page_size=16)
     found = []

@@ -1,4 +1,4 @@
-"""Triton's sampling: the reference's tokens where rounding does not decide, and its log-probabilities."""
+"""Tests of Triton sampling against the reference: equal tokens unless rounding decides, equal log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tok_kernels.sampling.triton.sampling import sample
 INF = torch.inf
 CUDA = torch.device("cuda")
 
-# What a GPU does silently, the interpreter's arrays report: exponents beyond the range, and rows of NaN.
+# The interpreter's NumPy arrays warn of overflowing exponents and rows of NaN; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
 
 
@@ -31,7 +31,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 
 def batch_of(rows: int, temperature: float, device: torch.device, seed: int = 0) -> SamplingBatch:
-    """Rows apart by all parts of their keys."""
+    """Return a batch whose rows differ in seed, sample and position."""
     count = torch.arange(rows, device=device)
     return SamplingBatch(torch.full((rows,), temperature, device=device), count * 7919 + seed, count % 5, count)
 
@@ -46,7 +46,7 @@ def logits_of(rows: int, vocabulary: int, device: torch.device, spread: float = 
 
 
 def assert_in_its_place(logits: Tensor, batch: SamplingBatch, token: Tensor, slack: float = 1e-6) -> None:
-    """Each token's stretch of the exact cumulative distribution holds the row's uniform number."""
+    """Check that each token's interval of the exact CDF holds the row's uniform number."""
     weight = (logits.double() / batch.temperature.double().unsqueeze(-1)).softmax(-1)
     high = weight.cumsum(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
     own = weight.gather(-1, token.unsqueeze(-1)).squeeze(-1)
@@ -73,7 +73,7 @@ def assert_same(result: Sampled, expected: Sampled) -> None:
     ("rows", "vocabulary", "temperature"),
     [(1, 1, 1.0), (20, 2, 1.0), (10, 1023, 0.6), (10, 1024, 1.0), (10, 1025, 0.6), (20, 5000, 1.7)],
 )
-def test_tokens_are_those_of_the_reference(
+def test_sampled_tokens_equal_the_reference(
     rows: int, vocabulary: int, temperature: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     logits, batch = logits_of(rows, vocabulary, device).to(dtype), batch_of(rows, temperature, device)
@@ -85,13 +85,13 @@ def test_tokens_are_those_of_the_reference(
     assert torch.equal(logits, kept)
 
 
-def test_many_rows_over_several_blocks(device: torch.device) -> None:
+def test_sampling_over_several_vocabulary_blocks_equals_the_reference(device: torch.device) -> None:
     rows = 24 if INTERPRETING else 300
     logits, batch = logits_of(rows, 2500, device).bfloat16(), batch_of(rows, 0.4, device)
     assert_same(sample(logits, batch), reference.sample(logits, batch))
 
 
-def test_greedy_and_drawn_rows_share_a_batch_and_the_first_of_equals_is_taken(device: torch.device) -> None:
+def test_greedy_rows_beside_sampled_rows_take_the_first_of_equal_logits(device: torch.device) -> None:
     logits = logits_of(24, 2100, device).bfloat16()
     logits[::3, 1500:1503] = logits[::3, 600:601] = 80.0
     batch = batch_of(24, 0.7, device)
@@ -110,7 +110,7 @@ def test_a_tiny_temperature_acts_as_greedy(temperature: float, device: torch.dev
     assert torch.equal(sample(logits, batch_of(12, temperature, device)).token, logits.argmax(-1))
 
 
-def test_a_huge_temperature_draws_every_possible_token(device: torch.device) -> None:
+def test_a_huge_temperature_samples_every_allowed_token(device: torch.device) -> None:
     logits = logits_of(60, 4, device, spread=50.0)
     logits[:, 2] = -INF
     counts = sample(logits, batch_of(60, 3e38, device)).token.bincount(minlength=4).tolist()
@@ -118,16 +118,16 @@ def test_a_huge_temperature_draws_every_possible_token(device: torch.device) -> 
     assert min(counts) > 10
 
 
-def test_forbidden_tokens_are_never_drawn(device: torch.device) -> None:
+def test_tokens_at_minus_infinity_are_never_sampled(device: torch.device) -> None:
     rows = 16 if INTERPRETING else 40
     logits = torch.full((rows, 4500), -INF, device=device, dtype=torch.bfloat16)
-    logits[:, 1030:4000:1000] = 0.0  # blocks with one token, with none, and the last entry but many
+    logits[:, 1030:4000:1000] = 0.0  # few tokens in some vocabulary blocks and none in others
     result = sample(logits, batch_of(rows, 0.5, device))
     assert sorted(set(result.token.tolist())) == [1030, 2030, 3030]
     assert_logprobs(logits, result)
 
 
-def test_mass_far_below_the_peak_is_neither_lost_nor_hit(device: torch.device) -> None:
+def test_tokens_far_below_the_largest_logit_are_never_sampled(device: torch.device) -> None:
     logits = torch.full((10, 3000), -1e30, device=device)
     logits[:, 2048:] = -200.0
     logits[:, 2999] = 100.0
@@ -138,7 +138,7 @@ def test_mass_far_below_the_peak_is_neither_lost_nor_hit(device: torch.device) -
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("content", [-INF, torch.nan, INF])
-def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
+def test_a_row_of_nan_or_infinity_still_yields_a_valid_token_id(
     content: float, temperature: float, device: torch.device
 ) -> None:
     logits, batch = logits_of(3, 1300, device), replace(batch_of(3, temperature, device), top_logprobs=2)
@@ -153,7 +153,7 @@ def test_a_row_that_is_no_distribution_still_yields_a_token_of_the_vocabulary(
         assert result.logprob[1].item() == -INF
 
 
-def test_one_entry_that_is_no_number_shows_in_the_log_probability_of_its_row_alone(device: torch.device) -> None:
+def test_a_nan_or_infinite_logit_spoils_the_logprob_of_its_row_only(device: torch.device) -> None:
     every, bad = list(edited_batches(12, 1300, device)), rows_of(device, 1, 3, 8, 10)
     good = torch.ones(12, dtype=torch.bool, device=device).index_fill_(0, bad, False)
     for batch in every[3 : 4 if INTERPRETING else 5]:
@@ -168,7 +168,7 @@ def test_one_entry_that_is_no_number_shows_in_the_log_probability_of_its_row_alo
         assert torch.equal(result.logprob[good], healthy.logprob[good])
 
 
-def test_a_row_gets_the_same_token_alone_and_in_any_batch(device: torch.device) -> None:
+def test_sampled_tokens_do_not_depend_on_the_rest_of_the_batch(device: torch.device) -> None:
     logits, batch = logits_of(16, 1400, device).bfloat16(), batch_of(16, 0.8, device)
     together = sample(logits, batch)
     for rows in ([3], [15, 0, 7]):
@@ -178,7 +178,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(device: torch.device) 
         assert torch.equal(part.logprob, together.logprob[index])
 
 
-def test_rows_may_be_a_view(device: torch.device) -> None:
+def test_sampling_accepts_strided_logits(device: torch.device) -> None:
     wide = logits_of(6, 2100, device)
     batch = batch_of(6, 1.0, device)
     assert_same(sample(wide[:, 30:1500], batch), reference.sample(wide[:, 30:1500], batch))
@@ -187,7 +187,7 @@ def test_rows_may_be_a_view(device: torch.device) -> None:
     assert_same(sample(wide[:, :6].T, batch), reference.sample(wide[:, :6].T, batch))
 
 
-def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device: torch.device) -> None:
+def test_top_logprobs_are_sorted_with_ties_by_lowest_id(device: torch.device) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -INF]], device=device)
     result = sample(logits, replace(batch_of(1, 0.0, device), top_logprobs=5))
     assert result.top_token.tolist() == [[1, 3, 2, 0, 4]]
@@ -196,7 +196,7 @@ def test_top_logprobs_come_largest_first_and_lower_ids_first_among_equals(device
         sample(logits, replace(batch_of(1, 0.0, device), top_logprobs=6))
 
 
-def test_only_rows_that_ask_get_top_logprobs(device: torch.device) -> None:
+def test_only_rows_that_request_top_logprobs_get_them(device: torch.device) -> None:
     logits, batch = logits_of(5, 300, device), replace(batch_of(5, 1.0, device), top_logprobs=2)
     for asking in ([3, 0], []):
         some = replace(batch, top_rows=torch.tensor(asking, dtype=torch.int64, device=device))
@@ -225,7 +225,7 @@ def penalties_of(rows: Tensor, vocabulary: int) -> Penalties:
 
 
 def bias_of(rows: Tensor, vocabulary: int) -> LogitBias:
-    """Three a row, two of them of one token, and one that forbids."""
+    """Return three biases a row: two of the same token, and one of -inf."""
     token = torch.stack((rows * 3, rows * 3, rows * 5 + 1), dim=-1) % vocabulary
     value = torch.tensor([4.0, 3.5, -INF], device=rows.device).repeat(len(rows))
     return LogitBias(rows.repeat_interleave(3), token.flatten(), value)
@@ -253,7 +253,7 @@ def edited_batches(rows: int, vocabulary: int, device: torch.device) -> Iterator
 @pytest.mark.parametrize(
     ("dtype", "at_a_time"), [(torch.bfloat16, 5)] if INTERPRETING else [(torch.bfloat16, 5), (torch.float32, 1000)]
 )
-def test_edited_rows_are_drawn_as_in_the_reference(
+def test_rows_with_penalties_bias_or_filters_equal_the_reference(
     dtype: torch.dtype, at_a_time: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = 1100
@@ -266,7 +266,9 @@ def test_edited_rows_are_drawn_as_in_the_reference(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_no_token_left_takes_its_largest_raw_logit(temperature: float, device: torch.device) -> None:
+def test_a_row_whose_bias_forbids_all_tokens_takes_the_largest_raw_logit(
+    temperature: float, device: torch.device
+) -> None:
     logits, everything = logits_of(4, 300, device), torch.arange(300, device=device)
     bias = LogitBias(torch.full_like(everything, 2), everything, torch.full((300,), -INF, device=device))
     for filters in (None, filters_of(torch.arange(4, device=device))):
@@ -280,7 +282,7 @@ def test_a_row_with_no_token_left_takes_its_largest_raw_logit(temperature: float
 
 
 @pytest.mark.parametrize("temperature", [0.5] if INTERPRETING else [1.0, 0.5])
-def test_drawn_tokens_occur_as_often_as_the_distribution_says(temperature: float, device: torch.device) -> None:
+def test_sampled_token_frequencies_match_the_softmax(temperature: float, device: torch.device) -> None:
     rows = 100 if INTERPRETING else 20_000
     logits = torch.full((2050,), -INF, device=device)
     logits[40::90] = logits_of(1, 23, device, spread=1.0)[0]
@@ -314,7 +316,7 @@ def test_at_most_one_token_in_ten_thousand_differs_from_the_reference(dtype: tor
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "vocabulary"), [(8192, 128_256), (300, 151_936), (5, 262_144), (64, 50_257)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_whole_vocabularies(rows: int, vocabulary: int, temperature: float) -> None:
+def test_sampling_whole_vocabularies_follows_the_exact_softmax(rows: int, vocabulary: int, temperature: float) -> None:
     logits = torch.empty((rows, vocabulary), dtype=torch.bfloat16, device=CUDA).normal_(std=2.0)
     batch = batch_of(rows, temperature, CUDA)
     result = sample(logits, batch)
@@ -329,7 +331,7 @@ def test_whole_vocabularies(rows: int, vocabulary: int, temperature: float) -> N
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_sampling_never_waits_for_the_device() -> None:
+def test_sampling_never_synchronizes_with_the_device() -> None:
     logits = logits_of(12, 1100, CUDA)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -340,7 +342,7 @@ def test_sampling_never_waits_for_the_device() -> None:
 
 
 def edited_batches_ready(rows: int, vocabulary: int) -> list[SamplingBatch]:
-    """Built, copies to the device included, before waiting is forbidden."""
+    """Return the edited batches, built and copied to the device while synchronizing is allowed."""
     torch.cuda.set_sync_debug_mode("default")
     batches = list(edited_batches(rows, vocabulary, CUDA))
     torch.cuda.set_sync_debug_mode("error")
@@ -348,7 +350,7 @@ def edited_batches_ready(rows: int, vocabulary: int) -> list[SamplingBatch]:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_from_what_the_buffers_then_hold() -> None:
+def test_a_captured_graph_samples_from_updated_buffers() -> None:
     logits, batch = logits_of(40, 5000, CUDA).bfloat16(), batch_of(40, 0.7, CUDA)
     sample(logits, batch)
     graph = torch.cuda.CUDAGraph()

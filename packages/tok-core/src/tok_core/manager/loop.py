@@ -88,7 +88,9 @@ class Manager:
         load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
         self.grammars = GrammarManager(self.table, workers or LocalWorkers(load), info.vocab_size, clock)
         parts = info, self.table, self.paging, self.lengths, self.stops, self.grammars
-        self.scheduler = Scheduler(*parts, groups=config.prefix_groups, stages=config.pp, clock=clock)
+        self.scheduler = Scheduler(
+            *parts, groups=config.prefix_groups, admission=config.admission, stages=config.pp, clock=clock
+        )
         self.output_processor = OutputProcessor(self.table, self.scheduler, self.stops, self.lengths)
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self._cancelled: set[int] = set()  # cancelled requests whose samples may still be in the queue

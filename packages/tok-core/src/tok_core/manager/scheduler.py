@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from tok_core.manager.admission import Admission, Admitter, FairShares, LengthModel, SequenceStarter
+from tok_core.config import AdmissionName
+from tok_core.manager.admission import Admitter, FairShares, LengthModel, SequenceStarter, make_admission
 from tok_core.manager.batch import BatchBuilder, Changes, DeferredWork, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
@@ -42,6 +43,7 @@ class Scheduler:
         guides: GrammarManager,
         *,
         groups: bool,
+        admission: AdmissionName = "forecast",
         stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,7 +56,7 @@ class Scheduler:
         self.waiting = self.starter.waiting
         self.pending_forks = self.starter.pending_forks
         self.fair_shares = FairShares(table, paging, self.waiting, clock)
-        self.admission = Admission(table, paging, lengths, self.retained_prompts)
+        self.admission = make_admission(admission, table, paging, lengths, self.retained_prompts)
         self.microbatches = Microbatches(table, stages)
         self.admitter = Admitter(self)
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)

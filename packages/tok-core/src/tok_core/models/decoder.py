@@ -45,20 +45,12 @@ class DecoderLayer(nn.Module, ABC):
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
         return out_TN
 
-    def run_gemms(self, x: Tensor, shared: TPLayout | None) -> Tensor:
-        """Run the layer without its attention kernel, in layout `shared`, to time and warm up its GEMMs."""
-        attention, norm = self.self_attn, self.input_layernorm
-        if shared is None:
-            qkv_TF = attention.qkv_proj(x, norm=norm)
-        else:
-            qkv_TF = shared.enter(x, norm, attention.qkv_proj)[: shared.tokens]
-        out_TF = qkv_TF[:, : attention.sizes[0]].contiguous().to(x.dtype)
-        if shared is None:
-            x = attention.o_proj(out_TF, residual_TN=x)
-        else:
-            x = shared.leave(out_TF, attention.o_proj, x)
-        out: Tensor = self.mlp(x, self.post_attention_layernorm, shared)
-        return out
+    def run_gemms(self, x_TN: Tensor, form: TPLayout | None) -> Tensor:
+        """Run the layer with its queries in place of the attention's result, to time and warm up its GEMMs."""
+        query_TF, *_ = self.self_attn.project(x_TN, self.input_layernorm, form)
+        x_TN = self.self_attn.add_output(query_TF.contiguous().to(x_TN.dtype), x_TN, form)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, form)
+        return out_TN
 
 
 class Decoder(nn.Module):

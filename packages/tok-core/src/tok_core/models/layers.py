@@ -6,8 +6,8 @@ V vocabulary, L positions. With tensor parallelism F, H, K and V count only the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tok_core.model_config import ModelConfig
 from tok_core.parallel import ShardPlan, Slice
+from tok_core.quantization import DenseMethod, LinearMethod, WeightTarget
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
@@ -24,13 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Backend, device, dtype and shard plan of a model; `tensor` connects the ranks of a stage, if it has several."""
+    """Backend, device, dtype and shard plan of a model; `tensor` connects the ranks of a stage, if it has several.
+
+    linear_method  how linear layers store their weights and multiply by them
+    """
 
     backend: Backend
     device: torch.device
     dtype: torch.dtype
     share: ShardPlan
     tensor: TensorParallel | None = None
+    linear_method: LinearMethod = field(default_factory=DenseMethod)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an uninitialised parameter without gradient, of `dtype` or else of the model's dtype."""
@@ -74,9 +79,12 @@ class Linear(nn.Module):
     parts   name of each matrix in a checkpoint, and the range of its rows that this rank holds
     inputs  range of columns that this rank holds
     gated   return `silu(gate) · up` of the two matrices' results
-    fp16    use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results that
-            are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
+    fp16    use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results
+            that are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
+    method  how weights are stored and multiplied: `Placement.linear_method`
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -91,16 +99,27 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = place.backend
-        rows = sum(part.count for part in parts.values())
+        self.method = place.linear_method
         dtype = torch.float16 if fp16 and place.dtype == torch.bfloat16 else place.dtype
-        self.weight = place.parameter(rows, inputs.count, dtype=dtype)
-        self.bias = place.parameter(rows, dtype=dtype) if bias else None
+        self.method.create(self, place.parameter, dtype)
+        self.bias = place.parameter(sum(part.count for part in parts.values()), dtype=dtype) if bias else None
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Return the dtype of activations that the GEMM takes."""
+        return self.method.input_dtype(self)
+
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
+        yield from self.method.targets(self)
+        if self.bias is not None:
+            views = torch.split(self.bias, [part.count for part in self.parts.values()])
+            for (name, rows), view in zip(self.parts.items(), views, strict=True):
+                yield f"{name}.bias", WeightTarget(view, (rows,))
 
     def forward(self, x_TN: Tensor, *, norm: RMSNorm | None = None, residual_TN: Tensor | None = None) -> Tensor:
         """Apply the layer to `x`, or to `norm(x)` with a `norm`; add the result to `residual_TN` in place, if given."""
-        if self.gated:
-            return self.backend.gated_linear(x_TN, self.weight, self.bias, norm=_weight(norm))
-        return self.backend.linear(x_TN, self.weight, self.bias, norm=_weight(norm), residual_TN=residual_TN)
+        return self.method.apply(self, x_TN, _weight(norm), residual_TN)
 
     def finish(self, out_TF: Tensor) -> Tensor:
         """Apply bias and gate to `out_TF`, the result of a GEMM computed elsewhere; may change it in place."""
@@ -164,17 +183,25 @@ class Attention(nn.Module):
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""
-        form = step.form
-        if form is None:
-            qkv_TF = self.qkv_proj(x_TN, norm=norm)
-        else:
-            qkv_TF = form.enter(x_TN, norm, self.qkv_proj)[: form.tokens]
-        q_THD, k_TKD, v_TKD = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv_TF.split(self.sizes, dim=-1))
+        q_TF, k_TF, v_TF = self.project(x_TN, norm, step.form)
+        q_THD, k_TKD, v_TKD = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in (q_TF, k_TF, v_TF))
         q_THD = self.backend.rope_and_write_kv(
             *(q_THD, k_TKD, v_TKD, step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
             dtype=x_TN.dtype,
         )
         out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
+        return self.add_output(out_TF, x_TN, step.form)
+
+    def project(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of `norm(x)`, `[T, heads × D]` each."""
+        if form is None:
+            qkv_TF = self.qkv_proj(x_TN, norm=norm)
+        else:
+            qkv_TF = form.enter(x_TN, norm, self.qkv_proj)[: form.tokens]
+        return tuple(qkv_TF.split(self.sizes, dim=-1))
+
+    def add_output(self, out_TF: Tensor, x_TN: Tensor, form: TPLayout | None) -> Tensor:
+        """Return the residual stream `x` plus the output projection of `out`; may change `x` in place."""
         if form is not None:
             return form.leave(out_TF, self.o_proj, x_TN)
         out_TN: Tensor = self.o_proj(out_TF, residual_TN=x_TN)

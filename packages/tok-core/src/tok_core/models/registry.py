@@ -17,6 +17,7 @@ from tok_core.models.mistral import MistralForCausalLM
 from tok_core.models.qwen2 import Qwen2ForCausalLM
 from tok_core.models.qwen3 import Qwen3ForCausalLM
 from tok_core.parallel import ShardPlan, TensorParallel
+from tok_core.quantization import DenseMethod, LinearMethod
 from tok_kernels import Backend
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
@@ -31,14 +32,16 @@ def build(
     dtype: torch.dtype,
     place: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
+    linear_method: LinearMethod | None = None,
 ) -> CausalLM:
     """Build the model of `config`, or the shard of the worker at `place`, with uninitialised parameters.
 
-    `tensor` connects the ranks of a stage and is required if there are several. Raises ModelError for an unknown
+    `tensor` connects the ranks of a stage and is required if there are several. `linear_method` is the format of all
+    linear layers; None: unquantised. Raises ModelError for an unknown
     architecture, and InvalidField for a model that cannot be sharded in this way.
     """
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    placement = Placement(backend, device, dtype, ShardPlan.of(config, place), tensor)
+    placement = Placement(backend, device, dtype, ShardPlan.of(config, place), tensor, linear_method or DenseMethod())
     return ARCHITECTURES[config.architecture](config, placement).eval()

@@ -69,10 +69,10 @@ class AllReduceLayout(TPLayout):
         """Add the bias once, in rank 0's GEMM, and the residual stream in the exchange or else in rank 0's GEMM."""
         if self.tensor.exchanges(x):
             bias_N = linear.bias if self.tensor.rank == 0 else None
-            return self.tensor.sum(linear.backend.linear(y_TF, linear.weight, bias_N), x)
+            return self.tensor.sum(linear.method.matmul(linear, y_TF, bias_N), x)
         if self.tensor.rank == 0:
             return self.tensor.sum(linear(y_TF, residual_TN=x))
-        return self.tensor.sum(linear.backend.linear(y_TF, linear.weight))
+        return self.tensor.sum(linear.method.matmul(linear, y_TF))
 
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         return x if row_R is None else x[row_R]
@@ -91,12 +91,12 @@ class SequenceParallelLayout(TPLayout):
         return self.tensor.scatter_sum(x_TN)
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        out: Tensor = linear(self.tensor.gather_rows(norm(x, linear.weight.dtype)))
+        out: Tensor = linear(self.tensor.gather_rows(norm(x, linear.input_dtype)))
         return out
 
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        part_PN = y_TF.new_empty((len(x) * self.tensor.ranks, linear.weight.shape[0]))
-        torch.mm(y_TF, linear.weight.t(), out=part_PN[: len(y_TF)])
+        part_PN = y_TF.new_empty((len(x) * self.tensor.ranks, x.shape[1]))
+        linear.method.matmul_into(linear, y_TF, part_PN[: len(y_TF)])
         return self._add(x, self.tensor.scatter_sum(part_PN), linear)
 
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
@@ -127,8 +127,8 @@ class OverlappedLayout(SequenceParallelLayout):
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         _, (out_PF,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            norm(x, linear.weight.dtype),
-            [linear.weight.t()],
+            norm(x, linear.input_dtype),
+            [linear.method.fused_weight(linear)],
             0,
             self.tensor.name,
             return_A=self.tokens <= _MULTICAST_TOKENS,
@@ -138,7 +138,9 @@ class OverlappedLayout(SequenceParallelLayout):
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
         missing = len(x) * self.tensor.ranks - len(y_TF)
         y_PF = functional.pad(y_TF, (0, 0, 0, missing)) if missing else y_TF.contiguous()
-        own = torch.ops.symm_mem.fused_matmul_reduce_scatter(y_PF, linear.weight.t(), "sum", 0, self.tensor.name)
+        own = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            y_PF, linear.method.fused_weight(linear), "sum", 0, self.tensor.name
+        )
         return self._add(x, own, linear)
 
 

@@ -191,7 +191,8 @@ class PipelineSimulation:
         self.timeline = timeline
         self.ports = TimedPorts(SimulatedWorker(info, lives), timeline)
         config = EngineConfig(model="simulated", pp=timeline.stages)
-        self.manager = Manager(config, info, self.ports, None)
+        # Its clock stands still: a slow machine makes no simulated sample wait for long.
+        self.manager = Manager(config, info, self.ports, None, lambda: 0.0)
         self._turn_seconds = turn_seconds
 
     def run(self, steps: int) -> Outcome:

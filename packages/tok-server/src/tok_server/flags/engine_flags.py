@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from tok_core import EngineConfig
-from tok_core.config import BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
+from tok_core.config import AdmissionName, BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
 from tok_server.flags.default_model import model_and_name
 from tok_server.flags.server_flags import add_formats, add_limits, add_server, settings_of
 from tok_server.settings import Settings
@@ -58,6 +58,7 @@ ENGINE_FLAGS = (
     "ray",
     "async_tp_threshold",
     "prefix_groups",
+    "admission",
     "cuda_graphs",
     "run_ahead",
     "seed",
@@ -132,6 +133,8 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
         group, "async_tp_threshold", "step tokens from which products and exchange overlap, 0: never", unset="measured"
     )
     _off(group, "prefix_groups", "let every sequence read its shared prefix by itself")
+    text = "which waiting samples start; watermark: all that fit now, instead of a forecast of page use"
+    _choice(group, "admission", AdmissionName, text)
     _off(group, "cuda_graphs", "launch every kernel of every step instead of replaying decode steps")
     _number(group, "run_ahead", "steps queued at the worker at most", unset="as many as keep it busy")
     _number(group, "seed", "of the random weights, with --load-format dummy")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from tok_core.manager.admission.admission import Admission
 from tok_core.manager.admission.admitter import Admitter
 from tok_core.manager.admission.fair_shares import FairShares
 from tok_core.manager.admission.length_model import LengthModel
+from tok_core.manager.admission.policies import make_admission
+from tok_core.manager.admission.policy import AdmissionPolicy
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 
 __all__ = [
-    "Admission",
+    "AdmissionPolicy",
     "Admitter",
     "FairShares",
     "LengthModel",
     "SequenceStarter",
+    "make_admission",
 ]

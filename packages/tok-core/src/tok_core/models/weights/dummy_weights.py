@@ -9,7 +9,8 @@ import torch
 
 from tok_core.errors import InvalidField
 from tok_core.models.decoder import CausalLM
-from tok_core.models.weights.targets import WeightTarget, targets
+from tok_core.models.weights.targets import targets
+from tok_core.quantization import WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE

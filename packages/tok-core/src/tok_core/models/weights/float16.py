@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tok_core.models.weights.targets import WeightTarget, targets
+from tok_core.quantization import DenseMethod, WeightTarget
 
 if TYPE_CHECKING:
     from tok_core.models.decoder import CausalLM, DecoderLayer
     from tok_core.models.layers import Linear
+
+_DENSE = DenseMethod()
 
 LIMIT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
 
@@ -38,7 +40,7 @@ def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
             linear = layers[number].self_attn.qkv_proj
             linear.recast(model.dtype)
             prefix = f"model.layers.{number}.self_attn"
-            again |= {f"{prefix}.{name}": target for name, target in targets(linear).items()}
+            again |= {f"{prefix}.{name}": target for name, target in linear.targets()}
     return again
 
 
@@ -49,7 +51,7 @@ def _most(gain_N: Tensor, linear: Linear) -> Tensor:
     bias.
     """
     root = math.sqrt(len(gain_N))
-    most_F = torch.linalg.vector_norm(linear.weight * gain_N.float(), dim=1) * root
+    most_F = _DENSE.row_norms(linear, gain_N) * root
     if linear.bias is not None:
         most_F += linear.bias.float().abs()
     return torch.maximum(most_F.max(), gain_N.float().abs().max() * root)

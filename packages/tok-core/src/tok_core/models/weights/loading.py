@@ -18,7 +18,8 @@ from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.weights.float16 import recast_overflowing_qkv
-from tok_core.models.weights.targets import StoredTensor, WeightTarget, targets
+from tok_core.models.weights.targets import targets
+from tok_core.quantization import StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -2,66 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tok_core.models.layers import Linear, TokenEmbedding
 from tok_core.parallel import Slice
-
-
-class StoredTensor(Protocol):
-    """Tensor of a safetensors file that is not read yet; indexing reads a part of it."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTarget:
-    """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis."""
-
-    view: Tensor
-    parts: tuple[Slice, ...]
-
-    @property
-    def shape(self) -> list[int]:
-        """Return the shape of the checkpoint's tensor."""
-        return [part.size for part in self.parts]
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether this worker holds all of the tensor."""
-        return all(part.is_whole for part in self.parts)
-
-    def part_of(self, stored: StoredTensor | Tensor) -> Tensor:
-        """Return the part of the checkpoint's tensor that fills `view`."""
-        return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
-
-    def fill(self, own: Tensor) -> bool:
-        """Copy the part `own` into `view`, cast to its dtype; return whether all finite values stay finite."""
-        self.view.copy_(own)
-        narrower = torch.finfo(self.view.dtype).max < torch.finfo(own.dtype).max
-        return not narrower or bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
+from tok_core.quantization import WeightTarget
 
 
 def targets(model: nn.Module) -> dict[str, WeightTarget]:
     """Return the target of each tensor name of a checkpoint; together they cover all parameters once."""
     found: dict[str, WeightTarget] = {}
     for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            for name, target in module.targets():
+                found[f"{parent}.{name}".removeprefix(".")] = target
+            continue
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, Linear):
-                parent = path.rpartition(".")[0]
-                views = parameter.split([part.count for part in module.parts.values()])
-                for (part, rows), view in zip(module.parts.items(), views, strict=True):
-                    cut = (rows, module.inputs)[: parameter.dim()]
-                    found[f"{parent}.{part}.{name}".removeprefix(".")] = WeightTarget(view, cut)
-            elif isinstance(module, TokenEmbedding):
+            if isinstance(module, TokenEmbedding):
                 found[f"{path}.{name}"] = WeightTarget(parameter, (module.part, Slice.whole(parameter.shape[1])))
             else:
                 found[f"{path}.{name}"] = WeightTarget(parameter, tuple(Slice.whole(size) for size in parameter.shape))

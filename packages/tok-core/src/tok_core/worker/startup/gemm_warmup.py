@@ -30,7 +30,7 @@ def warm_up_gemms(model: CausalLM, most_tokens: int, most_rows: int) -> None:
     if model.share.place.stages == 1:
         return
     layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
-    unlike = {layer.self_attn.qkv_proj.weight.dtype: layer for layer in layers}  # layers differ in nothing else
+    unlike = {layer.self_attn.qkv_proj.input_dtype: layer for layer in layers}  # layers differ in nothing else
     device, size = model.cos_sin_LD.device, model.config.hidden_size
     for tokens in numbers(most_tokens, LAYER):
         shared = None if model.tensor is None else choose_layout(model.tensor, tokens)

@@ -1,4 +1,4 @@
-"""A server for `map`: answers each prompt with itself in capitals, counts, waits and misbehaves as it is told."""
+"""A server for tests of `map`: answers each prompt in capitals, counts requests, waits, and injects faults."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tok_client import types as wire
 FAST = Backoff(first=0.001, most=0.002)
 
 
-class Mill:
-    """Answers each prompt with itself in capitals, and counts."""
+class EchoServer:
+    """A server that answers each prompt in capitals and counts requests."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
         self.open = self.most_open = 0
-        self.gate: Callable[[str], bool] = lambda prompt: True  # an answer waits until it holds
+        self.gate: Callable[[str], bool] = lambda prompt: True  # an answer waits until this returns True
         self.fault: Callable[[str, int], str | None] = lambda prompt, tries: None
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/v1/completions", self.completion)
@@ -96,12 +96,12 @@ class Mill:
 
 
 def prompts(count: int) -> list[str]:
-    """So many prompts, all different."""
+    """Return `count` different prompts."""
     return [f"prompt {number}" for number in range(count)]
 
 
 async def endless() -> AsyncIterator[str]:
-    """The same without end."""
+    """Yield different prompts without end."""
     number = 0
     while True:
         yield f"prompt {number}"

@@ -1,4 +1,4 @@
-"""What an engine is shown so that it takes the next samples for short ones, and runs out of memory for them."""
+"""Requests that teach an engine's length model short samples, so that it over-admits and must preempt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ SHORT = SamplingParams(n=64, max_tokens=64, temperature=0, stop_token_ids=(0,), 
 
 
 def unsampled(answers: Iterable[Sequence[int]]) -> int:
-    """An id that none of the answers has: as a stop id it leaves open whether they run to their limit."""
+    """Return a token id that no answer contains. As a stop id it leaves open whether samples run to their limit."""
     drawn = {token for answer in answers for token in answer}
     return next(token for token in range(len(drawn) + 1) if token not in drawn)

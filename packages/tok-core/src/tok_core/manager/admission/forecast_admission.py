@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from tok_core.manager.admission.fair_shares import StartTurn
 from tok_core.manager.admission.forecast import Reserve, admissible
 from tok_core.manager.admission.length_model import Float64, LengthModel
 from tok_core.manager.admission.page_watermark import PageWatermark
+from tok_core.manager.admission.policy import LOOK_AHEAD, Turns, sample_costs, startable
 from tok_core.manager.admission.staggered_admission import StaggeredAdmission
 from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.faults import FaultyRequest
@@ -19,7 +20,6 @@ from tok_core.manager.kv_cache import Paging, RetainedPrompts
 from tok_core.manager.sequences import Pending, SequenceTable, State
 from tok_core.messages import Int64
 
-LOOK_AHEAD = 4096  # turns of the queue that are considered per step
 GOLDEN = 0.6180339887498949  # golden ratio − 1
 MAX_COPIES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise
 MAX_FORECAST_SEQUENCES = 2048  # sequences, copies included, up to which copies are made: more would be too expensive
@@ -32,9 +32,6 @@ MAX_LEARNING_SAMPLES = (
     256  # samples, at most, that must finish beyond the number running before lengths are known and not guessed
 )
 UNLEARNED_PAGE_SHARE = 0.7  # share of the pages in which samples start until then
-
-
-Turns = Callable[[int], Iterator[StartTurn]]
 
 
 class Demand(NamedTuple):
@@ -61,15 +58,7 @@ class Samples(NamedTuple):
     shared: Int64
 
 
-class SampleCosts(NamedTuple):
-    """Pages that the `first` of some samples and each of the `others` shares; tokens that they all compute."""
-
-    first: int
-    others: int
-    tokens: int
-
-
-class Admission:
+class ForecastAdmission:
     """Forecast of page use over future time from predicted lengths; admits as many samples as the capacity holds."""
 
     def __init__(
@@ -100,22 +89,9 @@ class Admission:
         budget: int,
         priority: int | None = None,
     ) -> tuple[int, list[StartTurn]]:
-        """Return how many of the waiting samples may start in `step`, and the turns in which they do.
-
-        turns     returns the turns, in order, in which a given number of samples start
-        reserved  number of forks still to come for each prefilling leader (by slot): they count as running
-        budget    tokens that the step may still compute; samples beyond these are not considered
-        priority  lower classes than this one give up what they hold; None: no class does
-        """
+        """See `AdmissionPolicy`."""
         table = self.table
-        running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
-        slots = table.free_slots
-        if priority is not None:
-            lower = table.priority[running] > priority
-            slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
-            running = running[~lower]
-            reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
-        slots -= sum(reserved.values())
+        slots, running, reserved = startable(table, reserved, priority)
         if slots <= 0 or not waiting:
             return 0, []
         common = self.paging.depth_in_common(running)
@@ -239,7 +215,7 @@ class Admission:
 
     def _shared(self, pending: Pending) -> int:
         """Return how many pages most of the samples share."""
-        costs = self._costs(pending, len(pending.samples))
+        costs = sample_costs(self.paging, self.retained_prompts, pending, len(pending.samples))
         return costs.first if len(pending.samples) == 1 else costs.others
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
@@ -275,7 +251,8 @@ class Admission:
             pending, here = turn
             chosen.append(turn)
             try:
-                pages, (first, others, computed) = self._pages(pending), self._costs(pending, here)
+                pages = self._pages(pending)
+                first, others, computed = sample_costs(self.paging, self.retained_prompts, pending, here)
                 rows.append((here, first, *_known(pending), others))
             except Exception as error:
                 raise FaultyRequest(pending.request.rid, error) from error
@@ -287,24 +264,6 @@ class Admission:
         found = Samples(*(np.repeat(column, counts) for column in columns))
         found.shared[np.cumsum(counts) - counts] = firsts
         return found, chosen
-
-    def _costs(self, pending: Pending, samples: int) -> SampleCosts:
-        """Return the costs of the first `samples` samples.
-
-        If the first has to prefill, it shares the pages that running sequences hold anyway; pages that are only cached
-        count as its own. The others share the prompt's full pages with it. Samples that start late share them with the
-        retained prompt.
-        """
-        size, tokens = self.paging.page_size, len(pending.tokens)
-        full, others = (tokens - 1) // size, tokens // size
-        if pending.fresh and self.retained_prompts.find(pending.request) is not None:
-            return SampleCosts(full, full, samples)
-        if pending.fresh and pending.request.leader is not None:
-            return SampleCosts(others, others, 0)
-        if pending.fresh and pending.request.needs_all:
-            return SampleCosts(0, others, tokens)
-        locked, cached = self.paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
-        return SampleCosts(locked, others, tokens - cached * size)
 
 
 def _known(pending: Pending) -> tuple[int, int, int, int, int]:

@@ -1,4 +1,4 @@
-"""What an engine still sets up while it serves: to be looked at in a process in which nothing has run before."""
+"""Measure what an engine compiles, captures and allocates after it is ready, in a fresh process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from tok_core.worker.runner import Launched, Runner
 
 
 class SetUpLate(NamedTuple):
-    """Triton kernels compiled, graphs captured and blocks of memory taken from the driver after "ready"; and where
-    the host waited for the device while it launched steps."""
+    """Triton kernels compiled, graphs captured and memory blocks allocated by the driver after the engine is ready.
+
+    `waits` holds the lines where the host waited for the device while launching steps.
+    """
 
     kernels: list[str]
     graphs: int
@@ -29,7 +31,7 @@ class SetUpLate(NamedTuple):
 
 
 def set_up_late(path: Path, backend: BackendName = "auto") -> SetUpLate:
-    """Of an engine in bfloat16 that answers requests of every kind, in a process of its own."""
+    """Run a bfloat16 engine over requests of every kind in a process of its own, and return what it set up late."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_serve, path, backend).result(timeout=300)
 
@@ -42,7 +44,7 @@ def _serve(path: Path, backend: BackendName) -> SetUpLate:
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
-        manager_of(engine).paging.at_once = 1000  # some samples share their prompt's pages so, others entry by entry
+        manager_of(engine).paging.at_once = 1000  # so that both ways of sharing a prompt's pages are used
         waits = _watch_launches(runner)
         knobs.runtime.jit_post_compile_hook = lambda *_, **about: late.append(str(about.get("repr")))
         graphs, blocks = len(runner.graphs), torch.cuda.memory_stats()["num_device_alloc"]
@@ -53,7 +55,7 @@ def _serve(path: Path, backend: BackendName) -> SetUpLate:
 
 
 def _watch_launches(runner: Runner) -> set[str]:
-    """Lines from which a step's launch waits for the device, as far as torch notices: they are added when they do."""
+    """Return a set that collects the lines where a launch waits for the device, as far as torch detects it."""
     launch, waits = runner.launch, set[str]()
 
     def watched(step: StepInput) -> Launched:
@@ -70,7 +72,7 @@ def _watch_launches(runner: Runner) -> set[str]:
 
 
 def _requests() -> list[tuple[list[list[int]], list[SamplingParams]]]:
-    """One, a few and many at once; short and long; alike and unlike; with whatever may be asked of a draw."""
+    """Return rounds of one, few and many requests, short and long, with every sampling parameter."""
     lengths = (1, 7, 16, 33, 64, 100, 200, 450)
     extras: list[dict[str, object]] = [
         {},

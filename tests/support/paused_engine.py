@@ -1,4 +1,4 @@
-"""Hold an engine in the middle of an answer, so that what a test does meanwhile cannot be too late."""
+"""Hold an engine in the middle of an answer, so that a test acts before the answer ends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from support.patience import PATIENCE
 from tok_core.messages import StepInput
 from tok_core.worker.runner import Launched
 
-# A model of so many positions, and a request for so many tokens: no engine comes to its end within a test.
+# Positions of a model and tokens of a request: enough that the request cannot end within a test.
 ENDLESS_POSITIONS, ENDLESS = 1 << 16, 60_000
 
 
 class Gate:
-    """Lets a number of steps pass; the engine's thread waits in the next one until `open`."""
+    """Let a number of steps pass; the engine's thread waits in the next step until `open`."""
 
     def __init__(self, steps: int) -> None:
         self._left: float = steps
         self._changed = threading.Condition()
-        self.reached = threading.Event()  # a step waits
+        self.reached = threading.Event()  # set once a step waits at the gate
 
     def open(self) -> None:
         """Let all steps pass from now on."""
@@ -42,7 +42,7 @@ class Gate:
 
 @contextmanager
 def gated(engine: object, steps: int = 0, replica: int = 0) -> Iterator[Gate]:
-    """Hold a replica of the engine after so many more steps. The tokens of all but the last two are reported then."""
+    """Hold a replica of the engine after `steps` more steps, when the tokens of all but the last two are reported."""
     gate, runner = Gate(steps), manager_of(engine, replica).ports._runner  # type: ignore[attr-defined]
     launch = runner.launch
 
@@ -61,7 +61,7 @@ def gated(engine: object, steps: int = 0, replica: int = 0) -> Iterator[Gate]:
 
 @contextmanager
 def stopped(*processes: psutil.Process) -> Iterator[None]:
-    """Stop the processes; those that are still there go on when the context ends."""
+    """Suspend the processes; those that still exist resume when the context ends."""
     for process in processes:
         process.suspend()
     try:

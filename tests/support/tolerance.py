@@ -1,4 +1,4 @@
-"""What two runs of the same arithmetic answer: equal but for the last bits, which depend on what else was batched."""
+"""Compare JSON answers of two runs, whose floats differ in the last bits with the rest of the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def near(found: object, wanted: object, within: float = 1e-3) -> bool:
-    """Whether both are the same JSON but for floats that are at most `within` apart."""
+    """Return whether both are the same JSON, except for floats at most `within` apart."""
     match found, wanted:
         case dict(), dict():
             return found.keys() == wanted.keys() and all(near(found[name], wanted[name], within) for name in found)

@@ -1,0 +1,75 @@
+"""LinearMethod: how linear layers store their weights, fill them from a checkpoint, and multiply by them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tok_core.parallel import Slice
+from tok_core.quantization.weight_target import WeightTarget
+from tok_kernels import Backend
+
+MakeParameter = Callable[..., nn.Parameter]
+"""Makes an uninitialised parameter of a shape; the keyword `dtype` replaces the model's dtype."""
+
+
+class LinearLayer(Protocol):
+    """The part of `tok_core.models.Linear` that methods use.
+
+    inputs  range of columns that this rank holds
+    parts   name of each stacked matrix in a checkpoint, and the range of its rows that this rank holds
+    gated   the layer returns `silu(gate) · up` of its two matrices' results
+    weight  the parameter that `create` registered under this name
+    bias    `[F]`; None: no bias
+    """
+
+    backend: Backend
+    inputs: Slice
+    parts: dict[str, Slice]
+    gated: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None: ...
+
+
+class LinearMethod(ABC):
+    """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.
+
+    A method holds no state: parameters belong to the layer. No other code reads them.
+    Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
+    """
+
+    @abstractmethod
+    def create(self, layer: LinearLayer, make: MakeParameter, dtype: torch.dtype) -> None:
+        """Register the layer's parameters except for its bias, uninitialised; `dtype` is that of the activations."""
+
+    @abstractmethod
+    def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
+
+    @abstractmethod
+    def input_dtype(self, layer: LinearLayer) -> torch.dtype:
+        """Return the dtype of activations that `matmul` takes."""
+
+    @abstractmethod
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None
+    ) -> Tensor:
+        """Return the layer's result `[T, G]`, with norm before, bias and gate, or added to the residual in place."""
+
+    @abstractmethod
+    def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """Return `x Wᵀ + bias`, `[T, F]`, without the layer's own bias and gate."""
+
+    @abstractmethod
+    def matmul_into(self, layer: LinearLayer, x_TK: Tensor, out_TF: Tensor) -> None:
+        """Write `x Wᵀ` to `out_TF`."""
+
+    @abstractmethod
+    def fused_weight(self, layer: LinearLayer) -> Tensor:
+        """Return Wᵀ `[K, F]` for torch's GEMMs fused with collectives, in the dtype of activations."""
