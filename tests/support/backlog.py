@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
-from support.schedules import EOS, submit
+from support.schedules import EOS, engine_info, submit
 from tok_core import EngineConfig, SamplingParams
+from tok_core.config import AdmissionName
 from tok_core.manager.loop import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
 
@@ -92,7 +94,12 @@ class Filled:
 
 
 def fill(
-    info: EngineInfo, lengths: np.ndarray, prompt: int | np.ndarray, max_tokens: int | np.ndarray, shared: int = 0
+    info: EngineInfo,
+    lengths: np.ndarray,
+    prompt: int | np.ndarray,
+    max_tokens: int | np.ndarray,
+    shared: int = 0,
+    admission: AdmissionName = "forecast",
 ) -> Filled:
     """Run requests with sample `lengths` [requests, samples], all submitted at once, to their end.
 
@@ -101,7 +108,8 @@ def fill(
     requests, samples = lengths.shape
     prompts, limits = np.broadcast_to(prompt, requests), np.broadcast_to(max_tokens, requests)
     ports = LengthWorker(info, np.minimum(lengths, limits[:, None]), delay=1)
-    manager = Manager(EngineConfig(model="simulated", run_ahead=2), info, ports, None, lambda: 0.0)
+    config = EngineConfig(model="simulated", run_ahead=2, admission=admission)
+    manager = Manager(config, info, ports, None, lambda: 0.0)
     random = np.random.default_rng(7)
     for rid in range(requests):
         ids = random.integers(10, info.vocab_size, prompts[rid])
@@ -128,3 +136,26 @@ def fill(
         (stats.computed_tokens - stats.discarded_tokens + 0.0) / once - 1,
         stats.steps,
     )
+
+
+def compare_admission() -> None:
+    """Print how well each admission policy fills memory: `PYTHONPATH=tests python -m support.backlog`."""
+    info = engine_info(
+        page_size=16, num_pages=4096, max_running=2048, max_step_tokens=8192, max_model_len=2048, vocab_size=1000
+    )
+    policies: tuple[AdmissionName, ...] = get_args(AdmissionName)
+    for lengths in (geometric, log_normal, bimodal):
+        for admission in policies:
+            samples = lengths(np.random.default_rng(1), 3500).reshape(-1, 1)
+            found = fill(info, samples, prompt=100, max_tokens=1024, admission=admission)
+            print(
+                f"{lengths.__name__:10} {admission:9} pages {found.pages_settled:.1%}",
+                f"preempted {found.preempted:.1%}",
+                f"recomputed {found.recomputed:.1%}",
+                f"{found.steps} steps",
+                sep=", ",
+            )
+
+
+if __name__ == "__main__":
+    compare_admission()

@@ -58,4 +58,4 @@ def test_help_page_ends_with_examples_that_its_parser_accepts(words: tuple[str, 
 @pytest.mark.parametrize("words", [("batch",), ("bench", "offline"), ("bench", "kernels"), ("kernels",)], ids=" ".join)
 def test_data_dir_help_of_non_serving_commands_mentions_only_models(words: tuple[str, ...]) -> None:
     (kept,) = re.findall(r"--data-dir DIR\s+(.*?)(?=\n  -)", page(words), re.DOTALL)
-    assert " ".join(kept.split()) == "where fetched models are kept (default: the hub library's own cache)"
+    assert " ".join(kept.split()) == "directory for downloaded models (default: Hugging Face cache)"

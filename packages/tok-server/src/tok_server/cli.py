@@ -70,45 +70,43 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     serve = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's API does",
-        description="Serve a model over HTTP, as OpenAI's API does.",
+        help="serve a model over HTTP with an OpenAI-compatible API",
+        description="Serve a model over HTTP with an OpenAI-compatible API.",
         epilog=SERVE_EXAMPLES,
     )
     add_serve(serve)
     batch = commands.add_parser(
         "batch",
         help="answer a file of requests, without a server",
-        description="Answer a file of requests, as OpenAI's batches do, without a server.",
+        description="Answer a file of requests in the format of OpenAI's batch API, without a server.",
         epilog=BATCH_EXAMPLES,
     )
     add_batch(batch)
     chat = commands.add_parser(
         "chat",
-        help="talk to a model in the terminal",
-        description="Talk to a model in the terminal. Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends.",
+        help="chat with a model in the terminal",
+        description="Chat with a model in the terminal. Ctrl-C stops an answer, /help lists commands, Ctrl-D quits.",
         epilog=CHAT_EXAMPLES,
     )
     add_chat(chat)
     models = commands.add_parser(
         "models",
-        help="show which models can be served, or what a model directory holds",
-        description="Show which models can be served, or what a model directory holds.",
+        help="list the supported architectures, or describe a model directory",
+        description="List the supported architectures, or describe a model directory.",
         epilog=MODELS_EXAMPLES,
     )
-    models.add_argument("model", nargs="?", metavar="MODEL", help="a model directory to look into")
+    models.add_argument("model", nargs="?", metavar="MODEL", help="model directory to describe")
     kernels = commands.add_parser(
         "kernels",
-        help="show which kernels compute a model's attention here, and their times",
-        description="Show which kernels compute a model's attention on this machine, and the times that decided it.",
+        help="show the attention kernels chosen for a model on this machine, and their times",
+        description="Show the attention kernels chosen for a model on this machine, and the times behind the choice.",
         epilog=KERNELS_EXAMPLES,
     )
     add_kernels(kernels)
-    measure = commands.add_parser(
-        PASS_AT_K, help="sample many answers a problem and show how many problems are solved (pass@k)"
-    )
+    measure = commands.add_parser(PASS_AT_K, help="sample many answers per problem and estimate pass@k")
     if list(command) == [PASS_AT_K]:
         import_module("tok_server.passatk.command").add_arguments(measure)
-    bench = commands.add_parser(BENCH, help="measure throughput: of the engine, or of any OpenAI-compatible server")
+    bench = commands.add_parser(BENCH, help="measure throughput of the engine or of any OpenAI-compatible server")
     if list(command) == [BENCH]:
         import_module("tok_server.bench.flags").add_arguments(bench)
     serve.set_defaults(module="tok_server.commands.serve")

@@ -38,30 +38,30 @@ SERVER_EXAMPLES = """examples:
 """
 
 SERVER_SCENARIOS = {
-    "whole": "requests of 8 tokens, answered whole",
-    "streamed": "requests of 128 tokens, each token an event",
-    "samples": "requests of n = 1,024 samples of 16 tokens, answered whole",
+    "whole": "8 output tokens, not streamed",
+    "streamed": "128 output tokens, one event per token",
+    "samples": "n = 1,024 samples of 16 tokens, not streamed",
 }
 
 MANAGER_WORKLOADS = {
-    "decode": "512 tokens of prompt and 256 of output: the steps that only decode",
-    "monkeys": "many samples each of 64 to 256 prompts of 704 tokens, of geometric lengths around 128",
-    "sharegpt": "one sample a prompt, log-normal lengths of both",
+    "decode": "decode steps only, prompts of 512 tokens, outputs of 256",
+    "monkeys": "many samples of each of 64 to 256 prompts, geometric lengths with mean 128",
+    "sharegpt": "one sample per prompt, log-normal prompt and output lengths",
     "churn": "outputs of 1 to 8 tokens",
-    "regroup": "samples of 256 prompts, 1 %% of them replaced before every step",
-    "admission": "the start of as many requests of 1,000 tokens, half of each shared with others",
+    "regroup": "samples of 256 shared prompts, 1 %% of the samples replaced before every step",
+    "admission": "admission of prompts of 1,000 tokens, half of each shared",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `tok bench` and their flags."""
-    parser.description = "Measure throughput on a fixed list of requests."
+    parser.description = "Measure the throughput of the engine, of a server, or of their parts."
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
     offline = kinds.add_parser(
         "offline",
-        help="the engine itself",
-        description="Measure the engine itself, all requests given to it at once.",
+        help="the engine, without a server",
+        description="Measure the engine without a server; all requests are submitted at once.",
         epilog=OFFLINE_EXAMPLES,
     )
     add_offline(offline)
@@ -74,22 +74,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_serve_bench(serve)
     kernels = kinds.add_parser(
         "kernels",
-        help="each kernel, beside what the machine allows",
-        description="Measure each kernel of a model beside the time that its bytes or its products take here.",
+        help="each kernel, compared with its lower bound on this machine",
+        description="Compare each kernel with its lower bound: bytes at copy bandwidth, or FLOPs at the GEMM rate.",
         epilog=BENCH_EXAMPLES,
     )
     add_bench_kernels(kernels)
     manager = kinds.add_parser(
         "manager",
-        help="the manager alone, its worker simulated",
-        description="Measure what the manager's CPU costs a generated token; its worker computes nothing.",
+        help="the manager alone, with a simulated worker",
+        description="Measure the manager's CPU time per output token, with a simulated worker.",
         epilog=MANAGER_EXAMPLES,
     )
     add_manager(manager)
     server = kinds.add_parser(
         "server",
-        help="the server alone, its worker simulated",
-        description="Measure what the HTTP server and the manager cost; the worker computes nothing.",
+        help="the HTTP server and the manager, with a simulated worker",
+        description="Measure throughput and CPU use of the HTTP server and the manager, with a simulated worker.",
         epilog=SERVER_EXAMPLES,
     )
     add_server(server)
@@ -100,9 +100,9 @@ def add_manager(parser: argparse.ArgumentParser) -> None:
     told = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
     add = parser.add_argument
     add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=told)
-    add("--sequences", type=int, default=8192, metavar="N", help="that run at once (default: %(default)s)")
-    add("--stop", metavar="STRING", help="a stop string that every request asks for (default: none)")
-    add("--step-time", type=float, default=0.0, metavar="MS", help="ms that the worker takes a step (default: 0)")
+    add("--sequences", type=int, default=8192, metavar="N", help="sequences running at once (default: %(default)s)")
+    add("--stop", metavar="STRING", help="stop string of every request (default: none)")
+    add("--step-time", type=float, default=0.0, metavar="MS", help="simulated milliseconds per step (default: 0)")
     add("--json", action="store_true", help="print one line of JSON instead of a table")
     parser.set_defaults(module="tok_server.commands.bench_manager")
 
@@ -111,10 +111,21 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench server`."""
     told = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
     add = parser.add_argument
-    add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"only this one (default: all). {told}")
-    add("--rate", type=float, metavar="R", help="requests a second, by the clock (default: all that are answered)")
-    add("--clients", type=int, default=1, metavar="N", help="processes that ask (default: %(default)s)")
-    add("--seconds", type=float, default=5.0, metavar="S", help="measured of each scenario (default: %(default)s)")
+    add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"scenario to run (default: all). {told}")
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests per second (default: each connection sends one after another)",
+    )
+    add("--clients", type=int, default=1, metavar="N", help="processes that send requests (default: %(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds per scenario (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print a line of JSON for each scenario instead of a table")
     parser.set_defaults(module="tok_server.commands.bench_server")
 
@@ -122,21 +133,23 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def add_offline(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench offline`."""
     _add_workload(parser)
-    parser.add_argument("--model", metavar="MODEL", help="a directory or a hub id (default: the demo model)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)"
+    )
     parser.add_argument(
         "--keep-engine",
         action="store_true",
-        help="one engine for all repetitions: later ones find the prompts of the first in its cache",
+        help="use one engine for all repetitions; later ones find the prompts in its prefix cache",
     )
-    parser.add_argument("--text", action="store_true", help="make texts of the tokens, too")
+    parser.add_argument("--text", action="store_true", help="also detokenize the output")
     add = _add_output(parser)
-    add("--trace", type=Path, metavar="FILE.json", help="trace steps in the middle of one more run, in Chrome's format")
-    add("--trace-steps", type=int, metavar="N", help=f"how many (default: {TRACE_STEPS})")
+    add("--trace", type=Path, metavar="FILE.json", help="trace steps of one more run, in Chrome's trace format")
+    add("--trace-steps", type=int, metavar="N", help=f"number of steps to trace (default: {TRACE_STEPS})")
     add_engine_flags(
-        parser.add_argument_group("engine, as of tok serve"),
+        parser.add_argument_group("engine, as in tok serve"),
         tuple(name for name in ENGINE_FLAGS if name != "generation_config"),
-        max_model_len="most tokens of prompt and answer together (default: what the workload needs)",
-        eos_probability="with --load-format dummy: how likely each token is an end id (default: as likely as any)",
+        max_model_len="maximum number of tokens of prompt and output together (default: what the workload needs)",
+        eos_probability="with --load-format dummy: probability that a token ends its sample (default: as for any id)",
     )
 
 
@@ -145,27 +158,37 @@ def add_serve_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, help="base URL of the server, with or without /v1")
     _add_workload(parser)
     add = parser.add_argument_group("requests").add_argument
-    add("--model", metavar="NAME", help="name of the model (default: the first one the server lists)")
-    add("--api-key", metavar="KEY", help="the server's key")
-    add("--label", default="server", metavar="NAME", help="what the result calls the server (default: %(default)s)")
+    add("--model", metavar="NAME", help="name of the model (default: the first that the server lists)")
+    add("--api-key", metavar="KEY", help="API key of the server")
+    add("--label", default="server", metavar="NAME", help="name of the server in the results (default: %(default)s)")
     add("--concurrency", type=int, default=4096, metavar="N", help="requests open at once (default: %(default)s)")
-    add("--stream", action="store_true", help="stream the answers, to measure the time to the first token")
-    add("--reset-path", metavar="PATH", help="POST to this path before each repetition, to empty the server's cache")
-    add("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the server (default: %(default)g)")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds a request may take (default: %(default)g)")
+    add("--stream", action="store_true", help="stream the answers, to measure time to first token (TTFT)")
+    add(
+        "--reset-path",
+        metavar="PATH",
+        help="path to POST to before each repetition, to empty the prefix cache",
+    )
+    add(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for the server to start (default: %(default)g)",
+    )
+    add("--timeout", type=float, default=3600.0, metavar="S", help="maximum seconds per request (default: %(default)g)")
     _add_output(parser)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
-    add("--workload", required=True, metavar="W", help="monkeys, sharegpt, decode or a JSONL file")
-    add("--workload-dir", type=Path, metavar="DIR", help="where the named workloads are (they do not come with tok)")
-    add("--limit", type=int, metavar="N", help="only the first N requests")
-    add("--n", type=int, metavar="N", help="samples of each prompt (default: what the workload says)")
-    add("--max-tokens", type=int, metavar="N", help="no answer longer than N tokens")
-    add("--temperature", type=float, metavar="T", help="of all requests (default: what the workload says)")
-    add("--top-p", type=float, metavar="P", help="of all requests (default: what the workload says)")
-    add("--reps", type=int, default=2, metavar="N", help="repetitions (default: %(default)s)")
+    add("--workload", required=True, metavar="W", help="JSONL file of requests, or monkeys, sharegpt or decode")
+    add("--workload-dir", type=Path, metavar="DIR", help="directory of the named workloads, which do not come with tok")
+    add("--limit", type=int, metavar="N", help="use only the first N requests")
+    add("--n", type=int, metavar="N", help="samples per prompt (default: the workload's)")
+    add("--max-tokens", type=int, metavar="N", help="limit answers to N tokens")
+    add("--temperature", type=float, metavar="T", help="temperature of all requests (default: the workload's)")
+    add("--top-p", type=float, metavar="P", help="top-p of all requests (default: the workload's)")
+    add("--reps", type=int, default=2, metavar="N", help="number of repetitions (default: %(default)s)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:

@@ -16,7 +16,7 @@ from tok_server.commands.chat_backends import LocalChatBackend, Message, RemoteC
 from tok_server.commands.dialogue import EXIT, Dialogue
 
 PROMPT = "[bold cyan]you>[/] "
-GREETING = "/help lists the commands, /exit or Ctrl-D ends"
+GREETING = "/help lists the commands, /exit or Ctrl-D quits"
 
 
 class ChatBackend(Protocol):
@@ -96,7 +96,7 @@ def converse(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal) -> Non
             elif said:
                 _answer(talker, dialogue, terminal, said)
         except KeyboardInterrupt:  # no answer was under way, or it had just ended
-            terminal.note("\n/exit or Ctrl-D ends")
+            terminal.note("\n/exit or Ctrl-D quits")
 
 
 def _answer(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal, said: str) -> None:

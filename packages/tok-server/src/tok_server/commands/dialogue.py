@@ -10,10 +10,10 @@ from pathlib import Path
 from tok_server.commands.chat_backends import Message
 
 HELP = """/reset          begin a new conversation
-/system [TEXT]  instructions ahead of it, and a new beginning; without TEXT: none
-/save FILE      write what was said to FILE, as the JSON that the API takes for messages
-/help           this list
-/exit           end, as Ctrl-D does; Ctrl-C stops an answer only"""
+/system [TEXT]  begin a new conversation with TEXT as system prompt, or without one
+/save FILE      write the conversation to FILE, as JSON for the API field `messages`
+/help           show this list
+/exit           quit, as Ctrl-D does; Ctrl-C only stops an answer"""
 EXIT = "/exit"
 
 
@@ -39,7 +39,7 @@ class Dialogue:
         name, _, rest = line.partition(" ")
         done = self._commands().get(name)
         if done is None:
-            return f"there is no command {name}; these are:\n{HELP}"
+            return f"there is no command {name}; the commands are:\n{HELP}"
         return done(rest.strip())
 
     def _commands(self) -> dict[str, Callable[[str], str]]:

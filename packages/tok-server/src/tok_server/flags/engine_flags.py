@@ -17,8 +17,8 @@ from tok_server.settings import Settings
 TOK_EXAMPLES = """examples:
   tok serve                              serve the small demo model at http://127.0.0.1:10210
   tok serve Qwen/Qwen2.5-0.5B-Instruct   serve a model from the Hugging Face hub
-  tok chat                               talk to the demo model right here
-  tok COMMAND --help                     what a command can do
+  tok chat                               chat with the demo model in this terminal
+  tok COMMAND --help                     show the flags of a command
 """
 SERVE_EXAMPLES = """examples:
   tok serve
@@ -30,7 +30,7 @@ CHAT_EXAMPLES = """examples:
   tok chat ./my-model --temperature 0
   tok chat --url http://127.0.0.1:10210/v1 --system "Answer in one sentence."
 
-commands within: /reset, /system TEXT, /save FILE, /help, /exit
+commands in the chat: /reset, /system TEXT, /save FILE, /help, /exit
 """
 MODELS_EXAMPLES = """examples:
   tok models
@@ -83,7 +83,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--data-dir",
         metavar="DIR",
-        help="where fetched models, files and batches are kept (default: the hub library's own cache, no batches)",
+        help="directory for models, files and batches (default: models in the Hugging Face cache, no batches)",
     )
     add_formats(server)
     add_limits(parser.add_argument_group("limits"))
@@ -95,7 +95,7 @@ def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] =
 
     The flags are for commands that serve nothing, so the help of `data_dir` mentions models only.
     """
-    texts = {"data_dir": "where fetched models are kept (default: the hub library's own cache)", **help}
+    texts = {"data_dir": "directory for downloaded models (default: Hugging Face cache)", **help}
     serve = argparse.ArgumentParser(add_help=False)
     add_serve(serve)
     for action in serve._actions:
@@ -106,61 +106,78 @@ def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] =
 
 def _add_engine(group: argparse._ActionsContainer) -> None:
     _add_device(group)
-    _choice(group, "backend", BackendName, "who computes; auto: the fastest on a GPU, plain torch (reference) on a CPU")
-    _choice(group, "load_format", LoadFormat, "dummy: random weights, to measure speed without a checkpoint")
-    text = "whence come sampling parameters that a request leaves out; auto: the model's generation_config.json"
+    text = "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"
+    _choice(group, "backend", BackendName, text)
+    text = "auto: load the checkpoint; dummy: random weights, to measure speed without one"
+    _choice(group, "load_format", LoadFormat, text)
+    text = "defaults of sampling parameters; auto: from generation_config.json; none: temperature 1, no filters"
     _choice(group, "generation_config", GenerationConfig, text)
     group.add_argument(
         "--ignore-config-keys",
         type=lambda text: tuple(text.split(",")),
         metavar="KEY,…",
-        help="keys of the model's config.json to pass over although they are not known (default: none)",
+        help="unknown keys of the model's config.json to ignore, separated by commas (default: none)",
     )
-    _choice(group, "kv_cache_dtype", KVCacheDType, "of the KV cache; auto: as --dtype, fp8: half as large, less exact")
-    _number(group, "page_size", "tokens in a page of the KV cache, a power of two")
-    _number(group, "kv_cache_tokens", "tokens the KV cache holds", unset="what the memory allows")
-    _number(group, "gpu_memory_fraction", "share of the GPU's memory to use", kind=float, metavar="F")
-    _number(group, "max_running", "most samples that run at once", unset="8192 on a GPU, 256 on a CPU")
-    _number(group, "max_step_tokens", "most tokens of a forward pass", unset="8192 on a GPU, 1024 on a CPU")
-    _number(group, "max_model_len", "most tokens of prompt and answer together", unset="the model's")
-    _number(group, "dp", "data-parallel replicas, each of --tp times --pp devices")
-    _number(group, "tp", "tensor-parallel ranks that share each layer")
-    _number(group, "pp", "pipeline stages that the layers are split into")
+    text = "dtype of the KV cache; auto: that of --dtype; fp8: one byte per element, less exact"
+    _choice(group, "kv_cache_dtype", KVCacheDType, text)
+    _number(group, "page_size", "tokens per page of the KV cache, a power of two")
+    _number(group, "kv_cache_tokens", "capacity of the KV cache in tokens", unset="as many as fit in memory")
+    _number(
+        group,
+        "gpu_memory_fraction",
+        "share of GPU memory for weights, KV cache and activations",
+        kind=float,
+        metavar="F",
+    )
+    _number(group, "max_running", "maximum number of samples running at once", unset="8192 on a GPU, 256 on a CPU")
+    _number(group, "max_step_tokens", "maximum number of tokens per forward pass", unset="8192 on a GPU, 1024 on a CPU")
+    text = "maximum number of tokens of prompt and output together"
+    _number(group, "max_model_len", text, unset="what model and KV cache allow")
+    _number(group, "dp", "data-parallel replicas; each uses --tp × --pp devices")
+    _number(group, "tp", "tensor-parallel ranks; each layer is sharded over them")
+    _number(group, "pp", "pipeline stages; the layers are divided among them")
     group.add_argument(
-        "--ray", metavar="ADDRESS", help="Ray cluster that places the replicas: auto, or HOST:PORT (default: none)"
+        "--ray",
+        metavar="ADDRESS",
+        help="Ray cluster to place the replicas on: auto, or HOST:PORT of its head (default: none)",
     )
     _number(
-        group, "async_tp_threshold", "step tokens from which products and exchange overlap, 0: never", unset="measured"
+        group,
+        "async_tp_threshold",
+        "tokens per step from which GEMMs overlap with TP collectives; 0: never",
+        unset="measured",
     )
-    _off(group, "prefix_groups", "let every sequence read its shared prefix by itself")
-    text = "which waiting samples start; watermark: all that fit now, instead of a forecast of page use"
+    _off(group, "prefix_groups", "disable cascade attention: each sequence reads its shared prefix separately")
+    text = "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"
     _choice(group, "admission", AdmissionName, text)
-    _off(group, "cuda_graphs", "launch every kernel of every step instead of replaying decode steps")
-    _number(group, "run_ahead", "steps queued at the worker at most", unset="as many as keep it busy")
-    _number(group, "seed", "of the random weights, with --load-format dummy")
+    _off(group, "cuda_graphs", "launch kernels one by one instead of replaying decode steps as CUDA graphs")
+    _number(group, "run_ahead", "maximum number of steps queued at the worker", unset="enough to keep it busy")
+    _number(group, "seed", "seed of the random weights of --load-format dummy")
     _number(
         group,
         "eos_probability",
-        "with --load-format dummy: how likely each token is an end id, at temperature 0.6",
+        "with --load-format dummy: probability that a token ends its sample, at temperature 0.6",
         kind=float,
         metavar="P",
-        unset="as likely as any",
+        unset="as for any id",
     )
-    _number(group, "step_timeout", "seconds after which a step, or a silent process, hangs", kind=float, metavar="S")
-    _number(group, "start_timeout", "seconds that a start may take without any progress", kind=float, metavar="S")
-    _number(group, "max_restarts", "times that an engine that died is started anew within --restart-window")
-    _number(group, "restart_window", "seconds in which --max-restarts are allowed", kind=float, metavar="S")
+    text = "seconds without a finished step or process progress after which a replica is restarted"
+    _number(group, "step_timeout", text, kind=float, metavar="S")
+    text = "seconds without progress after which the start of a replica fails"
+    _number(group, "start_timeout", text, kind=float, metavar="S")
+    _number(group, "max_restarts", "maximum number of restarts of a failed replica within --restart-window")
+    _number(group, "restart_window", "seconds in which restarts count towards --max-restarts", kind=float, metavar="S")
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok chat`."""
-    _add_model(parser, "talk to")
-    parser.add_argument("--url", help="talk to the server at this base URL instead of loading a model")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's key, with --url")
-    parser.add_argument("--system", metavar="TEXT", help="instructions ahead of the conversation")
-    text = f"0: always the likeliest (default: the model's own, else the server's, or {CHAT_TEMPERATURE} here)"
+    _add_model(parser, "chat with")
+    parser.add_argument("--url", help="base URL of a server to chat with, instead of loading a model")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server, with --url")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    text = f"sampling temperature; 0: greedy (default: the server's, or the model's, or {CHAT_TEMPERATURE})"
     parser.add_argument("--temperature", type=float, metavar="T", help=text)
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens per answer")
     _add_device(parser.add_argument_group("engine, without --url"))
 
 
@@ -169,13 +186,13 @@ def _add_model(parser: argparse.ArgumentParser, verb: str) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help=f"model to {verb}: a directory or a hub id (default: the demo model)",
+        help=f"model to {verb}: a directory or a Hugging Face hub id (default: the demo model)",
     )
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
-    _choice(group, "device", Device, "auto: the GPU where there is one")
-    _choice(group, "dtype", DType, "auto: bfloat16 on a GPU, float32 on a CPU")
+    _choice(group, "device", Device, "device to run on; auto: the GPU if there is one, else the CPU")
+    _choice(group, "dtype", DType, "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU")
 
 
 def _choice(group: argparse._ActionsContainer, field: str, allowed: object, text: str) -> None:

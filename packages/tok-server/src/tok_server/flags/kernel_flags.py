@@ -23,12 +23,12 @@ SHARED = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir
 def add_kernels(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok kernels`."""
     _add_model(parser)
-    sizes = parser.add_argument_group("sizes, instead of the model's").add_argument
-    sizes("--heads", type=int, metavar="N", help="query heads")
-    sizes("--kv-heads", type=int, metavar="N", help="key/value heads")
-    sizes("--head-dim", type=int, metavar="N", help="size of a head")
-    sizes("--layers", type=int, metavar="N", help="layers, which share what is planned for a step")
-    parser.add_argument("--measure", action="store_true", help="measure anew what is known from earlier")
+    sizes = parser.add_argument_group("sizes that replace those of the model").add_argument
+    sizes("--heads", type=int, metavar="N", help="number of query heads")
+    sizes("--kv-heads", type=int, metavar="N", help="number of key/value heads")
+    sizes("--head-dim", type=int, metavar="N", help="dimension of each head")
+    sizes("--layers", type=int, metavar="N", help="number of layers, which share one attention plan per step")
+    parser.add_argument("--measure", action="store_true", help="measure again instead of using cached measurements")
     _add_engine(parser)
 
 
@@ -41,9 +41,11 @@ def add_bench_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="a directory or a hub id (default: the demo model)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    tp = "tensor-parallel ranks, of which the first one's share is computed, on one device (default: 1)"
-    add_engine_flags(parser.add_argument_group("engine, as of tok serve"), SHARED, tp=tp)
+    tp = "tensor-parallel ranks; only the shard of rank 0 is computed, on one device (default: 1)"
+    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), SHARED, tp=tp)

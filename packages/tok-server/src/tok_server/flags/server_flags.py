@@ -21,36 +21,39 @@ ADMIN_KEY = "TOK_ADMIN_KEY"
 """Environment variable with the key for /admin/."""
 
 LIMITS = {
-    "max_connections": ("N", "connections open at once"),
-    "max_header": ("BYTES", "most bytes of the request line and of each header line"),
+    "max_connections": ("N", "maximum number of open connections"),
+    "max_header": ("BYTES", "maximum size of the request line and of each header line"),
     "max_body": (
         "BYTES",
-        "most bytes of a JSON body, or of a line of a batch; while a larger one is decoded all others wait",
+        "maximum size of a JSON body or batch line; other requests wait while a large body is decoded",
     ),
-    "max_bodies": ("BYTES", "most bytes of all bodies held at once"),
-    "max_file": ("BYTES", "most bytes of an uploaded file"),
-    "data_quota": ("BYTES", "most bytes of all files and batches below --data-dir; uploads beyond get 507"),
-    "max_unread": ("BYTES", "most bytes held for a client that does not read its stream; beyond, the stream is ended"),
-    "max_n": ("N", "most samples of one prompt"),
+    "max_bodies": ("BYTES", "maximum total size of the request bodies held at once"),
+    "max_file": ("BYTES", "maximum size of an uploaded file"),
+    "data_quota": ("BYTES", "maximum total size of files and batch outputs in --data-dir; uploads beyond it get 507"),
+    "max_unread": (
+        "BYTES",
+        "maximum output buffered for a client that does not read; beyond it, its stream ends",
+    ),
+    "max_n": ("N", "maximum number of samples per prompt"),
     "min_client_priority": (
         "N",
-        "smallest `priority` that requests may ask for; those of a smaller one preempt those of a greater one",
+        "smallest `priority` that clients may request; smaller values preempt larger ones",
     ),
-    "max_queued": ("N", "most prompts that wait for the engine at once, batches aside; requests beyond get 429"),
+    "max_queued": ("N", "maximum number of prompts waiting for the engine, batches excluded; further requests get 429"),
     "rate_limit_requests": (
         "N",
-        "most requests a minute of each API key; more get 429; what batches compute does not count",
+        "maximum requests per minute and API key, batch lines excluded; more get 429",
     ),
     "rate_limit_tokens": (
         "N",
-        "most tokens a minute, prompts and answers, of each API key; more get 429; batches do not count",
+        "maximum prompt and output tokens per minute and API key, batches excluded; more get 429",
     ),
-    "header_timeout": ("S", "seconds in which a request's headers must arrive"),
-    "body_timeout": ("S", "seconds in which a request's body must arrive"),
-    "write_timeout": ("S", "seconds after which a client that reads nothing of its answer is cut off"),
-    "idle_timeout": ("S", "seconds after which a connection without a request is closed"),
-    "request_timeout": ("S", "seconds in which a request must be answered"),
-    "drain_timeout": ("S", "seconds that open requests are given to end when the server stops"),
+    "header_timeout": ("S", "seconds in which the headers of a request must arrive"),
+    "body_timeout": ("S", "seconds in which the body of a request must arrive"),
+    "write_timeout": ("S", "seconds after which a client that does not read its response is disconnected"),
+    "idle_timeout": ("S", "seconds after which an idle connection is closed"),
+    "request_timeout": ("S", "maximum seconds to answer a request"),
+    "drain_timeout": ("S", "seconds that open requests get to finish when the server stops"),
 }
 COUNTED = {"N", "BYTES"}
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Limits)}
@@ -64,28 +67,43 @@ def add_server(group: argparse._ActionsContainer) -> None:
         help="address to listen on (default: %(default)s, this machine only; 0.0.0.0: all addresses)",
     )
     group.add_argument(
-        "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free one)"
+        "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free port)"
     )
-    _several(group, "--api-key", "KEY", f"serve only clients that send this key; may be repeated (also: {API_KEYS})")
-    group.add_argument("--api-key-file", metavar="FILE", help="file with such keys, one a line")
-    text = "let requests of different keys share cached prefixes; then cached_tokens tell one what another has sent"
+    _several(
+        group,
+        "--api-key",
+        "KEY",
+        f"API key that clients must send; may be repeated (also: ${API_KEYS})",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="file with API keys, one per line")
+    text = "share cached prefixes between API keys; cached_tokens then reveals what other keys have sent"
     group.add_argument("--share-prefixes", action="store_true", help=text)
-    group.add_argument("--admin-key", metavar="KEY", help=f"serve /admin/ to who sends this key (also: {ADMIN_KEY})")
-    group.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
-    group.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM; default: in the same file)")
-    _several(group, "--allow-origin", "URL", "let web pages of this origin use the server; may be repeated; *: all")
-    text = "answer to this host name, too; may be repeated; *: to any (default: on loopback localhost and addresses)"
-    _several(group, "--allowed-host", "NAME", text)
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: %(default)s)")
     group.add_argument(
-        "--log-format", choices=LOG_FORMATS, default="text", help="json: an object a line (default: %(default)s)"
+        "--admin-key",
+        metavar="KEY",
+        help=f"key for /admin/, which is not served without it (also: ${ADMIN_KEY})",
     )
-    group.add_argument("--otlp-endpoint", metavar="URL", help="send spans to this OpenTelemetry collector (OTLP/HTTP)")
+    group.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM); the server then speaks HTTPS")
+    group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert (PEM; default: same file)")
+    _several(group, "--allow-origin", "URL", "allow web pages of this origin (CORS); may be repeated; *: any")
+    text = "accept this name in the Host header; may be repeated; *: any (default: on loopback, only localhost and IPs)"
+    _several(group, "--allowed-host", "NAME", text)
+    text = "minimum level of log lines (default: %(default)s)"
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help=text)
+    group.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="log format; json: one object per line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--otlp-endpoint", metavar="URL", help="OpenTelemetry collector (OTLP/HTTP) that gets a span per request"
+    )
 
 
 def add_formats(group: argparse._ActionsContainer) -> None:
     """Add the flags for tool calls and reasoning in the model's answers."""
-    text = "how the model writes {}; auto: as its chat template shows (default: auto)"
+    text = "format of {} in the model's output; auto: detected from the chat template (default: auto)"
     for flag, kind, what in (
         ("--tool-call-parser", ToolCallParser, "tool calls"),
         ("--reasoning-parser", ReasoningParser, "reasoning"),

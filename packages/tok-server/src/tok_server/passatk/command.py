@@ -29,7 +29,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok pass-at-k`."""
-    parser.description = "Sample many answers a problem and show how many problems are solved (pass@k)."
+    parser.description = "Sample many answers per problem and estimate pass@k (solved by at least one of k samples)."
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add(
@@ -37,34 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="PROBLEMS.jsonl",
-        help='file with one {"question", "answer"} a line, as GSM8K\'s (default: the demo model\'s held-out problems)',
+        help='file with one {"question", "answer"} per line, as in GSM8K (default: the demo model\'s held-out set)',
     )
-    add("--samples", type=int, default=100, metavar="N", help="answers of each problem (default: %(default)s)")
-    add("--model", metavar="MODEL", help="a directory or hub id (default: the demo model)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="of the samples (default: %(default)s)")
-    add("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)")
-    add("--limit", type=int, metavar="N", help="only the first N problems")
-    add("--seed", type=int, default=0, metavar="N", help="of the samples (default: %(default)s)")
+    add("--samples", type=int, default=100, metavar="N", help="samples per problem (default: %(default)s)")
+    add("--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="sampling temperature (default: %(default)s)")
+    add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens per answer (default: %(default)s)")
+    add("--limit", type=int, metavar="N", help="use only the first N problems")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: %(default)s)")
     add(
         "--answer-pattern",
         default=DEFAULT_PATTERN,
         metavar="REGEX",
-        help="where an answer stands in a text; its last match counts (default: %(default)s)",
+        help="regular expression that finds the answer; the last match counts (default: %(default)s)",
     )
     add(
         "--prompt-template",
         metavar="TEXT",
-        help="prompt with {question} in it (default: the model's chat template, or 'Question: ... Answer:')",
+        help="prompt that contains {question} (default: the chat template, or 'Question: ... Answer:')",
     )
     add(
         "--out",
         type=Path,
         default=Path("pass-at-k"),
         metavar="DIR",
-        help="where answers.jsonl and coverage.png are written, over those of an earlier run (default: %(default)s)",
+        help="directory for answers.jsonl and coverage.png, which are overwritten (default: %(default)s)",
     )
-    add("--device", choices=get_args(Device), default="auto", help="where to run (default: %(default)s)")
-    add("--dtype", choices=get_args(DType), default="auto", help="of weights and cache (default: %(default)s)")
+    add("--device", choices=get_args(Device), default="auto", help="device to run on (default: %(default)s)")
+    add("--dtype", choices=get_args(DType), default="auto", help="dtype of weights and KV cache (default: %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
