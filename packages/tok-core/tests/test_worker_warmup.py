@@ -93,13 +93,13 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._draw
+    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_rows
 
     def noted(*arguments: Any) -> Sampled:
         portions.append(arguments[-1])
         return draw_one(*arguments)
 
-    monkeypatch.setattr(sampling, "_draw", noted)
+    monkeypatch.setattr(sampling, "_sample_rows", noted)
     monkeypatch.setattr(sampling, "CHUNK", 8)
     words = -(-runner.model.config.vocab_size // 32)
     step = dummy_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)

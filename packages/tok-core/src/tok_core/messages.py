@@ -145,8 +145,9 @@ class PromptValues(msgspec.Struct):
 class StepInput(msgspec.Struct):
     """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
-    1. Make the tokens sampled by steps up to `sampled_upto` the last tokens of their slots, unless they already are.
-       Drop tokens of slots that have since been given to another sequence.
+    1. In a pipeline, except for its last stage: make the tokens sampled by steps up to `sampled_upto` the last tokens
+       of their slots. Drop tokens of slots that have since been given to another sequence. The last stage, and a worker
+       with all layers, have recorded them when they sampled them.
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
        `(page_slot, page_index) = page_id`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
@@ -163,7 +164,9 @@ class StepInput(msgspec.Struct):
     mask_of      the row of `mask` for each entry of `mask_row`
     mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
     top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens
+    all_greedy   whether all R rows sample at temperature 0
     max_kv       tokens of the longest sequence after the step
+    prompts      requested log-probabilities and embeddings of prompts; None: none in this step
     """
 
     step: int

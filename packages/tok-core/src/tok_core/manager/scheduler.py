@@ -40,7 +40,7 @@ class Scheduler:
         paging: Paging,
         lengths: LengthModel,
         stops: StopSets,
-        guides: GrammarManager,
+        grammars: GrammarManager,
         *,
         groups: bool,
         admission: AdmissionName = "forecast",
@@ -50,7 +50,7 @@ class Scheduler:
         self.info = info
         self.table = table
         self.paging = paging
-        self.grammars = guides
+        self.grammars = grammars
         self.starter = SequenceStarter(table, paging, stops, lengths.prompt_stats)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting

@@ -104,12 +104,14 @@ class Pipeline:
             None if peers.before is None else PipelineReceiver(peers.before, rows, size, dtype, peers.device)
         )
         self._sender = None if peers.after is None else PipelineSender(peers.after, rows, size, dtype, peers.device)
-        self._draws_out: TokenSender | None = None
-        self._draws_in: TokenReceiver | None = None
+        self._token_sender: TokenSender | None = None
+        self._token_receiver: TokenReceiver | None = None
         if peers.token_group is not None and place.last:
-            self._draws_out = TokenSender(peers.token_group, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
+            self._token_sender = TokenSender(peers.token_group, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
         elif peers.token_group is not None:
-            self._draws_in = TokenReceiver(peers.token_group, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device)
+            self._token_receiver = TokenReceiver(
+                peers.token_group, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device
+            )
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
@@ -118,7 +120,7 @@ class Pipeline:
 
     def late(self, step: StepInput) -> list[PendingTokens]:
         """Return the tokens sampled by earlier steps that must be recorded before `step`; empty at the last stage."""
-        return [] if self._draws_in is None else self._draws_in.late(step)
+        return [] if self._token_receiver is None else self._token_receiver.late(step)
 
     def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
         """Return the residual stream of the stage before, as `PipelineReceiver` does; not at the first stage."""
@@ -132,15 +134,15 @@ class Pipeline:
 
     def share(self, token_R: Tensor) -> None:
         """Broadcast a step's sampled tokens, int32 `[R]`, from the last stage to the others."""
-        if self._draws_out is not None:
-            self._draws_out.share(token_R)
+        if self._token_sender is not None:
+            self._token_sender.share(token_R)
 
     def expect(self, step: StepInput) -> None:
         """Post the receive of the step's sampled tokens, which a later step's `late` returns; not at the last stage."""
-        assert self._draws_in is not None
-        self._draws_in.expect(step)
+        assert self._token_receiver is not None
+        self._token_receiver.expect(step)
 
     def forget(self) -> None:
         """Wait for sampled tokens that are still pending, and drop them."""
-        if self._draws_in is not None:
-            self._draws_in.forget()
+        if self._token_receiver is not None:
+            self._token_receiver.forget()

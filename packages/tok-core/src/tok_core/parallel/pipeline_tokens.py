@@ -82,7 +82,7 @@ class TokenReceiver:
         rows = len(step.sample_slot)
         if not rows:
             return
-        assert len(self._pending) < len(self._buffers), "draws of too many steps wait to be taken over"
+        assert len(self._pending) < len(self._buffers), "sampled tokens of too many steps wait to be recorded"
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn][:rows]
         work = dist.broadcast(buffer, group=self._group, group_src=self._source, async_op=True)

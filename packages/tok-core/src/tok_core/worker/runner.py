@@ -136,8 +136,8 @@ class Runner:
         hidden = self._compute(step, put, graph, stream)
         found = None
         if place.last:
-            drawing = hidden if step.prompts is None else hidden[put["logit_row"].long()]
-            sampled_tokens, top = self._draw(step, put, graph, drawing)
+            sampling_hidden = hidden if step.prompts is None else hidden[put["logit_row"].long()]
+            sampled_tokens, top = self._sample(step, put, graph, sampling_hidden)
             self.pipeline.share(sampled_tokens[0, : len(step.sample_slot)])
             if step.prompts is not None:
                 found = prompt_values.find(self.model, put, step.prompts, hidden)
@@ -187,7 +187,7 @@ class Runner:
         )
         return hidden
 
-    def _draw(
+    def _sample(
         self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, hidden: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Sample: return tokens and their log-probabilities' bits, int32 `[2, ≥ R]`, and the top tokens."""

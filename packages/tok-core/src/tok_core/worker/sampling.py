@@ -51,7 +51,7 @@ def sample_tokens(
     whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
     size = CHUNK if whole else max(rows, 1)
     parts = [
-        _draw(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
+        _sample_rows(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
         for i in range(0, max(rows, 1), size)
     ]
     if len(parts) == 1:
@@ -64,7 +64,7 @@ def sample_tokens(
     )
 
 
-def _draw(
+def _sample_rows(
     backend: Backend,
     state: WorkerState,
     step: StepInput,

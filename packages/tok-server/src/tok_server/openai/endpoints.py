@@ -39,7 +39,7 @@ from tok_server.wire import invalid
 
 BACKGROUND_PRIORITY = 1 << 40
 """Base priority of background requests: the engine serves every interactive request before them."""
-MAX_RELATIVE_PRIORITY = 1 << 32  # background priorities range from BEHIND - APART to BEHIND + APART
+MAX_RELATIVE_PRIORITY = 1 << 32  # background priorities are this far from BACKGROUND_PRIORITY at most
 
 
 MAX_BACKGROUND_GRAMMARS = (

@@ -85,7 +85,7 @@ class ForecastAdmission:
         turns: Turns,
         waiting: WaitingQueue,
         reserved: dict[int, int],
-        step: float,
+        cycle: float,
         budget: int,
         priority: int | None = None,
     ) -> tuple[int, list[StartTurn]]:
@@ -102,7 +102,7 @@ class ForecastAdmission:
         fitting = len(samples.length)
         if self._at_limit(held) + self._at_limit(samples) > capacity:
             guessed = self._guesses(len(running))
-            stream = priority is None and not guessed and self._stream(waiting, capacity, step)
+            stream = priority is None and not guessed and self._stream(waiting, capacity, cycle)
             fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
         if priority is None:
             self.stagger.observe(used, capacity, waits=fitting < len(samples.length))
@@ -197,9 +197,9 @@ class ForecastAdmission:
             islice(waiting, 0, MAX_LATER_ENTRIES, -(-min(len(waiting), MAX_LATER_ENTRIES) // MAX_TYPICAL_ENTRIES))
         )
         until = np.cumsum([len(pending.samples) for pending in spread])
-        drawn = np.searchsorted(until, (np.arange(TYPICAL_SAMPLES) + 0.5) / TYPICAL_SAMPLES * until[-1])
+        entry = np.searchsorted(until, (np.arange(TYPICAL_SAMPLES) + 0.5) / TYPICAL_SAMPLES * until[-1])
         rows = np.array([self._row(pending) for pending in spread], np.int64)
-        samples = Samples(*rows[drawn].T)
+        samples = Samples(*rows[entry].T)
         return samples.length, self._remaining(samples, _shares(0, TYPICAL_SAMPLES)), samples.shared
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:

@@ -117,8 +117,8 @@ class LengthModel:
         """Return the probability to outlive each knot for limits of one class; it falls, but never to 0."""
         if kind not in self._curves:
             ended, came = self._ended[-1], self._came[-1]
-            every = _drawn(ended, came, self._guess)
-            here = _drawn(self._ended[kind], self._came[kind], every)
+            every = _learned(ended, came, self._guess)
+            here = _learned(self._ended[kind], self._came[kind], every)
             alive = np.cumprod(1 - np.minimum(here, CERTAIN))
             self._curves[kind] = np.concatenate(([1.0], np.maximum(alive, 1e-290)))
         return self._curves[kind]
@@ -131,7 +131,7 @@ class LengthModel:
         return np.searchsorted(self._edges, np.minimum(length, MAX_LENGTH_TOKENS - 1), side="right")
 
 
-def _drawn(ended: Float64, came: Float64, guess: Float64) -> Float64:
+def _learned(ended: Float64, came: Float64, guess: Float64) -> Float64:
     return (ended + PRIOR_WEIGHT * guess) / (came + PRIOR_WEIGHT)
 
 

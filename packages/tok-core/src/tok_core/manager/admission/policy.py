@@ -26,14 +26,15 @@ class AdmissionPolicy(Protocol):
         turns: Turns,
         waiting: WaitingQueue,
         reserved: dict[int, int],
-        step: float,
+        cycle: float,
         budget: int,
         priority: int | None = None,
     ) -> tuple[int, list[StartTurn]]:
-        """Return how many of the waiting samples may start in `step`, and the turns in which they do.
+        """Return how many of the waiting samples may start now, and the turns in which they do.
 
         turns     returns the turns, in order, in which a given number of samples start
         reserved  number of forks still to come for each prefilling leader (by slot): they count as running
+        cycle     time in cycles: steps since the start, divided by the number of microbatches
         budget    tokens that the step may still compute; samples beyond these are not considered
         priority  lower classes than this one give up what they hold; None: no class does
 

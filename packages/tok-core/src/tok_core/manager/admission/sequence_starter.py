@@ -27,11 +27,11 @@ class SequenceStarter:
     already: a fork copies the last page and no more.
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, families: PromptLengthStats) -> None:
+    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, prompt_stats: PromptLengthStats) -> None:
         self.table = table
         self.paging = paging
         self.stops = stops
-        self.prompt_stats = families
+        self.prompt_stats = prompt_stats
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
         self.pending_forks: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it

@@ -29,7 +29,7 @@ class StaggeredAdmission:
 
     def __init__(self) -> None:
         self.active = False
-        self._drawn: float | None = None  # step in which the curve was computed
+        self._computed_at: float | None = None  # step in which the curve was computed
         self._each = 0.0  # mean number of own pages of a sample at its end
         self._knots: NDArray[np.float64] = np.zeros(1)
         self._share: NDArray[np.float64] = np.zeros(1)
@@ -40,7 +40,7 @@ class StaggeredAdmission:
 
     def outdated(self, step: float) -> bool:
         """Return whether `step`, which only grows, needs a new curve."""
-        return self._drawn is None or step - self._drawn >= CURVE_STEPS
+        return self._computed_at is None or step - self._computed_at >= CURVE_STEPS
 
     def compute_curve(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
         """Compute the curve of a stream of samples like these; int64 [n] each, as in `forecast`, at least one."""
@@ -48,7 +48,7 @@ class StaggeredAdmission:
         held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
         area = np.append(0.0, np.cumsum((held[1:] + held[:-1]) / 2 * np.diff(knots)))
         self._each = float((-(-(length + remaining) // page_size) - shared).mean())
-        self._drawn, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
+        self._computed_at, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
 
     def fits_stream(self, capacity: int) -> bool:
         """Return whether the curve's samples are small enough, relative to `capacity`, to leave pages for others.

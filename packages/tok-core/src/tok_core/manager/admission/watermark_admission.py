@@ -19,7 +19,8 @@ WATERMARK = 0.01  # share of all pages that starting samples leave free: vLLM's 
 class WatermarkAdmission:
     """Admission without a forecast: a sample starts if its tokens and one page more fit above the watermark.
 
-    Running samples grow into the pages left free. If these run out, the youngest samples are preempted.
+    Running samples grow into the pages left free. If these run out, the sample with the least work to lose is preempted
+    (`choose_victim`).
     """
 
     def __init__(self, table: SequenceTable, paging: Paging, retained_prompts: RetainedPrompts) -> None:
@@ -38,7 +39,7 @@ class WatermarkAdmission:
         turns: Turns,
         waiting: WaitingQueue,
         reserved: dict[int, int],
-        step: float,
+        cycle: float,
         budget: int,
         priority: int | None = None,
     ) -> tuple[int, list[StartTurn]]:

@@ -40,7 +40,7 @@ class Microbatches:
         self.used = 1
         self._table = table
         self._stages = stages
-        self._draws_upto = 0
+        self._sampled_upto = 0
         self._chains: deque[tuple[int, int]] = deque()  # steps in flight, each with the length of its chain of waiting
 
     def rows(self) -> Int64:
@@ -108,13 +108,13 @@ class Microbatches:
             self.cycles += 1
             return number - 1
         last = self._last(decode)
-        self._draws_upto = max(self._draws_upto, self.returned, last)
+        self._sampled_upto = max(self._sampled_upto, self.returned, last)
         chain = next((chain for step, chain in self._chains if step == last), 0)
         self._chains.append((number, chain + 1))
         microbatches = self._table.microbatch[self._table.in_state(State.DECODE)]
         self.used = max(1, int(np.count_nonzero(np.bincount(microbatches, minlength=self.count))))
         self.cycles += 1 / self.used
-        return self._draws_upto
+        return self._sampled_upto
 
     def record_sampled(self, number: int, slots: Int64) -> None:
         """Record that these slots sample in step `number`, of this turn."""

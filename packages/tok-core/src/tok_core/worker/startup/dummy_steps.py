@@ -31,7 +31,7 @@ def dummy_step(
     chunks: int = 0,
     tokens: int = 0,
     cached: int = 0,
-    draws: int | None = None,
+    sampling_rows: int | None = None,
     filtered: int = 0,
     penalised: int = 0,
     top_logprobs: int = 0,
@@ -47,7 +47,7 @@ def dummy_step(
     levels               cascade levels of the prefix; in all but the last, one group has all rows
     tokens               prefill tokens of all chunks together
     cached               positions cached before each chunk
-    draws                rows that sample, spread over the sequences; None: one for each sequence
+    sampling_rows        rows that sample, spread over the sequences; None: one for each sequence
     filtered, penalised  number of sampled rows, from the first on, with filters and with penalties
     prompt_outputs       request all prompt outputs for all chunks
     masked               number of rows with a grammar mask of `words` words, which allows every token
@@ -59,7 +59,7 @@ def dummy_step(
     part = prefix // levels
     inner = part * (levels - 1)
     around = [_level(array([0]), array([decode]), start, start + part) for start in range(0, inner, part or 1)]
-    rows = np.arange(len(slot) if draws is None else draws, dtype=np.int32) % len(slot)
+    rows = np.arange(len(slot) if sampling_rows is None else sampling_rows, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,
         sampled_upto=0,

@@ -70,15 +70,15 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
     """
     tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
-    draws = min(slots, tokens)
+    sampling_rows = min(slots, tokens)
     return dummy_step(
         chunks=min(chunks, slots),
         tokens=tokens,
-        draws=draws,
-        filtered=draws,
-        penalised=draws,
+        sampling_rows=sampling_rows,
+        filtered=sampling_rows,
+        penalised=sampling_rows,
         prompt_outputs=True,
-        masked=draws if words else 0,
+        masked=sampling_rows if words else 0,
         words=words,
     )
 
