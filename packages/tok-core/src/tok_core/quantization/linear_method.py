@@ -40,7 +40,7 @@ class LinearLayer(Protocol):
 class LinearMethod(ABC):
     """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.
 
-    A method holds no state: parameters belong to the layer. No other code reads them.
+    A method holds no state: parameters belong to the layer. Apart from dummy weights, no other code reads them.
     Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
     """
 
