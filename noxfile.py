@@ -36,7 +36,7 @@ SLOWEST = ("--durations", "10")  # said at the end: which ten tests cost most
 QUICK = {
     "tests": "docs_links workspace_imports",
     "packages/tok-core/tests": (
-        "data_parallel_routing delivery grammar_regex manager_deferred_work manager_faults manager_forecast "
+        "data_parallel_routing delivery grammar_regex manager_faults manager_forecast "
         "manager_grouping manager_length_model manager_microbatches manager_page_allocator manager_page_copies "
         "manager_prefix_tree manager_prompts manager_run_ahead manager_stops manager_watchdog model_config "
         "parallel_shard_plan text_detokenise text_template text_tokenizer worker_step_tensors"

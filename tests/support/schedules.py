@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from support.grouping import group_eagerly
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.batch.deferred_work import DeferredWork
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
@@ -126,14 +125,6 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
 
     setattr(scheduler, "preempt", checked)  # noqa: B010
     return victims
-
-
-def hurry(manager: Manager, hurries: Iterable[bool], deferred: DeferredWork | None = None) -> None:
-    """Make the worker's queue seem to run low whenever `hurries` says so; set `deferred` if given."""
-    ask = iter(hurries)
-    setattr(manager, "_hurried", lambda: next(ask))  # noqa: B010
-    if deferred is not None:
-        manager.scheduler.deferred = deferred
 
 
 def kept(manager: Manager) -> list[RetainedPrompt]:

@@ -303,23 +303,18 @@ def test_prefix_groups_are_recomputed_only_when_rows_change() -> None:
 
 @settings(max_examples=60)
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]), st.data())
-def test_deferred_regrouping_keeps_sound_groups_of_remaining_rows(
-    made: Rows, cost: CascadeCosts, data: st.DataObject
-) -> None:
+def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCosts, data: st.DataObject) -> None:
     count = len(made.slots)
     found = Grouping(made.tree, cost)
     epochs = np.zeros(count, np.int64)
     full = found.find(made.slots, made.node_ids, epochs)
     for _ in range(2):  # both rounds thin the groups of the full search
         row = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True)))
-        owner = np.array(data.draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=len(row), max_size=len(row))))
-        slots, new = made.slots[row], np.flatnonzero(owner)
-        nodes, paths = made.node_ids[row], [made.paths[i] if not own else [] for i, own in zip(row, owner, strict=True)]
-        nodes[new] = 0  # the slot's next owner holds other pages
-        left = found.find(slots, nodes, owner, lambda: True)
-        assert_sound(made, slots, paths, left)
-        old = set(row[owner == 0].tolist())
-        members = [{*group.rows} & old for group in listed(made, full)]
+        others = np.setdiff1d(np.arange(count), row)
+        sitting_out = np.array((made.slots[others], made.node_ids[others], epochs[others]), np.int64)
+        left = found.find(made.slots[row], made.node_ids[row], epochs[row], sitting_out)
+        assert_sound(made, made.slots[row], [made.paths[i] for i in row], left)
+        members = [{*group.rows} & {*row.tolist()} for group in listed(made, full)]
         assert sorted(sorted(m) for m in members if len(m) > 1) == sorted(
             sorted(row[group.rows].tolist()) for group in listed(made, left)
         )

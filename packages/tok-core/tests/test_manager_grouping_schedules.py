@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import cycle
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.schedules import assert_all_given_back, drive, engine_info, expected, hurry, make_manager, submit
+from support.schedules import assert_all_given_back, drive, engine_info, expected, make_manager, submit
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.batch.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.manager.loop import Manager
 from tok_core.manager.prefix_groups.cascade import CascadeCosts
 from tok_core.manager.prefix_groups.grouping import Grouping
@@ -36,14 +33,12 @@ def prompts(draw: st.DrawFn) -> list[int]:
     st.sampled_from([1, 4, 16]),
     st.integers(40, 400),
     st.sampled_from([(0, 0), (0.01, 0), (0.01, 2), (1, 0), (1, 5)]),
-    st.lists(st.booleans(), min_size=1, max_size=12),
 )
 def test_nested_groups_change_no_token(
     asked: list[tuple[list[int], int, int, int]],
     page_size: int,
     room: int,
     costs: tuple[float, float],
-    hurries: list[bool],
 ) -> None:
     info = engine_info(
         max_model_len=96,
@@ -54,11 +49,6 @@ def test_nested_groups_change_no_token(
     )
     manager, ports = make_manager(info)
     nest(manager, *costs)
-    hurry(
-        manager,
-        cycle(hurries),
-        DeferredWork({work: DeferralLimit(6, 1) for work in WORK} | {"regrouping": DeferralLimit(6, 0)}),
-    )
     arrivals: dict[int, list[Submit]] = {}
     wanted: dict[tuple[int, int], list[int]] = {}
     for rid, (prompt, n, tokens, turn) in enumerate(asked):

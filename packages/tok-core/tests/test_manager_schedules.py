@@ -1,9 +1,8 @@
-"""Under any arrivals, cancellations, preemption and deferral, samples read their own context and nothing leaks."""
+"""Under any arrivals, cancellations and preemption, samples read their own context and nothing leaks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,14 +14,12 @@ from support.schedules import (
     ends,
     engine_info,
     expected,
-    hurry,
     make_manager,
     submit,
     watch_preemptions,
 )
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.manager.batch.deferred_work import WORK, DeferralLimit, DeferredWork
 from tok_core.messages import Cancel, EngineInfo, ToManager
 
 
@@ -45,8 +42,6 @@ class Scenario:
     arrivals: list[Arrival]
     run_ahead: int
     groups: bool
-    hurries: list[bool]
-    deferred: DeferredWork
     pp: int
 
 
@@ -84,11 +79,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_running=max_running,
         max_step_tokens=max_running + draw(st.integers(0, 40)),
     )
-    hurries = draw(st.lists(st.booleans(), min_size=1, max_size=20))
-    bounds = {work: DeferralLimit(draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 4]))) for work in WORK}
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
-    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), hurries, DeferredWork(bounds), pp)
+    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp)
 
 
 def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None:
@@ -111,7 +104,6 @@ def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None
 def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Scenario) -> None:
     manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)
     watch_preemptions(manager)
-    hurry(manager, cycle(scenario.hurries), scenario.deferred)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):
         messages.setdefault(one.turn, []).append(submit(rid, one.prompt, one.params, salt=one.salt))

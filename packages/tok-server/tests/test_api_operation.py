@@ -13,7 +13,6 @@ import pytest
 
 from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
-from tok_core.manager.batch.deferred_work import WORK
 
 LONG = {"prompt": "one", "n": 16, "max_tokens": 1000, "ignore_eos": True}
 SAMPLE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [-+0-9.eE]+(inf|NaN)?$")
@@ -107,14 +106,11 @@ def test_metrics_are_prometheus_text_and_count_requests_and_tokens(server: Serve
     assert metric(server, "tok_requests_running") == metric(server, "tok_sequences_running") == 0
     for part in ("schedule", "launch", "device", "output"):
         assert metric(server, f"tok_{part}_seconds_total") > 0
-    for work in WORK:
-        assert metric(server, f'tok_deferred_total{{work="{work}"}}') >= 0
     assert metric(server, "tok_pages_total") == 16_384 / 16
     assert metric(server, "tok_replicas") == metric(server, "tok_replicas_ready") == 1
     assert metric(server, 'tok_replica_ready{replica="0"}') == 1
     for name in ("output_tokens_total", "restarts_total", "pages_total"):
         assert metric(server, f'tok_replica_{name}{{replica="0"}}') == metric(server, f"tok_{name}")
-    assert metric(server, 'tok_replica_deferred_total{replica="0",work="cache"}') >= 0
     assert metric(server, "tok_time_to_first_token_seconds_count") >= 2
     assert metric(server, 'tok_request_seconds_count{endpoint="/v1/completions"}') >= 2
     for line in server.call("GET", "/metrics").body.decode().splitlines():

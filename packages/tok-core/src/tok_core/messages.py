@@ -317,9 +317,6 @@ class Stats(msgspec.Struct):
 
     skipped_tokens                  those of `output_tokens` that a grammar determined, so that no step sampled them
     discarded_tokens                tokens computed for sequences that had ended
-    deferred_*                      steps without a kind of optional work, deferred because the worker's queue ran low;
-                                    see `tok_core.manager.batch.deferred_work.BOUNDS`. `deferred_statistics` counts
-                                    reports that repeated the last Stats
     schedule_seconds                time of the manager's CPU to build steps
     output_seconds                  time of the manager's CPU to process returned tokens
     launch_seconds, device_seconds  as in StepOutput, summed
@@ -336,11 +333,6 @@ class Stats(msgspec.Struct):
     skipped_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
-    deferred_admission: int = 0
-    deferred_forecast: int = 0
-    deferred_regrouping: int = 0
-    deferred_cache: int = 0
-    deferred_statistics: int = 0
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0

@@ -13,7 +13,7 @@ import msgspec
 from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
 from tok_core.manager.admission import LengthModel
-from tok_core.manager.batch import RunAhead, runs_low
+from tok_core.manager.batch import RunAhead
 from tok_core.manager.grammar import GrammarManager, GrammarWorkers
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, merge_reports
@@ -162,17 +162,12 @@ class Manager:
             self.scheduler.settle()
             return None
         began = time.thread_time()
-        step = self.scheduler.next_step(queue_low=self._hurried(), depth=self.run_ahead.depth)
+        step = self.scheduler.next_step(depth=self.run_ahead.depth)
         if step is not None:
             self.output_processor.expect(step)
             self.ports.send(step)
             self._seconds["schedule_seconds"] += time.thread_time() - began
         return step
-
-    def _hurried(self) -> bool:
-        """Return whether the worker is about to run dry, so that optional work is deferred."""
-        wanted = min(self.run_ahead.steps, self.run_ahead.depth * self.scheduler.microbatches.used)
-        return runs_low(len(self.output_processor.in_flight), wanted)
 
     def _take(self, message: ToManager) -> None:
         match message:
@@ -233,9 +228,7 @@ class Manager:
         for rid in {end.rid for end in reported.finished}:
             if rid in self.requests and self.requests[rid].left == 0:
                 self.grammars.leave(self.requests.pop(rid))
-        running, deferred = self.table.sequences_running, self.scheduler.deferred
-        if not deferred.defers("statistics", queue_low=self._hurried(), running=running):
-            self._stats = self.stats()
+        self._stats = self.stats()
         self._send_report(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
 
     def _send_report(self, reported: Reported, rounds: list[int]) -> None:
@@ -288,13 +281,11 @@ class Manager:
         stats = self.stats()
         if stats != msgspec.structs.replace(self._stats, **self._seconds):
             self._stats = stats
-            self.scheduler.deferred.done("statistics")
             self._send_report(NOTHING, [])
 
     def stats(self) -> Stats:
         """Return the counters since the start, and the gauges."""
         requests_running = self.table.requests_running
-        deferred = self.scheduler.deferred.counts
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self.requests) - requests_running,
@@ -307,11 +298,6 @@ class Manager:
             skipped_tokens=self.output_processor.skipped_tokens,
             discarded_tokens=self.output_processor.discarded_tokens,
             preemptions=self.scheduler.preemptions,
-            deferred_admission=deferred["admission"],
-            deferred_forecast=deferred["forecast"],
-            deferred_regrouping=deferred["regrouping"],
-            deferred_cache=deferred["cache"],
-            deferred_statistics=deferred["statistics"],
             pages_total=self.info.num_pages,
             pages_used=self.paging.used,
             pages_cached=self.paging.tree.evictable,

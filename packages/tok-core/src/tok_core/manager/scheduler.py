@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import numpy as np
 
 from tok_core.config import AdmissionName
 from tok_core.manager.admission import Admitter, FairShares, LengthModel, SequenceStarter, make_admission
-from tok_core.manager.batch import BatchBuilder, Changes, DeferredWork, Microbatches, TokenBudget
+from tok_core.manager.batch import BatchBuilder, Changes, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.kv_cache import Paging, choose_victim
@@ -63,7 +62,6 @@ class Scheduler:
         self.groupings = (
             [Grouping(paging.tree) for _ in range(self.microbatches.count)] if groups else []
         )  # one per microbatch
-        self.deferred = DeferredWork()
         self.faults = Faults()
         self._ended: list[Int64] = []  # slots whose sequences have ended but that still hold pages
         self.preemptions = 0
@@ -81,16 +79,15 @@ class Scheduler:
         join = self.waiting.append if request.grammar_state is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
 
-    def next_step(self, *, queue_low: bool = False, depth: int = 1) -> StepInput | None:
+    def next_step(self, *, depth: int = 1) -> StepInput | None:
         """Return the next step, or None if nothing can be computed now. Lengths and states advance at once.
 
-        queue_low  the worker is about to run dry, so that optional work is deferred
-        depth      longest chain of steps in flight in which each step feeds tokens that the one before it samples
+        depth  longest chain of steps in flight in which each step feeds tokens that the one before it samples
         """
         for turn in range(self.microbatches.count):
             if self.microbatches.waits(depth):
                 return None
-            step = self._next_turn(queue_low=queue_low, first=turn == 0)
+            step = self._next_turn(first=turn == 0)
             self.microbatches.next_turn()
             if step is not None:
                 return step
@@ -98,7 +95,7 @@ class Scheduler:
         idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
         return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
 
-    def _next_turn(self, *, queue_low: bool, first: bool) -> StepInput | None:
+    def _next_turn(self, *, first: bool) -> StepInput | None:
         """Return the step of the microbatch whose turn it is, or None if nothing can be computed in it.
 
         `first`: this is the first turn that this call of `next_step` tries. Samples are admitted in it alone.
@@ -113,7 +110,11 @@ class Scheduler:
         budget = max(0, self.token_budget.tokens - len(decode))
         prefilling = self._prefilling()
         owners = self.table.epoch[prefilling]
-        admitting = first and self._catch_up(len(prefilling), queue_low=queue_low, running=len(decode))
+        admitting = first and bool(self.waiting)
+        if first:
+            self.settle()
+            if admitting and self.table.free_slots:
+                self.admission.refresh()
         above = self.waiting.min_open_priority if admitting else None
         if (
             above is not None
@@ -143,7 +144,7 @@ class Scheduler:
         if not len(decode) and not builder.chunks:
             return None
         self.token_budget.observe(exhausted=budget <= 0)
-        groups = self._find_groups(decode, queue_low=queue_low)
+        groups = self._find_groups(decode)
         decode = decode[groups.order] if len(groups.order) else decode
         self._advance(decode)
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
@@ -207,11 +208,9 @@ class Scheduler:
         self.table.free(slots[~holding])
         self.table.end(slots[holding])
         self._ended.append(slots[holding])
-        self.deferred.concern(len(slots), "admission", "forecast", "cache", "statistics")
 
     def settle(self) -> None:
         """Free the slots and pages of ended sequences; full pages stay cached."""
-        self.deferred.done("cache")
         if self._ended:
             slots, self._ended = np.concatenate(self._ended), []
             self.paging.release_all_pages(slots)
@@ -234,18 +233,6 @@ class Scheduler:
         self.close(request)
         self.release(np.array(list(request.slots.values()), np.int64))
         self.retained_prompts.drop(request.rid)
-
-    def _catch_up(self, prefilling: int, *, queue_low: bool, running: int) -> bool:
-        """Settle unless that can be deferred; return whether to start samples, in which case it has settled."""
-        if self.waiting and not (running and self.deferred.defers("admission", queue_low=queue_low, running=running)):
-            self.settle()
-            if self.table.free_slots and not self.deferred.defers("forecast", queue_low=queue_low, running=running):
-                self.admission.refresh()
-            return True
-        # Prefills and forks allocate pages and look up cached ones, so they need the pages of ended sequences.
-        if self.table.ended and (prefilling or not self.deferred.defers("cache", queue_low=queue_low, running=running)):
-            self.settle()
-        return False
 
     def room_for(self, count: int) -> bool:
         """Make `count` pages free if possible, and return whether they are.
@@ -330,7 +317,6 @@ class Scheduler:
             table.state[slot] = state
             if len(forks):
                 table.state[forks] = state
-            self.deferred.concern(1 + len(forks), "regrouping")
         return count
 
     def _rows_behind(self, slot: int, decode: Int64, budget: int) -> int:
@@ -350,21 +336,15 @@ class Scheduler:
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
-    def _find_groups(self, decode: Int64, *, queue_low: bool) -> Groups:
-        """Return the groups that save the most page reads; fewer than two rows have none.
-
-        If regrouping is deferred, the last groups are used, without rows that have left.
-        """
+    def _find_groups(self, decode: Int64) -> Groups:
+        """Return the groups that save the most page reads; fewer than two rows have none."""
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
-        table, deferred = self.table, self.deferred
-        # With several microbatches, the deferral might hit the same one each time.
-        queue_low = queue_low and self.microbatches.count == 1
-        defers = partial(deferred.defers, "regrouping", queue_low=queue_low, running=len(decode))
+        table = self.table
         grouping = self.groupings[self.microbatches.turn]
         sitting_out = self.microbatches.sitting_out(decode)
         around = np.array((sitting_out, table.node[sitting_out], table.epoch[sitting_out]), np.int64)
-        groups = grouping.find(decode, table.node[decode], table.epoch[decode], defers, around)
+        groups = grouping.find(decode, table.node[decode], table.epoch[decode], around)
         self.group_rows += groups.rows
         return groups
 

@@ -32,7 +32,6 @@ COUNTERS = {
     "output_seconds": "Time taken to take in what came of them.",
     "restarts": "Times a replica was started anew.",
 }
-DEFERRED = "deferred_"  # prefix of the engine's statistics of deferred work; the kind of work follows
 GAUGES = {
     "requests_running": "Requests of which at least one sample runs.",
     "requests_waiting": "Requests waiting to run.",
@@ -131,14 +130,3 @@ def _families(
                     family.add_metric((label,)[: len(labels)], values[name])
             if family.samples:
                 yield family
-    yield _deferred(prefix, stats, labels)
-
-
-def _deferred(prefix: str, stats: Mapping[str, Mapping[str, float]], labels: tuple[str, ...]) -> Metric:
-    text = "Steps made without work that can wait, the worker being about to run dry."
-    family = CounterMetricFamily(f"{prefix}deferred", text, labels=(*labels, "work"))
-    for label, values in stats.items():
-        for name in sorted(values):
-            if name.startswith(DEFERRED):
-                family.add_metric((*(label,)[: len(labels)], name.removeprefix(DEFERRED)), values[name])
-    return family

@@ -158,7 +158,6 @@ class Admitter:
             slots = self._starts.start_late(retained, pending, most, self._scheduler.steps + 1)
             if len(slots):
                 builder.start(slots)
-                self._scheduler.deferred.concern(len(slots), "regrouping")
             return slots, len(slots), len(slots)
         if pending.fresh and pending.request.leader is not None:
             return [], self._starts.follow(pending, most), 0

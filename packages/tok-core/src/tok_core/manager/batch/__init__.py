@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tok_core.manager.batch.batch_builder import BatchBuilder, Changes
-from tok_core.manager.batch.deferred_work import DeferredWork, runs_low
 from tok_core.manager.batch.microbatches import Microbatches
 from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS, RunAhead
 from tok_core.manager.batch.token_budget import TokenBudget
@@ -12,9 +11,7 @@ __all__ = [
     "MIN_QUEUED_STEPS",
     "BatchBuilder",
     "Changes",
-    "DeferredWork",
     "Microbatches",
     "RunAhead",
     "TokenBudget",
-    "runs_low",
 ]

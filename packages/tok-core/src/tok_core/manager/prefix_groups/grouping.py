@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +37,8 @@ NOBODY: Int64 = np.empty((3, 0), np.int64)
 class Grouping:
     """Groups of the sequences that hold nodes of one tree; found anew only when rows have been added, removed or moved.
 
-    If regrouping is deferred, the last groups are used without the rows that have left. The remaining rows still share
-    the same pages, since a decoding sequence changes no page but its last one.
+    Rows that sit out a step leave their groups for that step. The remaining rows still share the same pages, since a
+    decoding sequence changes no page but its last one.
     """
 
     def __init__(self, tree: PrefixTree, costs: CascadeCosts = COSTS) -> None:
@@ -52,7 +52,6 @@ class Grouping:
         slots: Int64,
         node_ids: Int32,
         epochs: Int64,
-        defers: Callable[[], bool] = lambda: False,
         sitting_out: Int64 = NOBODY,
     ) -> Groups:
         """Return the groups of decode rows; the very same object as before if nothing has changed.
@@ -60,7 +59,6 @@ class Grouping:
         slots        int64 [n], slots of the rows
         node_ids     int32 [n], the deepest tree node of each row's pages, on which the row has a lock
         epochs       int64 [n], the epoch of each slot, which identifies its owner
-        defers       called once if something has changed: whether new groups can wait
         sitting_out  int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found
                      with them and then used without them, so nothing is found anew when they sit out or return
 
@@ -72,8 +70,6 @@ class Grouping:
             now = np.concatenate((now, sitting_out), axis=1)
             now = now[:, np.argsort(now[0])]
         if not np.array_equal(self._known, now):
-            if defers():
-                return self._without_departed(slots, epochs)
             self._groups = find_groups(self._tree, now[1], now[0], self._costs)
             self._known = now
         return self._without_departed(slots, epochs) if sitting_out.size else self._groups
