@@ -60,7 +60,7 @@ class LengthWorker:
         new = step.new
         if new is not None:
             self.length[new.slot] = new.length
-            self.end[new.slot] = new.prompt_len + self.lengths[new.seed, new.sample]
+            self.end[new.slot] = new.prompt_len + self.lengths[new.sampling["seed"], new.sample]
         self.length[step.decode_slot] += 1
         self.length[step.prefill_slot] = step.prefill_start + step.prefill_count
         slots = step.sample_slot

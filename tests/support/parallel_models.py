@@ -89,12 +89,13 @@ def draws_of(model: CausalLM) -> list[Draws]:
     source = torch.Generator().manual_seed(3)
     state.columns.length.fill_(9)
     state.columns.token_of.random_(0, 512, generator=source)
-    state.seed.random_(generator=source)
-    state.temperature.uniform_(0, 2, generator=source).masked_fill_(state.seed % 5 == 0, 0.0)
-    state.top_k.random_(0, 40, generator=source)
-    for column in (state.top_p, state.min_p, state.presence, state.frequency):
-        column.uniform_(0, 1, generator=source)
-    state.repetition.uniform_(1, 2, generator=source)
+    columns = state.sampling
+    columns["seed"].random_(generator=source)
+    columns["temperature"].uniform_(0, 2, generator=source).masked_fill_(columns["seed"] % 5 == 0, 0.0)
+    columns["top_k"].random_(0, 40, generator=source)
+    for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty"):
+        columns[name].uniform_(0, 1, generator=source)
+    columns["repetition_penalty"].uniform_(1, 2, generator=source)
     state.bias_token = torch.arange(ROWS).unsqueeze(1) % 512
     state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
     plain = dummy_step(decode=ROWS)

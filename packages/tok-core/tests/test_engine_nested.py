@@ -11,7 +11,7 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.tiny_models import make_model
 from tok_core import RequestOutput, SamplingParams
 from tok_core.manager.prefix_groups.cascade import CascadeCosts
-from tok_core.manager.prefix_groups.grouping import Grouping
+from tok_core.manager.prefix_groups.grouping import Grouping, MostPagesSaved
 from tok_core.messages import StepInput
 
 PARAMS = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -30,7 +30,7 @@ def answers(path: Path, nested: bool, page_size: int, device: str) -> tuple[list
         manager = manager_of(engine)
         if nested:
             manager.scheduler.groupings = [
-                Grouping(manager.paging.tree, CascadeCosts(member=0.01, group=0.02, level=0))
+                Grouping(manager.paging.tree, MostPagesSaved(CascadeCosts(member=0.01, group=0.02, level=0)))
             ]
         send = manager.ports.send
 

@@ -399,8 +399,8 @@ def test_prefix_groups_are_not_recomputed_while_guided_sequences_wait(monkeypatc
     prepare(manager, [grammar])
     guided = SamplingParams(n=6, max_tokens=30, seed=0, grammar=grammar)
     free = SamplingParams(n=6, max_tokens=30, seed=0, ignore_eos=True)
-    found = Mock(wraps=grouping.find_groups)
-    monkeypatch.setattr(grouping, "find_groups", found)
+    found = Mock(wraps=grouping.MostPagesSaved.find)
+    monkeypatch.setattr(grouping.MostPagesSaved, "find", lambda *arguments: found(*arguments))
     prompts = {1: [1, 2, 3] * 4, 2: [1, 2, 3] * 4 + [4]}
     drive(manager, ports, {0: [submit(1, prompts[1], guided), submit(2, prompts[2], free)]})
     tokens = tokens_of(ports)

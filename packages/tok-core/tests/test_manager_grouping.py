@@ -15,7 +15,7 @@ from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
 from tok_core.manager.prefix_groups import branch_points, grouping
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
-from tok_core.manager.prefix_groups.grouping import Grouping, Groups, find_groups
+from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
 
 PAGE = 2
@@ -40,7 +40,7 @@ class Rows:
         self.slots = np.arange(len(prompts))[::-1] * 3
 
     def groups(self, member: float = 1, group: float = 0, level: float = 0) -> Groups:
-        return find_groups(self.tree, self.node_ids, self.slots, CascadeCosts(member, group, level))
+        return MostPagesSaved(CascadeCosts(member, group, level)).find(self.tree, self.node_ids, self.slots)
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
@@ -135,7 +135,7 @@ def test_best_cascade_saves_as_much_as_an_exhaustive_search(made: Rows, levels: 
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
-def test_find_groups_saves_what_best_cascade_computed(made: Rows, cost: CascadeCosts) -> None:
+def test_most_pages_saved_saves_what_best_cascade_computed(made: Rows, cost: CascadeCosts) -> None:
     groups = made.groups(*cost)
     meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
@@ -168,7 +168,7 @@ def assert_sound(made: Rows, slots: Int64, paths: Sequence[list[int]], groups: G
 
 def test_samples_of_two_prompts_make_two_groups_by_default() -> None:
     made = Rows([(0, *range(10, 25)), (0, *range(30, 45))] * 4)
-    found = listed(made, find_groups(made.tree, made.node_ids, made.slots))
+    found = listed(made, MostPagesSaved().find(made.tree, made.node_ids, made.slots))
     assert sorted(group.rows for group in found) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 16)}
 
@@ -200,7 +200,7 @@ def test_default_costs_make_no_small_groups_of_short_questions(
     count: int, fan: int, system: int, question: int, shape: list[tuple[int, int]]
 ) -> None:
     made = Rows([(*range(system), *([1000 + row // fan] * question)) for row in range(count)])
-    levels = find_groups(made.tree, made.node_ids, made.slots).levels
+    levels = MostPagesSaved().find(made.tree, made.node_ids, made.slots).levels
     assert [(len(level.start), int(level.kv_end.max()) // PAGE) for level in levels] == shape
 
 
@@ -233,7 +233,7 @@ def test_a_prefix_that_saves_less_than_merging_costs_makes_no_group() -> None:
 
 
 def test_rows_without_cached_pages_are_not_grouped() -> None:
-    groups = find_groups(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4), CascadeCosts(0, 0, 0))
+    groups = MostPagesSaved(CascadeCosts(0, 0, 0)).find(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4))
     assert groups.levels == []
     assert groups.rows == 0
 
@@ -288,7 +288,7 @@ def test_nested_levels_are_searched_only_with_few_grouping_choices(monkeypatch: 
 
 def test_prefix_groups_are_recomputed_only_when_rows_change() -> None:
     made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
-    found, epochs = Grouping(made.tree, CascadeCosts(1, 0, 0)), np.zeros(8, np.int64)
+    found, epochs = Grouping(made.tree, MostPagesSaved(CascadeCosts(1, 0, 0))), np.zeros(8, np.int64)
     first = found.find(made.slots, made.node_ids, epochs)
     # A row that is not decoding branches off inside a prompt, which splits the node.
     made.tree.lock(made.tree.match(tokens((0, 1, 2))).node)
@@ -305,7 +305,7 @@ def test_prefix_groups_are_recomputed_only_when_rows_change() -> None:
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5]), st.data())
 def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCosts, data: st.DataObject) -> None:
     count = len(made.slots)
-    found = Grouping(made.tree, cost)
+    found = Grouping(made.tree, MostPagesSaved(cost))
     epochs = np.zeros(count, np.int64)
     full = found.find(made.slots, made.node_ids, epochs)
     for _ in range(2):  # both rounds thin the groups of the full search

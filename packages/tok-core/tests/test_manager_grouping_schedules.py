@@ -10,7 +10,7 @@ from support.simulated_worker import collect
 from tok_core import SamplingParams
 from tok_core.manager.loop import Manager
 from tok_core.manager.prefix_groups.cascade import CascadeCosts
-from tok_core.manager.prefix_groups.grouping import Grouping
+from tok_core.manager.prefix_groups.grouping import Grouping, MostPagesSaved
 from tok_core.messages import StepInput, Submit
 
 SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]
@@ -18,7 +18,7 @@ SYSTEM, EXAMPLES = list(range(40)), [[40 + i] * 24 for i in range(3)]
 
 def nest(manager: Manager, member: float = 0.01, group: float = 0.02) -> None:
     """Set the cost of a level to zero, so that prompts as short as these are nested."""
-    manager.scheduler.groupings = [Grouping(manager.paging.tree, CascadeCosts(member, group, 0))]
+    manager.scheduler.groupings = [Grouping(manager.paging.tree, MostPagesSaved(CascadeCosts(member, group, 0)))]
 
 
 @st.composite

@@ -22,7 +22,6 @@ from support.schedules import (
 from support.simulated_worker import collect
 from tok_core import InvalidField, SamplingParams
 from tok_core.manager.admission.waiting_queue import WaitingQueue
-from tok_core.manager.kv_cache.preemption import choose_victim
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import Pending, Request, State
 from tok_core.messages import Progress
@@ -121,7 +120,7 @@ def start(prompts: list[list[int]], priorities: list[int], turns: int) -> Manage
 
 
 def victim(manager: Manager) -> int:
-    return int(manager.table.rid[choose_victim(manager.paging, running(manager))])
+    return int(manager.table.rid[manager.scheduler.preemption.choose(running(manager))])
 
 
 def test_sample_that_loses_least_work_is_preempted() -> None:

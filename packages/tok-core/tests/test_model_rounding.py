@@ -63,7 +63,10 @@ def test_cached_keys_and_values_are_fp16_gemms_rounded_after_rope(kind: str, tmp
     assert model.model.embed_tokens is not None
     x_TN = norm(model.model.embed_tokens(tokens), torch.float16).float()
     weight, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
-    assert (weight.dtype, layer_of(model, 0).mlp.down_proj.weight.dtype) == (torch.float16, torch.bfloat16)
+    assert (weight.dtype, model.get_parameter("model.layers.0.mlp.down_proj.weight").dtype) == (
+        torch.float16,
+        torch.bfloat16,
+    )
     qkv = torch.nn.functional.linear(x_TN, weight.float(), None if bias is None else bias.float()).half()
     q, k, v = (part.view(len(tokens), -1, attention.head_dim) for part in torch.split(qkv, attention.sizes, dim=-1))
     k = k.float()

@@ -18,6 +18,7 @@ from support.tiny_models import make_model
 from tok_core.mesh import RankCoordinates
 from tok_core.model_config.model_config import read_config
 from tok_core.models.decoder import DecoderLayer
+from tok_core.models.layers import MLP
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
 from tok_core.worker import sampling
@@ -118,6 +119,7 @@ def test_gemm_warm_up_runs_each_row_count_once_in_a_pipeline(
     layer = next(iter(model.model.layers.values()))
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(mlp, MLP)
     seen: dict[str, list[int]] = {}
     for name, linear in (("qkv", attention.qkv_proj), ("o", attention.o_proj), ("down", mlp.down_proj)):
         rows = seen.setdefault(name, [])

@@ -129,9 +129,9 @@ def test_sampling_with_penalties_matches_its_distribution(
     penalties = Penalties(
         rows=torch.arange(ROWS, device=device),
         contexts=replace(contexts, **{name: getattr(contexts, name).expand(ROWS) for name in COLUMNS}),
-        presence=column(presence),
-        frequency=column(frequency),
-        repetition=column(repetition),
+        presence_penalty=column(presence),
+        frequency_penalty=column(frequency),
+        repetition_penalty=column(repetition),
     )
     edited = np.where(LOGITS > 0, LOGITS / repetition, LOGITS * repetition)
     edited = np.where(in_prompt | (SEEN > 0), edited, LOGITS)

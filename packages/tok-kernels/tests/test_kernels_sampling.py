@@ -271,9 +271,9 @@ def test_penalties_follow_their_formulas_on_requesting_rows_only(device: torch.d
     penalties = Penalties(
         rows=torch.tensor([4, 0, 2, 3], device=device),
         contexts=contexts_of([[0, 0]] * 4, [[1, 2, 1, 1]] * 4, device),
-        presence=column(0.0, 0.5, 0.0, 0.0),
-        frequency=column(0.0, 0.0, 0.25, 0.0),
-        repetition=column(2.0, 1.0, 1.0, 1.0),
+        presence_penalty=column(0.0, 0.5, 0.0, 0.0),
+        frequency_penalty=column(0.0, 0.0, 0.25, 0.0),
+        repetition_penalty=column(2.0, 1.0, 1.0, 1.0),
     )
     edited = logits.clone()
     apply_penalties(edited, penalties)

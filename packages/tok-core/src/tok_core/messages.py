@@ -59,7 +59,7 @@ class NewSlots(msgspec.Struct):
     last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
                        prompt computed earlier feeds the prompt's last token
     eos_from_position  the first sampled position at which a model's end id ends the sample
-    seed               int64; temperatures and all other float columns are float32
+    sampling           columns of sampling parameters, as `tok_core.sampling_params.DEVICE_COLUMNS` lists them
     bias_*             ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of
                        `bias_token[i]` at sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
     """
@@ -69,15 +69,8 @@ class NewSlots(msgspec.Struct):
     last_token: np.ndarray
     eos_from_position: np.ndarray
     prompt_len: np.ndarray
-    seed: np.ndarray
     sample: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    presence: np.ndarray
-    frequency: np.ndarray
-    repetition: np.ndarray
+    sampling: dict[str, np.ndarray]
     bias_slot: np.ndarray
     bias_token: np.ndarray
     bias_value: np.ndarray

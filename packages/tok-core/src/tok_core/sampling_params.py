@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -141,6 +141,30 @@ def seeded(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 Check = Callable[[str, object], None]
+Stage = Literal["sample", "filter", "penalty"]
+
+
+class DeviceColumn(NamedTuple):
+    """Tensor on the device with a parameter's value for each slot.
+
+    dtype  its name in NumPy and in torch
+    stage  part of sampling that reads the column: "sample" for every row; "filter" and "penalty" for rows that filter
+           or penalise, as the field of the same name of tok_kernels' `Filters` or `Penalties`
+    """
+
+    dtype: Literal["int32", "int64", "float32"]
+    stage: Stage
+
+
+class Parameter(NamedTuple):
+    """Row of the table of sampling parameters.
+
+    check   raises InvalidField unless the value is allowed
+    column  where the value is on the device; None: only the manager and the engine use it
+    """
+
+    check: Check
+    column: DeviceColumn | None = None
 
 
 def _integer(low: int, high: int, *, may_be_none: bool = False) -> Check:
@@ -210,25 +234,33 @@ def _stops(field: str, value: object) -> None:
 
 
 _TOKEN, _BIAS = _integer(0, INT63), _number(-100.0, 100.0)
-_FIELD_CHECKS: dict[str, Check] = {
-    "n": _integer(1, MAX_N),
-    "max_tokens": _integer(0, INT63, may_be_none=True),
-    "min_tokens": _integer(0, INT63),
-    "temperature": _number(0.0, 100.0),
-    "top_k": _integer(-1, INT63),
-    "top_p": _top_p,
-    "min_p": _number(0.0, 1.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(1e-3, 1e3),
-    "logit_bias": _biases,
-    "seed": _integer(-INT63 - 1, INT63),
-    "stop": _stops,
-    "stop_token_ids": _stop_ids,
-    "ignore_eos": _switch,
-    "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY),
-    "logprobs": _integer(0, MAX_LOGPROBS),
-    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
-    "grammar": _grammar,
+_PARAMETERS: Final[Mapping[str, Parameter]] = {
+    "n": Parameter(_integer(1, MAX_N)),
+    "max_tokens": Parameter(_integer(0, INT63, may_be_none=True)),
+    "min_tokens": Parameter(_integer(0, INT63)),
+    "temperature": Parameter(_number(0.0, 100.0), DeviceColumn("float32", "sample")),
+    "top_k": Parameter(_integer(-1, INT63), DeviceColumn("int32", "filter")),
+    "top_p": Parameter(_top_p, DeviceColumn("float32", "filter")),
+    "min_p": Parameter(_number(0.0, 1.0), DeviceColumn("float32", "filter")),
+    "presence_penalty": Parameter(_number(-2.0, 2.0), DeviceColumn("float32", "penalty")),
+    "frequency_penalty": Parameter(_number(-2.0, 2.0), DeviceColumn("float32", "penalty")),
+    "repetition_penalty": Parameter(_number(1e-3, 1e3), DeviceColumn("float32", "penalty")),
+    "logit_bias": Parameter(_biases),
+    "seed": Parameter(_integer(-INT63 - 1, INT63), DeviceColumn("int64", "sample")),
+    "stop": Parameter(_stops),
+    "stop_token_ids": Parameter(_stop_ids),
+    "ignore_eos": Parameter(_switch),
+    "priority": Parameter(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
+    "logprobs": Parameter(_integer(0, MAX_LOGPROBS)),
+    "prompt_logprobs": Parameter(_integer(0, MAX_LOGPROBS)),
+    "grammar": Parameter(_grammar),
 }
-_CHECKS: list[tuple[str, Check]] = [(field, _FIELD_CHECKS[field]) for field in SamplingParams.__struct_fields__]
+_CHECKS: list[tuple[str, Check]] = [(field, _PARAMETERS[field].check) for field in SamplingParams.__struct_fields__]
+
+DEVICE_COLUMNS: Final[Mapping[str, DeviceColumn]] = {
+    field: parameter.column for field, parameter in _PARAMETERS.items() if parameter.column is not None
+}
+"""Columns of the device's state by the field of SamplingParams that fills them.
+
+A step's `NewSlots.sampling`, the worker's state and the inputs of the sampling kernels follow from this table.
+"""

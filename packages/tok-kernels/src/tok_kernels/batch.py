@@ -158,19 +158,19 @@ class Contexts:
 class Penalties:
     """Presence, frequency and repetition penalties of the rows that have any.
 
-    rows        int64 [r]    row numbers among the R, each once
-    contexts                 the tokens of these rows' sequences
-    presence    float32 [r]  subtracted once from generated tokens only, as in OpenAI's reference
-    frequency   float32 [r]  subtracted per occurrence, from generated tokens only, as in OpenAI's reference
-    repetition  float32 [r]  divides positive and multiplies negative logits of prompt and generated tokens
-                             (Keskar et al. 2019, "CTRL")
+    rows                int64 [r]    row numbers among the R, each once
+    contexts                         the tokens of these rows' sequences
+    presence_penalty    float32 [r]  subtracted once from generated tokens only, as in OpenAI's reference
+    frequency_penalty   float32 [r]  subtracted per occurrence, from generated tokens only, as in OpenAI's reference
+    repetition_penalty  float32 [r]  divides positive and multiplies negative logits of prompt and generated tokens
+                                     (Keskar et al. 2019, "CTRL")
     """
 
     rows: Tensor
     contexts: Contexts
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    repetition_penalty: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from tok_core.manager.admission import Admitter, FairShares, LengthModel, Sequen
 from tok_core.manager.batch import BatchBuilder, Changes, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
-from tok_core.manager.kv_cache import Paging, choose_victim
-from tok_core.manager.prefix_groups import Grouping, Groups
+from tok_core.manager.kv_cache import LeastWorkLost, Paging
+from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
@@ -28,7 +28,7 @@ class Scheduler:
     Requests of a lower `priority` value come first. If slots, pages or tokens of the step run short, lower classes
     (those of higher values) are preempted or wait. Within a class, `FairShares` chooses whose samples start next. When
     pages run out, cached pages are evicted first, then retained prompts; then sequences are preempted
-    (`choose_victim`). A preempted sequence keeps its tokens, waits at its old place in the queue, and prefills again
+    (`PreemptionPolicy`). A preempted sequence keeps its tokens, waits at its old place in the queue, and prefills again
     what is no longer cached.
     """
 
@@ -54,13 +54,14 @@ class Scheduler:
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
         self.pending_forks = self.starter.pending_forks
-        self.fair_shares = FairShares(table, paging, self.waiting, clock)
+        self.preemption = LeastWorkLost(paging)
+        self.fair_shares = FairShares(table, paging, self.waiting, self.preemption, clock)
         self.admission = make_admission(admission, table, paging, lengths, self.retained_prompts)
         self.microbatches = Microbatches(table, stages)
         self.admitter = Admitter(self)
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
         self.groupings = (
-            [Grouping(paging.tree) for _ in range(self.microbatches.count)] if groups else []
+            [Grouping(paging.tree, MostPagesSaved()) for _ in range(self.microbatches.count)] if groups else []
         )  # one per microbatch
         self.faults = Faults()
         self._ended: list[Int64] = []  # slots whose sequences have ended but that still hold pages
@@ -273,7 +274,7 @@ class Scheduler:
             running = self.running()
             if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
                 return np.compress(~full, slots)
-            self.preempt(choose_victim(self.paging, running))
+            self.preempt(self.preemption.choose(running))
 
     def _make_room(self, builder: BatchBuilder, count: int, slot: int) -> bool:
         """Make `count` pages free for `slot`, preempting sequences of lower rank if needed; return whether they are."""
@@ -289,7 +290,7 @@ class Scheduler:
             later = later[~np.isin(later, builder.busy)]
             if not len(later):
                 return False
-            self.preempt(choose_victim(self.paging, later))
+            self.preempt(self.preemption.choose(later))
         return True
 
     def prefill(self, builder: BatchBuilder, slot: int, budget: int, *, preempting: bool) -> int:

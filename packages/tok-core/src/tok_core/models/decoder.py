@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.model_config import ModelConfig
-from tok_core.models.layers import MLP, Attention, ForwardContext, Linear, Placement, RMSNorm, TokenEmbedding
+from tok_core.models.layers import (
+    MLP,
+    Attention,
+    FeedForward,
+    ForwardContext,
+    Linear,
+    Placement,
+    RMSNorm,
+    TokenEmbedding,
+)
 from tok_core.parallel import Slice, TPLayout, VocabularyShards, choose_layout
 from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
 
 
 class DecoderLayer(nn.Module, ABC):
-    """Pre-norm attention and MLP on the residual stream; subclasses construct both.
+    """Pre-norm attention and feed-forward on the residual stream; subclasses construct both.
 
     `number` is the layer's index in the model; it selects the attention window.
     """
@@ -35,8 +44,8 @@ class DecoderLayer(nn.Module, ABC):
     def attention(self, config: ModelConfig, place: Placement) -> Attention:
         """Construct the attention."""
 
-    def feed_forward(self, config: ModelConfig, place: Placement) -> MLP:
-        """Construct the MLP, by default without biases."""
+    def feed_forward(self, config: ModelConfig, place: Placement) -> FeedForward:
+        """Construct the layer's second half, by default an MLP without biases."""
         return MLP(config, place, bias=False)
 
     def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:

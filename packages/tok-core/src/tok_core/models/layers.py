@@ -6,6 +6,7 @@ V vocabulary, L positions. With tensor parallelism F, H, K and V count only the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -146,6 +147,10 @@ class TokenEmbedding(nn.Module):
         self.part = place.share.vocabulary
         self.weight = place.parameter(self.part.count, config.hidden_size)
 
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the name of the embedding in a checkpoint, and the rank's shard of it."""
+        yield "embed_tokens.weight", WeightTarget(self.weight, (self.part, Slice.whole(self.weight.shape[1])))
+
     def forward(self, token_T: Tensor, form: TPLayout | None = None) -> Tensor:
         """Return the residual stream; each rank looks up tokens of its vocabulary shard and takes zeros for others."""
         if form is None:
@@ -214,7 +219,22 @@ class Attention(nn.Module):
         return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module, ABC):
+    """Second half of a decoder layer: an MLP, or a mixture of experts.
+
+    Its tensors in a checkpoint are those of its `Linear` layers, those that a submodule's `targets` names, and all
+    other parameters under their own names (`tok_core.models.weights.targets`).
+    """
+
+    @abstractmethod
+    def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
+        """Return the residual stream `x` plus the layer's result for `norm(x)`; may change `x` in place.
+
+        `form` is the tensor-parallel layout of the step: `form.enter` gathers rows, `form.leave` sums over the ranks.
+        """
+
+
+class MLP(FeedForward):
     """SwiGLU MLP `down(silu(gate(x)) · up(x))` (Shazeer 2020, "GLU variants")."""
 
     def __init__(self, config: ModelConfig, place: Placement, *, bias: bool) -> None:
@@ -224,7 +244,6 @@ class MLP(nn.Module):
         self.down_proj = Linear(own, {"down_proj": hidden}, place, bias=bias)
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
-        """Return the residual stream `x` plus the MLP of `norm(x)`; may change `x` in place."""
         if form is not None:
             return form.leave(form.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
         out_TN: Tensor = self.down_proj(self.gate_up_proj(x_TN, norm=norm), residual_TN=x_TN)

@@ -36,7 +36,7 @@ class SimulatedWorker:
         """Return the tokens of `step`, which reports `seconds` as its time on the device."""
         if (new := step.new) is not None:
             self._length[new.slot] = new.length
-            life = self._lives(_uniform(new.seed, new.sample))
+            life = self._lives(_uniform(new.sampling["seed"], new.sample))
             self._ends_at[new.slot] = np.maximum(new.prompt_len + life - 1, new.eos_from_position)
         self._length[step.decode_slot] += 1
         self._length[step.prefill_slot] = step.prefill_start + step.prefill_count

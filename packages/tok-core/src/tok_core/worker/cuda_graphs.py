@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +22,10 @@ from tok_core.messages import StepInput
 from tok_core.models import CausalLM
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import step_tensors
+from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
-from tok_kernels import AttentionBatch, Backend, SamplingBatch
+from tok_kernels import AttentionBatch, Backend
 
 MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups, are launched kernel by kernel
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
@@ -158,13 +159,7 @@ class DecodeGraphs:
 
     def _sample(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
         state, slot = self._state, put["slots"].long()
-        batch = SamplingBatch(
-            temperature=state.temperature[slot],
-            seed=state.seed[slot],
-            sample=state.sample[slot],
-            position=state.columns.length[slot],
-            shards=self._model.shards,
-        )
+        batch = replace(sampling_batch(state, slot), shards=self._model.shards)
         sampled = self._backend.sample(self._model.logits(hidden), batch)
         return self._backend.record_sampled_tokens(put["slots"], sampled.token, sampled.logprob, state.columns)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tok_core.messages import StepInput
 from tok_core.parallel import VocabularyShards
+from tok_core.sampling_params import DEVICE_COLUMNS, Stage
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
@@ -29,6 +30,16 @@ def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
         computing = np.concatenate((step.decode_slot, step.prefill_slot))
         arrays["context_slot"] = computing[step.sample_row[step.penalty_row]]
     return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
+
+
+def sampling_batch(state: WorkerState, slot_R: Tensor) -> SamplingBatch:
+    """Return the parameters that every sampled row has; those of rows that ask for more are added with `replace`."""
+    return SamplingBatch(
+        temperature=state.sampling["temperature"][slot_R],
+        seed=state.sampling["seed"][slot_R],
+        sample=state.sample[slot_R],
+        position=state.columns.length[slot_R],
+    )
 
 
 def sample_tokens(
@@ -80,11 +91,8 @@ def _sample_rows(
     agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
     if agreed is not None:
         logits, shards = agreed.whole(logits), None
-    batch = SamplingBatch(
-        temperature=state.temperature[slots],
-        seed=state.seed[slots],
-        sample=state.sample[slots],
-        position=state.columns.length[slots],
+    batch = replace(
+        sampling_batch(state, slots),
         penalties=_penalties(state, step, put, asking.get("penalty_row"), slots, chunk),
         bias=_bias(state, asking.get("bias_row"), slots),
         filters=_filters(state, asking.get("filter_row"), slots),
@@ -121,8 +129,12 @@ def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
 def _filters(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> Filters | None:
     if rows is None:
         return None
-    slots = slot_R[rows]
-    return Filters(rows, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+    return Filters(rows, **_stage(state, "filter", slot_R[rows]))
+
+
+def _stage(state: WorkerState, stage: Stage, slot_r: Tensor) -> dict[str, Tensor]:
+    """Return the columns of one stage's parameters, by name."""
+    return {name: state.sampling[name][slot_r] for name, column in DEVICE_COLUMNS.items() if column.stage == stage}
 
 
 def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
@@ -152,4 +164,4 @@ def _penalties(
         prompt_len=state.prompt_len[slots],
         max_len=step.max_kv,
     )
-    return Penalties(rows, contexts, state.presence[slots], state.frequency[slots], state.repetition[slots])
+    return Penalties(rows, contexts, **_stage(state, "penalty", slots))

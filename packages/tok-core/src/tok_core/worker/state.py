@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
+from tok_core.sampling_params import DEVICE_COLUMNS
 from tok_kernels import LayerCache, SlotColumns
 
 COPIED_BYTES = 32 << 20  # of the cache gathered at once for a copy, but at least one position of each page
@@ -66,15 +67,8 @@ class WorkerState:
         )
         self.columns.ended[slots] = 1
         self.prompt_len = self._column(torch.int64)
-        self.seed = self._column(torch.int64)
         self.sample = self._column(torch.int64)
-        self.temperature = self._column(torch.float32)
-        self.top_k = self._column(torch.int32)
-        self.top_p = self._column(torch.float32)
-        self.min_p = self._column(torch.float32)
-        self.presence = self._column(torch.float32)
-        self.frequency = self._column(torch.float32)
-        self.repetition = self._column(torch.float32)
+        self.sampling = {name: self._column(getattr(torch, column.dtype)) for name, column in DEVICE_COLUMNS.items()}
         # The bias table is empty until requests need it, and widens as they do.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
@@ -124,6 +118,8 @@ class WorkerState:
         for name in _COLUMNS:
             column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
             column[slot] = put[f"new_{name}"].to(column.dtype)
+        for name, column in self.sampling.items():
+            column[slot] = put[f"new_{name}"]
         self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would copy a 0 from the host, and wait
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
@@ -153,15 +149,7 @@ _COLUMNS = (
     "last_token",
     "eos_from_position",
     "prompt_len",
-    "seed",
     "sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence",
-    "frequency",
-    "repetition",
 )
 
 
@@ -173,6 +161,7 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
     if step.new is not None:
         bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
         arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
+        arrays |= {f"new_{name}": values for name, values in step.new.sampling.items()}
         arrays["new_bias_place"] = _places(step.new.bias_slot)
     return {name: array for name, array in arrays.items() if len(array)}
 

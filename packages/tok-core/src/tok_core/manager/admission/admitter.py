@@ -11,7 +11,6 @@ import numpy as np
 from tok_core.manager.admission.fair_shares import StartTurn
 from tok_core.manager.batch import BatchBuilder
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.kv_cache import rank_victims
 from tok_core.manager.sequences import Pending, State
 from tok_core.messages import Int64
 
@@ -83,7 +82,7 @@ class Admitter:
                 break
             short = allowed - table.free_slots - int(np.count_nonzero(table.state == State.PREEMPTED))
             if short > 0:
-                victims, _ = rank_victims(self._paging, self._below(priority, builder))
+                victims, _ = self._scheduler.preemption.rank(self._below(priority, builder))
                 self._scheduler.preempt_for_slots(victims[:short].tolist())
             budget = self._start(builder, chosen, min(allowed, table.free_slots), budget, behind, priority)
             if waiting.lines(priority):
@@ -106,7 +105,7 @@ class Admitter:
                 break
         else:
             return
-        for slot in rank_victims(self._paging, self._below(priority, builder))[0].tolist():
+        for slot in self._scheduler.preemption.rank(self._below(priority, builder))[0].tolist():
             self._scheduler.preempt_for_slots([slot])
             if self._scheduler.room_for(count):
                 return

@@ -20,7 +20,7 @@ import numpy as np
 
 from tok_core.manager.accounts import Account, Accounts
 from tok_core.manager.admission.waiting_queue import CallerQueue, WaitingQueue
-from tok_core.manager.kv_cache import Paging, rank_victims
+from tok_core.manager.kv_cache import Paging, PreemptionPolicy
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.messages import Int64
 
@@ -46,11 +46,19 @@ class FairShares:
     due  number of samples that have waited too long and start even if the forecast does not admit them
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, waiting: WaitingQueue, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        paging: Paging,
+        waiting: WaitingQueue,
+        preemption: PreemptionPolicy,
+        clock: Callable[[], float],
+    ) -> None:
         self.accounts = Accounts()
         self.due = 0
         self._table = table
         self._paging = paging
+        self._preemption = preemption
         self._waiting = waiting
         self._clock = clock
         self._looked = clock()
@@ -107,7 +115,7 @@ class FairShares:
     def _take_back(self, priority: int, now: float) -> list[int]:
         """Return slots of one class to take: for callers below their share, then for requests without running ones."""
         lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
-        ledger = _Ledger(self._table, self._paging, priority, self._allowance)
+        ledger = _Ledger(self._table, self._paging, self._preemption, priority, self._allowance)
         accounts = list(self.accounts.of_class(priority))
         if len(accounts) > 1:
             self._level_accounts(accounts, lines, ledger)
@@ -145,13 +153,16 @@ class FairShares:
 class _Ledger:
     """Free slots and pages as they will be once `victims` of one class are preempted, and the tokens lost by that."""
 
-    def __init__(self, table: SequenceTable, paging: Paging, priority: int, allowance: float) -> None:
+    def __init__(
+        self, table: SequenceTable, paging: Paging, preemption: PreemptionPolicy, priority: int, allowance: float
+    ) -> None:
         self.victims: list[int] = []
         self.lost = 0
         self.free = table.free_slots + table.ended + int(np.count_nonzero(table.state == State.PREEMPTED))
         self._pages = paging.available
         self._table = table
         self._paging = paging
+        self._preemption = preemption
         self._priority = priority
         self._allowance = allowance
 
@@ -162,7 +173,7 @@ class _Ledger:
         slots = slots[table.priority[slots] == self._priority]
         if account is not None:
             slots = slots[table.account[slots] == account]
-        ranked, lost = rank_victims(self._paging, slots[~np.isin(slots, self.victims)])
+        ranked, lost = self._preemption.rank(slots[~np.isin(slots, self.victims)])
         found: dict[int, list[tuple[int, int]]] = {}
         for one, slot, tokens in zip(
             owner[ranked[::-1]].tolist(), ranked[::-1].tolist(), lost[::-1].tolist(), strict=True

@@ -20,7 +20,7 @@ class WatermarkAdmission:
     """Admission without a forecast: a sample starts if its tokens and one page more fit above the watermark.
 
     Running samples grow into the pages left free. If these run out, the sample with the least work to lose is preempted
-    (`choose_victim`).
+    (`PreemptionPolicy`).
     """
 
     def __init__(self, table: SequenceTable, paging: Paging, retained_prompts: RetainedPrompts) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
-from tok_core.sampling_params import SamplingParams
+from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
 
 
 class Changes(NamedTuple):
@@ -174,25 +174,14 @@ class BatchBuilder:
         table, slots = self.table, array(fresh)
         rids, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
         params = [PLAIN if rid in self._faulty else self._params(fresh[i]) for rid, i in zip(rids, first, strict=True)]
-
-        def column(values: Iterable[float | None], dtype: type = np.float32) -> np.ndarray:
-            return array(list(values), dtype)[owner]
-
         return NewSlots(
             slot=slots,
             length=array(length),
             last_token=table.tokens[slots, table.prompt_len[slots] - 1],
             eos_from_position=table.eos_from_position[slots],
             prompt_len=table.prompt_len[slots],
-            seed=column((one.seed for one in params), np.int64),
             sample=table.sample[slots],
-            temperature=column(one.temperature for one in params),
-            top_k=column((max(0, min(one.top_k, NEVER)) for one in params), np.int32),
-            top_p=column(one.top_p for one in params),
-            min_p=column(one.min_p for one in params),
-            presence=column(one.presence_penalty for one in params),
-            frequency=column(one.frequency_penalty for one in params),
-            repetition=column(one.repetition_penalty for one in params),
+            sampling={name: _column(params, name, column)[owner] for name, column in DEVICE_COLUMNS.items()},
             **self._bias_columns(fresh, params, owner),
         )
 
@@ -223,6 +212,12 @@ class BatchBuilder:
 
 
 PLAIN = SamplingParams(temperature=0, seed=0)
+
+
+def _column(params: Sequence[SamplingParams], name: str, column: DeviceColumn) -> np.ndarray:
+    """Return the values of one parameter, clipped to 0 and NEVER if its column is int32."""
+    values = [getattr(one, name) for one in params]
+    return np.clip(values, 0, NEVER).astype(np.int32) if column.dtype == "int32" else np.array(values, column.dtype)
 
 
 def _rows(mask: np.ndarray) -> Int32:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tok_core.manager.prefix_groups.grouping import Grouping, Groups
+from tok_core.manager.prefix_groups.grouping import Grouping, GroupingRule, Groups, MostPagesSaved
 
 __all__ = [
     "Grouping",
+    "GroupingRule",
     "Groups",
+    "MostPagesSaved",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,18 @@ from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
 MAX_GROUPING_CHOICES = 1 << 17
 """Numbers compared, at most, to find the best groups of several levels, so that it takes a few milliseconds at most."""
+
+
+class GroupingRule(Protocol):
+    """Rule that decides which decode rows read a common prefix together."""
+
+    def find(self, tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64) -> Groups:
+        """Return the groups of n decode rows.
+
+        node_ids  int [n], the deepest tree node of each row's pages
+        slots     int64 [n], the slot of each row; a group's pages are read through the page table of its first row
+        """
+        ...
 
 
 class Groups(NamedTuple):
@@ -41,9 +53,9 @@ class Grouping:
     decoding sequence changes no page but its last one.
     """
 
-    def __init__(self, tree: PrefixTree, costs: CascadeCosts = COSTS) -> None:
+    def __init__(self, tree: PrefixTree, rule: GroupingRule) -> None:
         self._tree = tree
-        self._costs = costs
+        self._rule = rule
         self._known = NOBODY  # slots, nodes and epochs for which `_groups` were found
         self._groups = Groups(np.empty(0, np.int64), [], 0)
 
@@ -70,7 +82,7 @@ class Grouping:
             now = np.concatenate((now, sitting_out), axis=1)
             now = now[:, np.argsort(now[0])]
         if not np.array_equal(self._known, now):
-            self._groups = find_groups(self._tree, now[1], now[0], self._costs)
+            self._groups = self._rule.find(self._tree, now[1], now[0])
             self._known = now
         return self._without_departed(slots, epochs) if sitting_out.size else self._groups
 
@@ -90,18 +102,24 @@ class Grouping:
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
-def find_groups(tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64, costs: CascadeCosts = COSTS) -> Groups:
-    """Return the groups that save the most page reads, minus the costs of groups and members.
+class MostPagesSaved:
+    """Groups that save the most page reads, minus the costs of groups and members (`CascadeCosts`).
 
     Each level after the first must save `costs.level` more than the best choice without it. No other groups of as many
     levels save more, unless very many nodes of one path are held (`find_branch_points`). Rows are handled by a fixed
     number of array operations.
     """
-    branches = find_branch_points(tree, np.bincount(node_ids))
-    chain = _best_chains(branches, costs)
-    if not chain.any():
-        return Groups(np.arange(len(node_ids)), [], 0)
-    return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
+
+    def __init__(self, costs: CascadeCosts = COSTS) -> None:
+        self._costs = costs
+
+    def find(self, tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64) -> Groups:
+        """See `GroupingRule`."""
+        branches = find_branch_points(tree, np.bincount(node_ids))
+        chain = _best_chains(branches, self._costs)
+        if not chain.any():
+            return Groups(np.arange(len(node_ids)), [], 0)
+        return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
 
 
 def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:

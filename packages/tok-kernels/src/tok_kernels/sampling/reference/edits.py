@@ -27,11 +27,11 @@ def _penalise(logits_RV: Tensor, penalties: Penalties, part: slice) -> None:
     rows = penalties.rows[part]
     row = logits_RV.index_select(0, rows)
     in_prompt, in_output = _counts(penalties.contexts, part, logits_RV.shape[1])
-    repetition = penalties.repetition[part].unsqueeze(-1)
+    repetition = penalties.repetition_penalty[part].unsqueeze(-1)
     repeated = torch.where(row > 0, row / repetition, row * repetition)
     row = torch.where(in_prompt + in_output > 0, repeated, row)
-    row -= penalties.presence[part].unsqueeze(-1) * (in_output > 0)
-    row -= penalties.frequency[part].unsqueeze(-1) * in_output
+    row -= penalties.presence_penalty[part].unsqueeze(-1) * (in_output > 0)
+    row -= penalties.frequency_penalty[part].unsqueeze(-1) * in_output
     logits_RV.index_copy_(0, rows, row)
 
 

@@ -41,7 +41,10 @@ def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
             *(logits_RV, logits_RV.stride(0), met, met.stride(0), entry_R),
             *(table, table.stride(0), contexts.token_of, contexts.page_size),
             *(x.contiguous() for x in (contexts.slots, contexts.length, contexts.prompt_len)),
-            *(x.contiguous() for x in (penalties.presence, penalties.frequency, penalties.repetition)),
+            *(
+                x.contiguous()
+                for x in (penalties.presence_penalty, penalties.frequency_penalty, penalties.repetition_penalty)
+            ),
             ONCE=once,
             BLOCK=BLOCK,
             num_warps=PENALTY_WARPS,
