@@ -48,8 +48,8 @@ def test_split_kv_plan_of_few_rows_fills_the_gpu_with_chunks(rows: int, max_kv: 
         assert max_kv < 4096
         return
     assert rows <= chunks.number <= 264 + rows
-    assert chunks.number <= rows * chunks.most
-    assert chunks.most * config.DECODE_SPLIT_KEYS < max_kv + config.DECODE_SPLIT_KEYS
+    assert chunks.number <= rows * chunks.max_chunks
+    assert chunks.max_chunks * config.DECODE_SPLIT_KEYS < max_kv + config.DECODE_SPLIT_KEYS
 
 
 def test_split_kv_plan_does_not_split_short_rows() -> None:

@@ -52,7 +52,7 @@ def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
 
 
 def lanes(one: Exchange) -> list[ExchangeChannel]:
-    return [one.sums, one.draws]
+    return [one.sums, one.samples]
 
 
 @outside
@@ -230,7 +230,7 @@ def test_sampling_over_exchanged_shards_equals_unsharded(cuts: list[int], meet: 
             drawn = sample(part, replace(each, shards=shards))
             return torch.stack((drawn.token.double(), drawn.logprob.double()))
 
-        found = meet([one.draws for one in everyone], compute, 2)
+        found = meet([one.samples for one in everyone], compute, 2)
         assert all(torch.equal(one, found[0]) for one in found)
         assert torch.equal(found[0][0].long(), whole.token)
         torch.testing.assert_close(found[0][1].float(), whole.logprob, rtol=1e-6, atol=1e-5)

@@ -335,7 +335,7 @@ def test_split_kv_gives_long_rows_more_chunks_than_short_rows(device: torch.devi
     case.batch.kv_len[1] = 0
     case = padded(flat(case), 5, groups=1, max_kv=100_000)
     operands = Operands(case.q, case.cache, case.batch.page_table, case.scale)
-    chunks = split_kv.SplitKVPlan(number=25, wanted=20, least=64, most=16)
+    chunks = split_kv.SplitKVPlan(number=25, wanted=20, min_keys=64, max_chunks=16)
     parts = new_partials(case.q, 0, chunks=25, filled=False)
     decode_by_chunks(operands, case.batch, chunks, parts)
     first, count = parts.chunks.cpu().unbind(-1)

@@ -36,8 +36,8 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 def batch_of(filters: Filters, temperature: float = 1.0, seed: int = 0) -> SamplingBatch:
     """Return a batch in which every row has filters."""
     count = filters.rows
-    heat = torch.full((len(count),), temperature, device=count.device)
-    return SamplingBatch(heat, count * 7919 + seed, count % 5, count.clone(), filters=filters)
+    temperature_R = torch.full((len(count),), temperature, device=count.device)
+    return SamplingBatch(temperature_R, count * 7919 + seed, count % 5, count.clone(), filters=filters)
 
 
 def filters_of(rows: int, device: torch.device, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:

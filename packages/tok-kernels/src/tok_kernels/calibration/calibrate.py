@@ -186,5 +186,5 @@ def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, 
 
 def _reason(error: Exception) -> str:
     """Return the error in one line."""
-    told = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {told[0][:200] if told else 'without a message'}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"

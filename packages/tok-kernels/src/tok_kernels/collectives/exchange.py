@@ -67,10 +67,10 @@ SUM_BYTES = _SUMS[0] * _SUMS[1] * 4
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One lane per kernel that exchanges: `sums` for all-reduce, `draws` for sampling."""
+    """One lane per kernel that exchanges: `sums` for all-reduce, `samples` for sampling."""
 
     sums: ExchangeChannel
-    draws: ExchangeChannel
+    samples: ExchangeChannel
 
     @staticmethod
     def bytes(ranks: int) -> int:

@@ -1,5 +1,5 @@
 """Sum over ranks in one kernel: each rank sends its values to all others and adds what it receives in rank order."""
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def _plain(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["units"])
 def _sum(
-    x,
-    out,
-    units,
-    buffers,
-    turns,
-    patience,
+    x: tl.tensor,
+    out: tl.tensor,
+    units: tl.tensor,
+    buffers: tl.tensor,
+    turns: tl.tensor,
+    patience: tl.tensor,
     ADD: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
-):
+) -> None:
     """Sum units over ranks; a thread has one unit of this rank and the same unit of the others.
 
     ADD: add the values at `out`.
@@ -97,7 +97,7 @@ def _sum(
 
 
 @triton.jit
-def numbers(words, DTYPE: tl.constexpr):
+def numbers(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Return the float32 numbers that a unit of four words holds: four of 32 bits, or eight of 16 bits."""
     found = ()
     for i in tl.static_range(4):
@@ -110,7 +110,7 @@ def numbers(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def words_of(found, DTYPE: tl.constexpr):
+def words_of(found: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Return the unit of words that holds the numbers, rounded to nearest: the inverse of `numbers`."""
     words = ()
     for i in tl.static_range(4):
@@ -124,7 +124,7 @@ def words_of(found, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _added(ones, others):
+def _added(ones: tl.tensor, others: tl.tensor) -> tl.tensor:
     found = ()
     for i in tl.static_range(len(ones)):
         found += (ones[i] + others[i],)

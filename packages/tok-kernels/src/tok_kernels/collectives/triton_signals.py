@@ -3,7 +3,7 @@
 Words are uint32, and a unit is four of them, 16 bytes. Each word is written and read atomically; a unit as a whole need
 not be.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -58,20 +58,28 @@ taken:
 
 
 @triton.jit
-def place(buffer, turn, source, program, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr):
+def place(
+    buffer: tl.tensor,
+    turn: tl.tensor,
+    source: tl.tensor,
+    program: tl.tensor,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> tl.tensor:
     """Return the address in a rank's buffer where the words of rank `source` for this turn and program begin."""
     at = (((turn & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
     return buffer.to(tl.pointer_type(tl.uint32)) + at
 
 
 @triton.jit
-def sendable(word):
+def sendable(word: tl.tensor) -> tl.tensor:
     """Return the word, or a substitute if it is 0xFFFFFFFF, which means empty."""
     return tl.where(word == _EMPTY, _INSTEAD, word)
 
 
 @triton.jit
-def put(at, words, here):
+def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
     """Send the unit of four `words` to the address `at`, where `here` is true."""
     tl.inline_asm_elementwise(
         *(_PUT, "=&r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], here.to(tl.int32)]),
@@ -82,7 +90,7 @@ def put(at, words, here):
 
 
 @triton.jit
-def get(at, here):
+def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
     """Return the unit at the address `at`, written before this kernel; zeros where `here` is false."""
     return tl.inline_asm_elementwise(
         *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
@@ -93,7 +101,7 @@ def get(at, here):
 
 
 @triton.jit
-def take(at, here, patience):
+def take(at: tl.tensor, here: tl.tensor, patience: tl.tensor) -> tl.tensor:
     """Return the unit that another rank sends to the address `at`, once it is complete, and mark the address empty.
 
     Returns zeros where `here` is false. Traps when `patience` ticks have passed.
@@ -110,7 +118,7 @@ def take(at, here, patience):
 
 
 @triton.jit
-def end_turn(turns, program, turn):
+def end_turn(turns: tl.tensor, program: tl.tensor, turn: tl.tensor) -> None:
     """Increment the turn counter, once all threads of the program have read it."""
     tl.debug_barrier()
     tl.store(turns + program, turn + 1)

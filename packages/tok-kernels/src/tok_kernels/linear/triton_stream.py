@@ -3,7 +3,7 @@
 A program sums `ROWS` outputs of all tokens with plain multiplications: at so few tokens, reading the weights takes all
 the time. The threads' partial sums are added once, at the end, in a fixed order.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
 
 
 @triton.jit
-def _columns(ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Return float32 `[BLOCK]` from column `start` on; 0 past the end."""
     column = start + tl.arange(0, BLOCK)
     if K % BLOCK == 0:
@@ -24,7 +24,7 @@ def _columns(ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows_columns(lines_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_columns(lines_ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Return float32 `[rows, BLOCK]` of the weights from column `start` on; 0 past the end."""
     if K % BLOCK == 0:
         return tl.load(lines_ptr + start, eviction_policy="evict_first").to(tl.float32)
@@ -34,19 +34,19 @@ def _rows_columns(lines_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(
-    sums,
-    squares,
-    weights,
-    x_ptr,
-    x_row,
-    norm_ptr,
-    start,
+    sums: tl.tensor,
+    squares: tl.tensor,
+    weights: tl.tensor,
+    x_ptr: tl.tensor,
+    x_row: tl.tensor,
+    norm_ptr: tl.tensor,
+    start: tl.tensor,
     T: tl.constexpr,
     K: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-):
+) -> tuple[tl.tensor, ...]:
     """Add a block of columns to each token's sums `[LINES, BLOCK // 8]` and, for NORM, to its sum of squares.
 
     A thread adds up the 8 elements that it loads at once before it adds to its sums. So it holds an eighth as many
@@ -70,15 +70,15 @@ def _gather(
 
 @triton.jit
 def stream(
-    x_ptr,
-    x_row,
-    norm_ptr,
-    eps,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    out_row,
-    outputs,
+    x_ptr: tl.tensor,
+    x_row: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_row: tl.tensor,
+    outputs: tl.tensor,
     T: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,7 +88,7 @@ def stream(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
-):
+) -> None:
     """Compute ROWS outputs of all T tokens.
 
     GATED: row `n` of the weights is a gate, and row `n + outputs`, its up projection, is multiplied by silu of the

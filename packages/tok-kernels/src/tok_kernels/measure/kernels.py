@@ -131,8 +131,8 @@ def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: i
 
 def _draws(rows: int, temperature: float, device: torch.device) -> SamplingBatch:
     index = torch.arange(rows, device=device)
-    heat = torch.full((rows,), temperature, device=device)
-    return SamplingBatch(heat, seed=index, sample=index * 0, position=index, all_greedy=temperature == 0)
+    temperature_R = torch.full((rows,), temperature, device=device)
+    return SamplingBatch(temperature_R, seed=index, sample=index * 0, position=index, all_greedy=temperature == 0)
 
 
 def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: int, top_k: int, top_p: float) -> Case:

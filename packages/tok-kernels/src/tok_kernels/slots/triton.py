@@ -1,5 +1,5 @@
 """Make decode rows from slots and store sampled tokens in slots: one launch each, one lane per row."""
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     rows = slot_R.shape[0]
     out = torch.empty((2, rows), dtype=torch.int32, device=slot_R.device)
     if rows:
-        _record_draws[(triton.cdiv(rows, _LANES),)](
+        _record_sampled_tokens[(triton.cdiv(rows, _LANES),)](
             *(slot_R, token_R, logprob_R, out, rows),
             *(
                 slots.last_token,
@@ -56,22 +56,22 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "position_ptr", "index_ptr", "len_ptr"],
 )
 def _decode_rows(
-    slot_ptr,
-    token_ptr,
-    position_ptr,
-    index_ptr,
-    len_ptr,
-    rows,
-    last_token_ptr,
-    length_ptr,
-    ended_ptr,
-    table_ptr,
-    table_row,
-    token_of_ptr,
-    scratch,
+    slot_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    len_ptr: tl.tensor,
+    rows: tl.tensor,
+    last_token_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    ended_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    table_row: tl.tensor,
+    token_of_ptr: tl.tensor,
+    scratch: tl.tensor,
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)
@@ -92,20 +92,20 @@ def _decode_rows(
     do_not_specialize=["rows", "ends"],
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "logprob_ptr", "out_ptr", "end_ids_ptr"],
 )
-def _record_draws(
-    slot_ptr,
-    token_ptr,
-    logprob_ptr,
-    out_ptr,
-    rows,
-    last_token_ptr,
-    length_ptr,
-    ended_ptr,
-    ends_from_ptr,
-    end_ids_ptr,
-    ends,
+def _record_sampled_tokens(
+    slot_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    logprob_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    last_token_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    ended_ptr: tl.tensor,
+    ends_from_ptr: tl.tensor,
+    end_ids_ptr: tl.tensor,
+    ends: tl.tensor,
     LANES: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)

@@ -1,5 +1,5 @@
 """Attend from one query token per sequence: one program per key/value head and sequence, or per chunk of its keys."""
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tok_kernels.batch import AttentionBatch
 
 @triton.jit(
     # Values that change from step to step must not recompile the kernel.
-    do_not_specialize=["table_row", "rows", "base", "wanted", "least", "most"],
+    do_not_specialize=["table_row", "rows", "base", "wanted", "min_keys", "max_chunks"],
     do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
 )
 def _decode(
-    q_ptr,
-    out_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    chunks_ptr,
-    slots_ptr,
-    start_ptr,
-    len_ptr,
-    rows,
-    base,
-    wanted,
-    least,
-    most,
-    q_token,
-    q_head,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    kv_page,
-    kv_row,
-    kv_head_stride,
-    table_row,
-    scale,
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_out_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    chunks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    len_ptr: tl.tensor,
+    rows: tl.tensor,
+    base: tl.tensor,
+    wanted: tl.tensor,
+    min_keys: tl.tensor,
+    max_chunks: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_row: tl.tensor,
+    scale: tl.tensor,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -57,7 +57,7 @@ def _decode(
     CHUNKED: tl.constexpr,
     PRIOR: tl.constexpr,
     PDL: tl.constexpr,
-):
+) -> None:
     """Attend from one decode row to its own keys, for the query heads of one key/value head.
 
     CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the partial results. Otherwise it has all of a
@@ -72,7 +72,9 @@ def _decode(
     row = program // KV_HEADS
     if CHUNKED:
         chunk = row
-        row, skipped, blocks_each = find_chunk(start_ptr, len_ptr, rows, chunk, wanted, least, most, KEYS, WINDOW)
+        row, skipped, blocks_each = find_chunk(
+            start_ptr, len_ptr, rows, chunk, wanted, min_keys, max_chunks, KEYS, WINDOW
+        )
         if row >= rows:
             return
     row = row.to(tl.int64)
@@ -84,7 +86,7 @@ def _decode(
         begin = tl.maximum(start, end - WINDOW)
     if CHUNKED:
         row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
-        number = chunks_of(row_blocks, blocks_each, most)
+        number = chunks_of(row_blocks, blocks_each, max_chunks)
         share = tl.cdiv(row_blocks, number) * KEYS
         begin += (chunk - skipped) * share
         end = tl.minimum(end, begin + share)
@@ -147,7 +149,7 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
     """Attend from the first `num_decode` rows to their own keys; write the chunks of `parts` and their table."""
-    cut = (parts.each * parts.rows, chunks.wanted, chunks.least, chunks.most)
+    cut = (parts.each * parts.rows, chunks.wanted, chunks.min_keys, chunks.max_chunks)
     programs = chunks.number * operands.kv_heads
     pdl_options = config.pdl_options(operands.q.device)
     _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)

@@ -3,7 +3,7 @@
 Scores are in units of log 2, so weights are powers of two. A row's state is (top, total, acc): its largest score so
 far, the sum of its weights relative to that score, and its weighted sum of values.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import triton.language as tl
 
 @triton.jit
 def attend(
-    q,
-    top,
-    total,
-    acc,
-    first,
-    limit,
-    begin,
-    end,
-    k_ptr,
-    v_ptr,
-    pages_ptr,
-    kv_page,
-    kv_row,
-    scale,
+    q: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    first: tl.tensor,
+    limit: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    scale: tl.tensor,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
-):
+) -> tuple[tl.tensor, ...]:
     """Return the state after the positions [begin, end).
 
     With MASKED a row sees only positions below its `limit`, and with WINDOWED, too, only those from its `first` on.
@@ -78,7 +78,7 @@ def attend(
 
 
 @triton.jit
-def computed(q, FP16: tl.constexpr):
+def computed(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
     """Return the queries in the dtype of the matmul.
 
     With FP16 they are clamped to float16's range and converted; NaN stays NaN.
@@ -90,14 +90,14 @@ def computed(q, FP16: tl.constexpr):
 
 
 @triton.jit
-def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr):
+def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return the state before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
 
 
 @triton.jit
-def resume(lse_at, out_at, present, d_present):
+def resume(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_present: tl.tensor) -> tuple[tl.tensor, ...]:
     """Return the state that a partial result stands for; the empty state where `present` is false or it has no keys."""
     top = tl.load(lse_at, mask=present, other=float("-inf"))
     seen = top != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
@@ -106,7 +106,9 @@ def resume(lse_at, out_at, present, d_present):
 
 
 @triton.jit
-def join(top, total, acc, other_top, other_total, other_acc):
+def join(
+    top: tl.tensor, total: tl.tensor, acc: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_acc: tl.tensor
+) -> tuple[tl.tensor, ...]:
     """Return the state over the keys of both states."""
     peak = tl.maximum(top, other_top)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
@@ -117,7 +119,7 @@ def join(top, total, acc, other_top, other_total, other_acc):
 
 
 @triton.jit
-def finish(top, total, acc):
+def finish(top: tl.tensor, total: tl.tensor, acc: tl.tensor) -> tuple[tl.tensor, ...]:
     """Return output and base-2 log-sum-exp of a state; zeros and −inf where no key was seen. NaN stays NaN."""
     seen = total != 0
     divisor = tl.where(seen, total, 1.0)

@@ -3,7 +3,7 @@
 Log-sum-exps are of base 2, like the kernels' scores. −inf marks a partial result without keys, whose output is
 undefined.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def new_partials(q_RHD: Tensor, each: int, *, chunks: int = 0, filled: bool) -> 
 
 @triton.jit
 def _mean(
-    part_out_ptr,
-    part_lse_ptr,
-    row,
-    head,
-    rows,
-    each,
-    first,
-    parts,
-    d,
+    part_out_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    rows: tl.tensor,
+    each: tl.tensor,
+    first: tl.tensor,
+    parts: tl.tensor,
+    d: tl.tensor,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tensor:
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([PADDED], tl.float32)
@@ -98,12 +98,12 @@ def _mean(
 
 @triton.jit(do_not_specialize=["rows", "each"])
 def _merge(
-    out_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    chunks_ptr,
-    rows,
-    each,
+    out_ptr: tl.tensor,
+    part_out_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    chunks_ptr: tl.tensor,
+    rows: tl.tensor,
+    each: tl.tensor,
     CHUNKED: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -111,7 +111,7 @@ def _merge(
     FEW: tl.constexpr,
     MANY: tl.constexpr,
     PDL: tl.constexpr,
-):
+) -> None:
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -5,7 +5,7 @@ chunk or a group of decode rows. Items are cut into tiles of rows on the GPU, be
 If there may be few tiles, the programs of a launch are divided evenly among the tiles, and those of one tile split its
 keys.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tok_kernels import launch_config as config
 from tok_kernels.attention.triton.online_softmax import attend, computed, finish, resume
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
+from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, visible_keys
 
 _ITEMS = 256  # items counted at a time when a program searches for its item
 _LONG_TILE_KEYS = 4096  # keys from which an unsplit tile takes long
@@ -52,67 +53,6 @@ class VarlenItems:
     length: Tensor
 
 
-@triton.jit
-def _count(first_ptr, count_ptr, item, present, CAUSAL: tl.constexpr):
-    if CAUSAL:
-        begin = tl.load(first_ptr + item, mask=present, other=0)
-        return tl.load(first_ptr + item + 1, mask=present, other=0) - begin
-    else:
-        return tl.load(count_ptr + item, mask=present, other=0)
-
-
-@triton.jit
-def _tiles_of(first_ptr, count_ptr, i, present, GROUP: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    return tl.cdiv(_count(first_ptr, count_ptr, i, present, CAUSAL) * GROUP, ROWS)
-
-
-@triton.jit
-def _total(
-    first_ptr,
-    count_ptr,
-    offset,
-    items,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Return the number of tiles of all items."""
-    total = 0
-    for base in range(0, items, ITEMS):
-        i = base + tl.arange(0, ITEMS)
-        total += tl.sum(_tiles_of(first_ptr, count_ptr, offset + i, i < items, GROUP, ROWS, CAUSAL), 0)
-    return total
-
-
-@triton.jit
-def _find(
-    first_ptr,
-    count_ptr,
-    offset,
-    items,
-    tile,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Return the item that holds tile number `tile`, and how many tiles precede that item."""
-    passed = 0
-    skipped = 0
-    counted = 0
-    for base in range(0, items, ITEMS):
-        i = base + tl.arange(0, ITEMS)
-        present = i < items
-        tiles = _tiles_of(first_ptr, count_ptr, offset + i, present, GROUP, ROWS, CAUSAL)
-        ends = counted + tl.cumsum(tiles, 0)
-        done = present & (ends <= tile)
-        passed += tl.sum(done.to(tl.int32), 0)
-        skipped = tl.maximum(skipped, tl.max(tl.where(done, ends, 0), 0))
-        counted += tl.sum(tiles, 0)
-    return passed, skipped
-
-
 @triton.jit(
     # Values that change from step to step must not recompile the kernel.
     do_not_specialize=[
@@ -124,7 +64,7 @@ def _find(
         "rows",
         "splits",
         "wanted",
-        "least",
+        "min_keys",
         "prior",
         "part",
     ],
@@ -133,36 +73,36 @@ def _find(
     ],
 )
 def _varlen_attention_kernel(
-    q_ptr,
-    out_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    first_ptr,
-    count_ptr,
-    slots_ptr,
-    start_ptr,
-    end_ptr,
-    length_ptr,
-    offset,
-    items,
-    each,
-    base,
-    rows,
-    splits,
-    wanted,
-    least,
-    prior,
-    part,
-    q_token,
-    q_head,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    kv_page,
-    kv_row,
-    kv_head_stride,
-    table_row,
-    scale,
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_out_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    offset: tl.tensor,
+    items: tl.tensor,
+    each: tl.tensor,
+    base: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    wanted: tl.tensor,
+    min_keys: tl.tensor,
+    prior: tl.tensor,
+    part: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_row: tl.tensor,
+    scale: tl.tensor,
     PAGE: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
@@ -175,40 +115,28 @@ def _varlen_attention_kernel(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
     TRIGGER_PDL: tl.constexpr,
-):
+) -> None:
     """Attend from one tile of query rows to the keys of its item, or to one split of them.
 
     `each`: tiles that every item is given; 0: programs search for theirs. `splits`: maximum number of ranges into which
-    a tile's keys are split, so that about `wanted` programs have one of `least` keys or more. The partial result of an
-    empty range stays unwritten. `prior`: start from partial result 0. `part`: the partial result that split 0 writes;
-    −1: the result is final. Row 0 of a partial result is token `base`. WINDOW: the positions that a query sees; 0 for
-    all. LEADS: the kernel launched next may start as soon as all programs of this one have started.
+    a tile's keys are split, so that about `wanted` programs have one of `min_keys` keys or more. The partial result of
+    an empty range stays unwritten. `prior`: start from partial result 0. `part`: the partial result that split 0
+    writes; −1: the result is final. Row 0 of a partial result is token `base`. WINDOW: the positions that a query sees;
+    0 for all. TRIGGER_PDL: the kernel launched next may start as soon as all programs of this one have started.
     """
     if TRIGGER_PDL:
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    kv_head = program % KV_HEADS
-    used = 1
-    if splits > 1:
-        total = _total(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
-        used = tl.maximum(tl.minimum(wanted // tl.maximum(total, 1), splits), 1)
-    split = program // KV_HEADS % used
-    tile = program // KV_HEADS // used
-    if each > 0:
-        item = tile // each
-        skipped = item * each
-    else:
-        item, skipped = _find(first_ptr, count_ptr, offset, items, tile, GROUP, ROWS, ITEMS, CAUSAL)
+    kv_head, item, packed, split, used = find_tile(
+        first_ptr, count_ptr, offset, items, each, splits, wanted, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
+    )
     if item >= items:
         return
     item += offset
     first = tl.load(first_ptr + item)
-    count = _count(first_ptr, count_ptr, item, True, CAUSAL)
+    count = token_count(first_ptr, count_ptr, item, True, CAUSAL)
     slot = tl.load(slots_ptr + item).to(tl.int64)
     start = tl.load(start_ptr + item)
     end = tl.load(end_ptr + item)
-
-    packed = (tile - skipped) * ROWS
     if packed >= count * GROUP:
         return
     row = packed + tl.arange(0, ROWS)
@@ -216,28 +144,11 @@ def _varlen_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     present = query < count
     token = (first + query).to(tl.int64)
-    if CAUSAL:
-        limit = end - count + query + 1
-        seen_by_all = end - count + packed // GROUP + 1
-        last = tl.minimum((packed + ROWS - 1) // GROUP, count - 1)
-        end_here = end - count + last + 1
-    else:
-        limit = tl.full([ROWS], 0, tl.int32) + end
-        seen_by_all = end
-        end_here = end
-    # First position of each row's window. No key before the earliest of them is read, and from the latest on no row
-    # needs a window mask.
-    window = limit
-    if WINDOW:
-        if CAUSAL:
-            window = limit - WINDOW
-            start = tl.maximum(start, seen_by_all - WINDOW)
-            last_window = end_here - WINDOW
-        else:
-            window = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
-            start = tl.maximum(start, tl.min(tl.where(present, window, end), 0))
-            last_window = tl.max(tl.where(present, window, start), 0)
-    share = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), used), tl.cdiv(least, KEYS)) * KEYS
+
+    limit, window, start, end_here, seen_by_all, last_window = visible_keys(
+        start, end, count, packed, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+    )
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), used), tl.cdiv(min_keys, KEYS)) * KEYS
     begin = start + split * share
     end_here = tl.minimum(end_here, begin + share)
     if (split > 0) & (begin >= end_here):

@@ -19,25 +19,25 @@ _ROWS = 256  # rows sorted at once; bounds the memory
 
 
 def resample_filtered(
-    token_R: Tensor, logits_RV: Tensor, weight_RV: Tensor, heat_R: Tensor, u_R: Tensor, filters: Filters
+    token_R: Tensor, logits_RV: Tensor, weight_RV: Tensor, safe_temperature_R: Tensor, u_R: Tensor, filters: Filters
 ) -> Tensor:
     """Return the tokens, with those that their rows' filters remove resampled at `u`.
 
-    `weight_RV` is proportional to the probabilities, and `logits_RV / heat_R` to their logarithms up to a constant;
-    both are float32.
+    `weight_RV` is proportional to the probabilities, and `logits_RV / safe_temperature_R` to their logarithms up to a
+    constant; both are float32.
     """
     token_R = token_R.clone()
     for begin in range(0, len(filters.rows), _ROWS):
         part = slice(begin, begin + _ROWS)
         some = Filters(filters.rows[part], filters.top_k[part], filters.top_p[part], filters.min_p[part])
-        keep = kept(logits_RV[some.rows], heat_R[some.rows], some)
-        drawn = token_R[some.rows]
+        keep = kept(logits_RV[some.rows], safe_temperature_R[some.rows], some)
+        sampled = token_R[some.rows]
         again = invert_cdf(weight_RV[some.rows].masked_fill_(~keep, 0.0), u_R[some.rows])
-        token_R[some.rows] = torch.where(keep.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), drawn, again)
+        token_R[some.rows] = torch.where(keep.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), sampled, again)
     return token_R
 
 
-def kept(logits_rV: Tensor, heat_r: Tensor, filters: Filters) -> Tensor:
+def kept(logits_rV: Tensor, safe_temperature_r: Tensor, filters: Filters) -> Tensor:
     """Return which entries the filters keep, bool `[r, V]`, given float32 logits of the rows `filters.rows`.
 
     The distribution is that of logits / heat. Top-k removes entries below the k-th largest, so ties with it stay. Top-p
@@ -48,9 +48,9 @@ def kept(logits_rV: Tensor, heat_r: Tensor, filters: Filters) -> Tensor:
     ranked, token = logits_rV.sort(dim=-1, descending=True, stable=True)
     left = _top_k(ranked, filters.top_k)
     # The peak is subtracted first, so that a tiny temperature divides 0 and negative numbers only.
-    score = (ranked - ranked[:, :1]) / heat_r.unsqueeze(-1)
+    score = (ranked - ranked[:, :1]) / safe_temperature_r.unsqueeze(-1)
     left &= _top_p(score.masked_fill_(~left, -torch.inf), filters.top_p)
-    left &= _min_p(ranked, heat_r, filters.min_p)
+    left &= _min_p(ranked, safe_temperature_r, filters.min_p)
     return torch.zeros_like(left).scatter_(-1, token, left)
 
 
@@ -69,7 +69,7 @@ def _top_p(score_rV: Tensor, p_r: Tensor) -> Tensor:
     return left
 
 
-def _min_p(ranked_rV: Tensor, heat_r: Tensor, p_r: Tensor) -> Tensor:
+def _min_p(ranked_rV: Tensor, safe_temperature_r: Tensor, p_r: Tensor) -> Tensor:
     # A threshold on the logits themselves, which all backends compute alike; log(0) = −inf removes nothing.
-    threshold = ranked_rV[:, 0].double() + p_r.double().log() * heat_r.double()
+    threshold = ranked_rV[:, 0].double() + p_r.double().log() * safe_temperature_r.double()
     return ranked_rV >= threshold.float().unsqueeze(-1)

@@ -10,7 +10,7 @@ _CHUNK = 128  # entries whose weights are summed before the search
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def heat(temperature_R: Tensor) -> Tensor:
+def safe_temperature(temperature_R: Tensor) -> Tensor:
     """Return the divisor of the logits: the temperature, or 1 for greedy rows.
 
     The divisor is clamped to finite normal float32 numbers, because denormal ones may flush to 0.

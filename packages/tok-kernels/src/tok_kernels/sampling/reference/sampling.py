@@ -13,7 +13,7 @@ from torch import Tensor
 from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
 from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties
 from tok_kernels.sampling.reference.filters import resample_filtered
-from tok_kernels.sampling.reference.inversion import heat, invert_cdf
+from tok_kernels.sampling.reference.inversion import invert_cdf, safe_temperature
 from tok_kernels.sampling.reference.masks import forbid
 from tok_kernels.sampling.reference.philox import uniforms
 from tok_kernels.sampling.reference.shards import sample_shards
@@ -33,7 +33,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     edited = _edit(raw, batch)
     peak, token = edited.max(dim=-1)  # the first of equals
     if not batch.all_greedy:
-        token = torch.where(batch.temperature > 0, _draw(edited, peak, batch), token)
+        token = torch.where(batch.temperature > 0, _sample_tokens(edited, peak, batch), token)
     if edited is not raw:
         token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
     return _with_logprobs(raw, token, batch.top_logprobs, batch.top_rows)
@@ -50,15 +50,15 @@ def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
     return edited
 
 
-def _draw(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
-    warm = heat(batch.temperature)
+def _sample_tokens(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> Tensor:
+    safe_temperature_R = safe_temperature(batch.temperature)
     # The peak is subtracted first, so that a tiny temperature divides 0 and negative numbers only.
-    weight = (logits_RV - peak_R.unsqueeze(-1)).div_(warm.unsqueeze(-1)).exp_()
+    weight = (logits_RV - peak_R.unsqueeze(-1)).div_(safe_temperature_R.unsqueeze(-1)).exp_()
     first, second = uniforms(batch.seed, batch.sample, batch.position)
     token = invert_cdf(weight, first)
     if batch.filters is None:
         return token
-    return resample_filtered(token, logits_RV, weight, warm, second, batch.filters)
+    return resample_filtered(token, logits_RV, weight, safe_temperature_R, second, batch.filters)
 
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor | None) -> Sampled:

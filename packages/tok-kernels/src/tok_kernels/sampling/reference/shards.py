@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch, Shards, empty_top
-from tok_kernels.sampling.reference.inversion import first_above, first_passing, heat
+from tok_kernels.sampling.reference.inversion import first_above, first_passing, safe_temperature
 from tok_kernels.sampling.reference.philox import uniform
 
 
@@ -29,44 +29,44 @@ def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sa
     peak, entry = raw.max(dim=-1)
     below = raw - _finite(peak).unsqueeze(-1)
     total = below.exp().sum(-1, dtype=torch.float64)
-    weight = below.div_(heat(batch.temperature).unsqueeze(-1)).exp_()
+    weight = below.div_(safe_temperature(batch.temperature).unsqueeze(-1)).exp_()
     mass = weight.sum(-1, dtype=torch.float64)
-    told = torch.stack((peak, total.float(), mass.float(), (mass - mass.float()).float()))
-    told_S4R = shards.gather(told)
-    owner, target = _owner(told_S4R, batch, shards.rank)
-    drawn = entry
+    published = torch.stack((peak, total.float(), mass.float(), (mass - mass.float()).float()))
+    published_S4R = shards.gather(published)
+    owner, target = _owner(published_S4R, batch, shards.rank)
+    sampled = entry
     if not batch.all_greedy:
-        drawn = torch.where(batch.temperature > 0, first_passing(weight, target), entry)
-    top, log_total = _normaliser(told_S4R)
-    logprob = raw.gather(-1, drawn.unsqueeze(-1)).squeeze(-1) - top - log_total
+        sampled = torch.where(batch.temperature > 0, first_passing(weight, target), entry)
+    top, log_total = _normaliser(published_S4R)
+    logprob = raw.gather(-1, sampled.unsqueeze(-1)).squeeze(-1) - top - log_total
     # Sums with zeros are exact, and so are token ids in float32.
-    found = torch.stack(((drawn + shards.first).float(), logprob)).masked_fill(owner != shards.rank, 0.0)
+    found = torch.stack(((sampled + shards.first).float(), logprob)).masked_fill(owner != shards.rank, 0.0)
     token, logprob = shards.gather(found).sum(0)
     return Sampled(token.long(), logprob, *empty_top(len(raw), raw.device))
 
 
-def _owner(told_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:
+def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:
     """Return the rank that has each row's token, and the running sum that the rank `rank` must exceed to find it."""
-    peak_RS = told_S4R[:, 0].T
+    peak_RS = published_S4R[:, 0].T
     top_R1 = peak_RS.max(-1, keepdim=True).values
     greedy = (peak_RS == top_R1).to(torch.uint8).argmax(-1)
     if batch.all_greedy:
         return greedy, torch.zeros_like(batch.temperature, dtype=torch.float64)
-    warm_R1 = heat(batch.temperature).double().unsqueeze(-1)
-    share_RS = ((peak_RS.double() - _finite(top_R1)) / warm_R1).exp()
-    mass_RS = share_RS * (told_S4R[:, 2].double() + told_S4R[:, 3].double()).T
+    safe_temperature_R1 = safe_temperature(batch.temperature).double().unsqueeze(-1)
+    share_RS = ((peak_RS.double() - _finite(top_R1)) / safe_temperature_R1).exp()
+    mass_RS = share_RS * (published_S4R[:, 2].double() + published_S4R[:, 3].double()).T
     running_RS = mass_RS.cumsum(-1)
     target = uniform(batch.seed, batch.sample, batch.position) * running_RS[:, -1]
     owner = torch.where(batch.temperature > 0, first_above(mass_RS, running_RS, target), greedy)
     return owner, (target - (running_RS - mass_RS)[:, rank]) / share_RS[:, rank]
 
 
-def _normaliser(told_S4R: Tensor) -> tuple[Tensor, Tensor]:
+def _normaliser(published_S4R: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit of all ranks, and the logarithm of the sum of exponentials relative to it.
 
     The largest logit is replaced by 0 in a row of −inf only.
     """
-    peak_SR, total_SR = told_S4R[:, 0].double(), told_S4R[:, 1].double()
+    peak_SR, total_SR = published_S4R[:, 0].double(), published_S4R[:, 1].double()
     top = _finite(peak_SR.max(0).values)
     total = (total_SR * (peak_SR - top).exp()).sum(0)
     return top.float(), torch.where(total == 0, 1.0, total).log().float()

@@ -81,7 +81,7 @@ def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) 
         _pick[(rows,)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
             *(*sums, token, logprob, log_sum, vocabulary, blocks),
-            DRAW=not greedy,
+            SAMPLE=not greedy,
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=PICK_WARPS,
@@ -101,7 +101,7 @@ def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
         each = max(1, min(_MAX_PROGRAM_BLOCKS, rows * blocks // _PROGRAMS))
         _sum_blocks[(rows * triton.cdiv(blocks, each),)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, *sums, vocabulary, blocks, each),
-            DRAW=not greedy,
+            SAMPLE=not greedy,
             BLOCK=BLOCK,
             num_warps=_SUM_WARPS,
         )
@@ -109,10 +109,10 @@ def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
 
 
 @triton.jit
-def _slope(temperature: tl.tensor) -> tl.tensor:
+def _inv_temperature(temperature: tl.tensor) -> tl.tensor:
     """Return the factor that turns a difference of logits into an exponent of 2; never infinite, never denormal."""
-    heat = tl.maximum(tl.where(temperature > 0, temperature, 1.0), _TINY)
-    return tl.maximum(tl.div_rn(_LOG2E, heat), _TINY)
+    row_temperature = tl.maximum(tl.where(temperature > 0, temperature, 1.0), _TINY)
+    return tl.maximum(tl.div_rn(_LOG2E, row_temperature), _TINY)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _sum_blocks(
     vocabulary: tl.tensor,
     blocks: tl.tensor,
     each: tl.tensor,
-    DRAW: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute for each of `each` blocks of a row the largest logit (`peaks`) and sums of exponentials relative to it.
@@ -143,7 +143,7 @@ def _sum_blocks(
     row = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * each
     line = logits + row.to(tl.int64) * stride
-    slope = _slope(tl.load(temperature + row))
+    inv_temperature = _inv_temperature(tl.load(temperature + row))
     entry = tl.arange(0, BLOCK)
     for block in range(first, tl.minimum(first + each, blocks)):
         at = block * BLOCK + entry
@@ -154,10 +154,10 @@ def _sum_blocks(
         to = row.to(tl.int64) * blocks + block
         tl.store(peaks + to, peak)
         tl.store(sums + to, total)
-        if DRAW:
+        if SAMPLE:
             mass = total
-            if slope != _LOG2E:
-                mass = tl.sum(tl.exp2(below * slope))
+            if inv_temperature != _LOG2E:
+                mass = tl.sum(tl.exp2(below * inv_temperature))
             tl.store(masses + to, mass)
 
 
@@ -177,7 +177,7 @@ def _pick(
     log_sum: tl.tensor,
     vocabulary: tl.tensor,
     blocks: tl.tensor,
-    DRAW: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -190,18 +190,18 @@ def _pick(
     total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
     block = _first(peak_of == peak, blocks - 1, BLOCKS)
     rest = tl.full((), 0.0, tl.float64)
-    drawn = False
-    slope = _slope(1.0)
-    if DRAW:
-        heat = tl.load(temperature + row)
-        slope, drawn = _slope(heat), heat > 0
+    random = False
+    inv_temperature = _inv_temperature(1.0)
+    if SAMPLE:
+        row_temperature = tl.load(temperature + row)
+        inv_temperature, random = _inv_temperature(row_temperature), row_temperature > 0
         # float64, relative to the row's peak: no mass is lost to underflow, and the running sum is practically exact.
-        share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * slope.to(tl.float64))
+        share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
         mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
         running = tl.cumsum(mass)
         target = _uniform(seed + row, sample + row, position + row) * tl.max(running)
         passed = _first_passed(mass, running, target, blocks - 1, BLOCKS)
-        block = tl.where(drawn, passed, block)
+        block = tl.where(random, passed, block)
         chosen = nth == block
         rest = (target - tl.sum(tl.where(chosen, running - mass, 0.0))) / tl.sum(tl.where(chosen, share, 0.0))
     block_peak = tl.sum(tl.where(nth == block, peak_of, 0.0))
@@ -209,10 +209,10 @@ def _pick(
     at = block * BLOCK + entry
     value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     found = _first(value == peak, 0, BLOCK)
-    if DRAW:
-        weight = tl.exp2((value - _finite(block_peak)) * slope).to(tl.float64)
+    if SAMPLE:
+        weight = tl.exp2((value - _finite(block_peak)) * inv_temperature).to(tl.float64)
         inside = _first_passed(weight, tl.cumsum(weight), rest, 0, BLOCK)
-        found = tl.where(drawn, inside, found)
+        found = tl.where(random, inside, found)
     own = tl.sum(tl.where(entry == found, value, 0.0)) - _finite(peak)
     log_total = tl.log(tl.where(total == 0, 1.0, total))  # NaN stays NaN
     tl.store(token + row, tl.minimum(block * BLOCK + found, vocabulary - 1).to(tl.int64))

@@ -31,11 +31,11 @@ def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch:
         raw = logits_RV.index_select(0, present)
         edited = _edit(raw, index, rows, batch)
         own = keys.rows(present)
-        drawn = sample_blocks(edited, own, greedy=batch.all_greedy)
-        token = drawn.token
+        sampled = sample_blocks(edited, own, greedy=batch.all_greedy)
+        token = sampled.token
         if batch.filters is not None and not batch.all_greedy:
-            token = resample_filtered(edited, drawn, own, _chunk_filters(batch.filters, index, rows))
-        peak = drawn.sums[0].amax(-1)
+            token = resample_filtered(edited, sampled, own, _chunk_filters(batch.filters, index, rows))
+        peak = sampled.sums[0].amax(-1)
         result[index] = torch.where(peak == -torch.inf, raw.argmax(-1), token)
     return result[:rows]
 

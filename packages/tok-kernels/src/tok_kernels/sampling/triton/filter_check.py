@@ -3,14 +3,14 @@
 A block whose largest entry is below the token's logit has no entry above the token. For a likely token, hardly any
 block has one.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import _TINY, _finite, _slope
+from tok_kernels.sampling.triton.block_sampling import _TINY, _finite, _inv_temperature
 
 # Verdicts on the sampled token.
 # KEPT: the filters keep it.
@@ -32,52 +32,61 @@ UNALIGNED = [
 
 
 @triton.jit
-def warmth(temperature):
+def safe_temperature_of(temperature: tl.tensor) -> tl.tensor:
     """Return the divisor of the logits, as in the reference."""
     return tl.minimum(tl.maximum(temperature, _TINY), _HUGE)
 
 
 @triton.jit
-def row_sums(peaks, masses, row, slope, blocks, BLOCKS: tl.constexpr):
+def row_sums(
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    row: tl.tensor,
+    inv_temperature: tl.tensor,
+    blocks: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Return each block's largest logit, the row's largest, and the float64 sum of exponentials relative to that."""
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
     peak = tl.max(peak_of)
-    share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * slope.to(tl.float64))
+    share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
     mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
     return peak_of, peak, tl.sum(mass)
 
 
 @triton.jit
-def min_p_limit(peak, heat, min_p):
+def min_p_limit(peak: tl.tensor, safe_temperature: tl.tensor, min_p: tl.tensor) -> tl.tensor:
     """Return the smallest logit that min-p keeps."""
     threshold = -float("inf")
     if min_p > 0:
-        threshold = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * heat.to(tl.float64)).to(tl.float32)
+        threshold = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * safe_temperature.to(tl.float64)).to(
+            tl.float32
+        )
     return threshold
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def check_filters(
-    logits,
-    stride,
-    rows,
-    top_k,
-    top_p,
-    min_p,
-    temperature,
-    peaks,
-    masses,
-    token,
-    verdicts,
-    masses_above,
-    vocabulary,
-    blocks,
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    temperature: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    token: tl.tensor,
+    verdicts: tl.tensor,
+    masses_above: tl.tensor,
+    vocabulary: tl.tensor,
+    blocks: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-):
+) -> None:
     """Check one row with filters per program, reading GROUP blocks at a time until the verdict is certain.
 
     `masses_above`: for OPEN rows, the float64 mass that ranks above the token, relative to the peak, or as much as
@@ -85,16 +94,16 @@ def check_filters(
     """
     nth_row = tl.program_id(0)
     row = tl.load(rows + nth_row).to(tl.int64)
-    k, p, least = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
-    temper = tl.load(temperature + row)
-    heat, slope = warmth(temper), _slope(temper)
-    peak_of, peak, total = row_sums(peaks, masses, row, slope, blocks, BLOCKS)
+    k, p, ratio = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
+    row_temperature = tl.load(temperature + row)
+    safe_temperature, inv_temperature = safe_temperature_of(row_temperature), _inv_temperature(row_temperature)
+    peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
     verdict = KEPT
-    if (temper > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (least > 0)):
+    if (row_temperature > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (ratio > 0)):
         line = logits + row * stride
         chosen = tl.load(token + row)
         own = tl.load(line + chosen).to(tl.float32)
-        own_mass = tl.exp2((own - peak) * slope).to(tl.float64)
+        own_mass = tl.exp2((own - peak) * inv_temperature).to(tl.float64)
         nth, entry = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
         number = tl.full((), 0, tl.int32)
         before = tl.full((), 0.0, tl.float64)
@@ -108,7 +117,7 @@ def check_filters(
             above = x > own
             equal = tl.sum(((x == own) & (at < chosen)).to(tl.int32))
             number += tl.sum(above.to(tl.int32))
-            mass = tl.sum(tl.where(above, tl.exp2((x - peak) * slope), 0.0), axis=1)
+            mass = tl.sum(tl.where(above, tl.exp2((x - peak) * inv_temperature), 0.0), axis=1)
             before += tl.sum(mass.to(tl.float64)) + equal * own_mass
             removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
             first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
@@ -118,7 +127,7 @@ def check_filters(
             verdict = tl.where((k > 0) & (number < k), OPEN, ABOVE)
         elif (p < 1) & (before > 0) & (before >= p * least_mass):
             verdict = OPEN
-        elif own < min_p_limit(peak, heat, least):
+        elif own < min_p_limit(peak, safe_temperature, ratio):
             verdict = LIKELY
         tl.store(masses_above + nth_row, before)
     tl.store(verdicts + nth_row, verdict)

@@ -3,7 +3,7 @@
 The search needs no sort. Each pass over the row's relevant blocks tests three values between the bounds. The bounds
 close in on the threshold until no other value of the logits' dtype, or none that occurs, is left between them.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from tok_kernels.sampling.triton.ordered_floats import key_of, value_of
 
 @triton.jit
 def tile_of(
-    line, order, first, active, vocabulary, BLOCK: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr = True
-):
+    line: tl.tensor,
+    order: tl.tensor,
+    first: tl.tensor,
+    active: tl.tensor,
+    vocabulary: tl.tensor,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTED: tl.constexpr = True,
+) -> tuple[tl.tensor, ...]:
     """Return the entries of up to GROUP blocks of the row, and the blocks' numbers.
 
     The entries are float32 `[GROUP, BLOCK]`, −inf past the end. With LISTED the blocks are those of the `active` ones
@@ -33,19 +40,29 @@ def tile_of(
 
 
 @triton.jit
-def gather(line, order, active, vocabulary, low, to, most, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def gather(
+    line: tl.tensor,
+    order: tl.tensor,
+    active: tl.tensor,
+    vocabulary: tl.tensor,
+    low: tl.tensor,
+    to: tl.tensor,
+    largest: tl.tensor,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
     """Write the listed blocks' entries not below `low`, float32, one after the other, and return their number.
 
-    Entries beyond `most` are not written, and counting stops once the number exceeds `most`.
+    Entries beyond `largest` are not written, and counting stops once the number exceeds `largest`.
     """
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
-    while (first < active) & (count <= most):
+    while (first < active) & (count <= largest):
         x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
         hit = (x >= low).to(tl.int32)
         number = tl.sum(hit, axis=1)
         place = (count + tl.cumsum(number) - number)[:, None] + tl.cumsum(hit, axis=1) - 1
-        tl.store(to + place, x, mask=(hit != 0) & (place < most))
+        tl.store(to + place, x, mask=(hit != 0) & (place < largest))
         count += tl.sum(number)
         first += GROUP
     return count
@@ -53,17 +70,17 @@ def gather(line, order, active, vocabulary, low, to, most, BLOCK: tl.constexpr, 
 
 @triton.jit
 def mass_from(
-    line,
-    order,
-    active,
-    vocabulary,
-    threshold,
-    peak,
-    slope,
+    line: tl.tensor,
+    order: tl.tensor,
+    active: tl.tensor,
+    vocabulary: tl.tensor,
+    threshold: tl.tensor,
+    peak: tl.tensor,
+    slope: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
-):
+) -> tl.tensor:
     """Return the float64 sum of exponentials, relative to the peak, of the entries not below `threshold`."""
     sums = tl.zeros((GROUP, BLOCK), tl.float32)
     for first in range(0, active, GROUP):
@@ -74,20 +91,20 @@ def mass_from(
 
 @triton.jit
 def find_threshold(
-    line,
-    order,
-    active,
-    vocabulary,
-    low,
-    target,
-    peak,
-    slope,
+    line: tl.tensor,
+    order: tl.tensor,
+    active: tl.tensor,
+    vocabulary: tl.tensor,
+    low: tl.tensor,
+    target: tl.tensor,
+    peak: tl.tensor,
+    slope: tl.tensor,
     COUNTING: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
-):
+) -> tl.tensor:
     """Return the largest value from `low` to `peak` such that the entries not below it reach the target.
 
     With COUNTING the target is a number of entries, otherwise a mass relative to the peak. Returns `low` if no value
@@ -101,8 +118,8 @@ def find_threshold(
         sum1 = tl.zeros((GROUP, BLOCK), tl.float32)
         sum2 = tl.zeros((GROUP, BLOCK), tl.float32)
         sum3 = tl.zeros((GROUP, BLOCK), tl.float32)
-        least = tl.full((GROUP, BLOCK), float("inf"), tl.float32)
-        most = tl.full((GROUP, BLOCK), -float("inf"), tl.float32)
+        smallest = tl.full((GROUP, BLOCK), float("inf"), tl.float32)
+        largest = tl.full((GROUP, BLOCK), -float("inf"), tl.float32)
         above, below = value_of(bottom, SHIFT), value_of(top, SHIFT)
         for first in range(0, active, GROUP):
             x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
@@ -111,13 +128,13 @@ def find_threshold(
             sum2 += tl.where(x >= q2, weight, 0.0)
             sum3 += tl.where(x >= q3, weight, 0.0)
             if SHIFT == 0:
-                least = tl.minimum(least, tl.where(x >= above, x, float("inf")))
-                most = tl.maximum(most, tl.where(x < below, x, -float("inf")))
+                smallest = tl.minimum(smallest, tl.where(x >= above, x, float("inf")))
+                largest = tl.maximum(largest, tl.where(x < below, x, -float("inf")))
         reach1, reach2, reach3 = _reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target)
         if SHIFT == 0:
             # No entries lie between the bounds and the entries nearest to them.
-            bottom = tl.maximum(bottom, key_of(tl.min(least), SHIFT))
-            top = tl.minimum(top, key_of(tl.max(most), SHIFT) + 1)
+            bottom = tl.maximum(bottom, key_of(tl.min(smallest), SHIFT))
+            top = tl.minimum(top, key_of(tl.max(largest), SHIFT) + 1)
         bottom = tl.maximum(bottom, tl.where(reach3, three, tl.where(reach2, two, tl.where(reach1, one, bottom))))
         top = tl.minimum(top, tl.where(reach1, tl.where(reach2, tl.where(reach3, top, three), two), one))
         turn += 1
@@ -125,12 +142,12 @@ def find_threshold(
 
 
 @triton.jit
-def _reaches(sums, target):
+def _reaches(sums: tl.tensor, target: tl.tensor) -> tl.tensor:
     return tl.sum(tl.sum(sums, axis=1).to(tl.float64)) >= target
 
 
 @triton.jit
-def _pivots(bottom, top, turn, SHIFT: tl.constexpr):
+def _pivots(bottom: tl.tensor, top: tl.tensor, turn: tl.tensor, SHIFT: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return three keys strictly between the bounds: quarter points of the values (even turns) or of the keys (odd
     turns).
 
@@ -150,7 +167,7 @@ def _pivots(bottom, top, turn, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kth_largest(values, k, low, SHIFT: tl.constexpr):
+def kth_largest(values: tl.tensor, k: tl.tensor, low: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the k-th largest entry of a vector, or `low` if that is larger."""
     bottom, top = key_of(low, SHIFT), key_of(tl.max(values), SHIFT) + 1
     while top - bottom > 1:

@@ -19,20 +19,20 @@ RESAMPLE_BLOCKS, RESAMPLE_WARPS = 1, 4
 MAX_COLLECTED_ENTRIES = 2048  # up to this many relevant entries of a row are copied to scratch and searched there
 
 
-def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
+def resample_filtered(logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
     """Return the tokens of `sample_blocks(logits_RV, keys)`, int64 `[R]`, resampled where a row's filters remove them.
 
     `tok_kernels.sampling.reference.filters` defines which tokens are kept and which token comes instead.
     """
-    token, count = drawn.token.clone(), len(filters.rows)
+    token, count = sampled.token.clone(), len(filters.rows)
     if not count:
         return token
-    verdict, before = filter_verdicts(logits_RV, drawn, keys, filters)
+    verdict, before = filter_verdicts(logits_RV, sampled, keys, filters)
     blocks = triton.cdiv(logits_RV.shape[1], BLOCK)
     scratch = torch.empty((count, MAX_COLLECTED_ENTRIES + 3 * blocks), dtype=torch.float32, device=token.device)
     resample[(count,)](
         *(logits_RV, logits_RV.stride(0), *_asked(filters)),
-        *(keys.temperature, keys.seed, keys.sample, keys.position, drawn.sums[0], drawn.sums[2]),
+        *(keys.temperature, keys.seed, keys.sample, keys.position, sampled.sums[0], sampled.sums[2]),
         *(token, verdict, before, scratch, logits_RV.shape[1], blocks),
         SHIFT=shift_of(logits_RV.dtype),
         BLOCK=BLOCK,
@@ -44,14 +44,16 @@ def resample_filtered(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, f
     return token
 
 
-def filter_verdicts(logits_RV: Tensor, drawn: SampledRows, keys: RandomKeys, filters: Filters) -> tuple[Tensor, Tensor]:
+def filter_verdicts(
+    logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters
+) -> tuple[Tensor, Tensor]:
     """Return the verdicts and masses of `check_filters` for the r > 0 rows with filters: int32 and float64 `[r]`."""
     count, blocks = len(filters.rows), triton.cdiv(logits_RV.shape[1], BLOCK)
     verdict = torch.empty(count, dtype=torch.int32, device=logits_RV.device)
     before = torch.empty(count, dtype=torch.float64, device=logits_RV.device)
     check_filters[(count,)](
-        *(logits_RV, logits_RV.stride(0), *_asked(filters), keys.temperature, drawn.sums[0], drawn.sums[2]),
-        *(drawn.token, verdict, before, logits_RV.shape[1], blocks),
+        *(logits_RV, logits_RV.stride(0), *_asked(filters), keys.temperature, sampled.sums[0], sampled.sums[2]),
+        *(sampled.token, verdict, before, logits_RV.shape[1], blocks),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         GROUP=CHECK_BLOCKS,

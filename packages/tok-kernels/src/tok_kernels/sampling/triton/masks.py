@@ -2,7 +2,7 @@
 
 A block that is allowed as a whole is left alone, and one that is forbidden as a whole is not read.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ def forbid(logits_RV: Tensor, masks: Masks) -> None:
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "which", "words"])
-def _forbid(logits, stride, rows, which, words, width, vocabulary, WORDS: tl.constexpr):
+def _forbid(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    which: tl.tensor,
+    words: tl.tensor,
+    width: tl.tensor,
+    vocabulary: tl.tensor,
+    WORDS: tl.constexpr,
+) -> None:
     nth = tl.program_id(0)
     row, mask = tl.load(rows + nth).to(tl.int64), tl.load(which + nth).to(tl.int64)
     first = tl.program_id(1) * WORDS

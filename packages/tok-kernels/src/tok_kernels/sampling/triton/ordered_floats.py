@@ -2,7 +2,7 @@
 
 `SHIFT` is the number of low float32 bits that the logits' own dtype does not have: keys of bfloat16 are 16 bits wide.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def shift_of(dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def key_of(x, SHIFT: tl.constexpr):
+def key_of(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the int64 key of a value; both zeros have one key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
     return (bits ^ ((bits >> 31) & (_ALL >> SHIFT))).to(tl.int64)
 
 
 @triton.jit
-def value_of(key, SHIFT: tl.constexpr):
+def value_of(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the float32 value that has this key."""
     bits = key.to(tl.int32)
     return ((bits ^ ((bits >> 31) & (_ALL >> SHIFT))) << SHIFT).to(tl.float32, bitcast=True)

@@ -5,7 +5,7 @@ update first sets the token's bit changes the logit. Any of them may be first, s
 first pass handles generated tokens, which also get the presence penalty. A second pass handles prompt tokens not yet
 met, and the frequency of generated tokens. The latter adds equal numbers, so their order does not change the sum.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _penalise(
-    logits,
-    stride,
-    met,
-    words,
-    entries,
-    page_table,
-    pages,
-    token_of,
-    page_size,
-    slots,
-    lengths,
-    prompt_lens,
-    presence,
-    frequency,
-    repetition,
+    logits: tl.tensor,
+    stride: tl.tensor,
+    met: tl.tensor,
+    words: tl.tensor,
+    entries: tl.tensor,
+    page_table: tl.tensor,
+    pages: tl.tensor,
+    token_of: tl.tensor,
+    page_size: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    prompt_lens: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
+    repetition: tl.tensor,
     ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """Apply one of the two passes.
 
     `ONCE`: the first pass, in which a generated token's logit changes once, by repetition and then presence. Otherwise
@@ -105,13 +105,15 @@ def _penalise(
 
 
 @triton.jit
-def _token_at(table, token_of, page_size, position, there):
+def _token_at(
+    table: tl.tensor, token_of: tl.tensor, page_size: tl.tensor, position: tl.tensor, there: tl.tensor
+) -> tl.tensor:
     page = tl.load(table + position // page_size, mask=there, other=0).to(tl.int64)
     return tl.load(token_of + page * page_size + position % page_size, mask=there, other=0)
 
 
 @triton.jit
-def _claim_token(seen, token, there):
+def _claim_token(seen: tl.tensor, token: tl.tensor, there: tl.tensor) -> tl.tensor:
     """Return whether this position, of all that hold the token, is the one that sets the token's bit."""
     bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
     before = tl.atomic_or(seen + token // 32, bit, mask=there, sem="relaxed")

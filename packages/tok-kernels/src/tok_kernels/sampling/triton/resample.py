@@ -4,15 +4,24 @@ One program per row finds the threshold of the kept entries and the mass of each
 token at the row's second uniform number, as `sample_blocks` does. Entries below the threshold have no weight. Of those
 at the threshold only as many count as top-p needs, lower ids first.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import _first_passed, _second_uniform, _slope
-from tok_kernels.sampling.triton.filter_check import ABOVE, KEPT, LIKELY, OPEN, UNALIGNED, min_p_limit, row_sums, warmth
+from tok_kernels.sampling.triton.block_sampling import _first_passed, _inv_temperature, _second_uniform
+from tok_kernels.sampling.triton.filter_check import (
+    ABOVE,
+    KEPT,
+    LIKELY,
+    OPEN,
+    UNALIGNED,
+    min_p_limit,
+    row_sums,
+    safe_temperature_of,
+)
 from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather, kth_largest, mass_from, tile_of
 
 # An entry this many temperatures below the peak has an exponential of 0 in float32.
@@ -21,30 +30,30 @@ _NOTHING: tl.constexpr = tl.constexpr(104.0)
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def resample(
-    logits,
-    stride,
-    rows,
-    top_k,
-    top_p,
-    min_p,
-    temperature,
-    seed,
-    sample,
-    position,
-    peaks,
-    masses,
-    token,
-    verdicts,
-    masses_above,
-    scratch,
-    vocabulary,
-    blocks,
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    sample: tl.tensor,
+    position: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    token: tl.tensor,
+    verdicts: tl.tensor,
+    masses_above: tl.tensor,
+    scratch: tl.tensor,
+    vocabulary: tl.tensor,
+    blocks: tl.tensor,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
-):
+) -> None:
     """Resample one row with filters, unless its verdict is KEPT.
 
     `scratch`, float32 `[r, FEW + 3 · blocks]`, holds per row:
@@ -58,18 +67,21 @@ def resample(
     if verdict != KEPT:
         row = tl.load(rows + nth_row).to(tl.int64)
         k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
-        temper = tl.load(temperature + row)
-        heat, slope = warmth(temper), _slope(temper)
-        peak_of, peak, total = row_sums(peaks, masses, row, slope, blocks, BLOCKS)
-        least = min_p_limit(peak, heat, tl.load(min_p + nth_row))
+        row_temperature = tl.load(temperature + row)
+        safe_temperature, inv_temperature = (
+            safe_temperature_of(row_temperature),
+            _inv_temperature(row_temperature),
+        )
+        peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
+        min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + nth_row))
         line = logits + row * stride
         chosen = tl.load(token + row)
         own = tl.load(line + chosen).to(tl.float32)
 
-        low = tl.maximum(peak - _NOTHING * heat, tl.where(verdict == ABOVE, own, -float("inf")))
+        low = tl.maximum(peak - _NOTHING * safe_temperature, tl.where(verdict == ABOVE, own, -float("inf")))
         if (k > 0) & (k <= blocks):
             low = kth_largest(peak_of, k, low, SHIFT)
-        low = tl.where(verdict == LIKELY, least, low)
+        low = tl.where(verdict == LIKELY, min_p_threshold, low)
         nth = tl.arange(0, BLOCKS)
         matters = (peak_of >= low) & (nth < blocks)
         active = tl.sum(matters.to(tl.int32))
@@ -87,27 +99,59 @@ def resample(
             if count <= FEW:
                 parts = tl.cdiv(count, BLOCK)
                 threshold, target, settled = _top_k_top_p(
-                    *(few, order, parts, count, low, k, p, before, total, peak, slope, SHIFT, BLOCK, 1, False)
+                    *(
+                        few,
+                        order,
+                        parts,
+                        count,
+                        low,
+                        k,
+                        p,
+                        before,
+                        total,
+                        peak,
+                        inv_temperature,
+                        SHIFT,
+                        BLOCK,
+                        1,
+                        False,
+                    )
                 )
             else:
                 threshold, target, settled = _top_k_top_p(
-                    *(line, order, active, vocabulary, low, k, p, before, total, peak, slope, SHIFT, BLOCK, GROUP, True)
+                    *(
+                        line,
+                        order,
+                        active,
+                        vocabulary,
+                        low,
+                        k,
+                        p,
+                        before,
+                        total,
+                        peak,
+                        inv_temperature,
+                        SHIFT,
+                        BLOCK,
+                        GROUP,
+                        True,
+                    )
                 )
         # If top-k and top-p keep the token but min-p removes it, min-p's threshold lies above the token's logit, and it
         # alone decides what is kept.
-        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (threshold >= least)
-        threshold = tl.maximum(threshold, least)
-        if (settled == 0) | (own < least):
+        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (threshold >= min_p_threshold)
+        threshold = tl.maximum(threshold, min_p_threshold)
+        if (settled == 0) | (own < min_p_threshold):
             for first in range(0, active, GROUP):
                 x, block = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
                 listed = first + tl.arange(0, GROUP) < active
-                mass = tl.sum(tl.where(x > threshold, tl.exp2((x - peak) * slope), 0.0), axis=1)
+                mass = tl.sum(tl.where(x > threshold, tl.exp2((x - peak) * inv_temperature), 0.0), axis=1)
                 tl.store(above + block, mass, mask=listed)
                 tl.store(equal + block, tl.sum((x == threshold).to(tl.float32), axis=1), mask=listed)
             tl.debug_barrier()
             mass_of = tl.load(above + nth, mask=matters, other=0.0).to(tl.float64)
             ties_of = tl.load(equal + nth, mask=matters, other=0.0)
-            tie_mass = tl.exp2((threshold - peak) * slope).to(tl.float64)
+            tie_mass = tl.exp2((threshold - peak) * inv_temperature).to(tl.float64)
             ties = tl.sum(ties_of)
             if nucleus:
                 needed = tl.ceil((target - tl.sum(mass_of)) / tl.where(tie_mass > 0, tie_mass, 1.0))
@@ -123,29 +167,29 @@ def resample(
                 block = _first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
                 goal -= tl.sum(tl.where(nth == block, running - mass_of, 0.0))
                 keep, x = _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK)
-                weight = tl.where(keep, tl.exp2((x - peak) * slope), 0.0).to(tl.float64)
+                weight = tl.where(keep, tl.exp2((x - peak) * inv_temperature), 0.0).to(tl.float64)
                 found = block * BLOCK + _first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
                 tl.store(token + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
 
 
 @triton.jit
 def _top_k_top_p(
-    line,
-    order,
-    active,
-    vocabulary,
-    low,
-    k,
-    p,
-    before,
-    total,
-    peak,
-    slope,
+    line: tl.tensor,
+    order: tl.tensor,
+    active: tl.tensor,
+    vocabulary: tl.tensor,
+    low: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    before: tl.tensor,
+    total: tl.tensor,
+    peak: tl.tensor,
+    inv_temperature: tl.tensor,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
-):
+) -> tuple[tl.tensor, ...]:
     """Return the smallest logit that top-k and top-p keep, the mass that top-p needs, and whether the token is kept.
 
     The search ends early if a token with the mass `before` above it turns out to be kept. The first result is then the
@@ -155,23 +199,46 @@ def _top_k_top_p(
     settled = False
     if k > 0:
         threshold = find_threshold(
-            *(line, order, active, vocabulary, threshold, k.to(tl.float64), peak, slope, True),
+            *(line, order, active, vocabulary, threshold, k.to(tl.float64), peak, inv_temperature, True),
             *(SHIFT, BLOCK, GROUP, LISTED),
         )
     if p < 1:
         if k > 0:
-            total = mass_from(line, order, active, vocabulary, threshold, peak, slope, BLOCK, GROUP, LISTED)
+            total = mass_from(line, order, active, vocabulary, threshold, peak, inv_temperature, BLOCK, GROUP, LISTED)
         target = p * total
         settled = before < target
         if settled == 0:
             threshold = find_threshold(
-                *(line, order, active, vocabulary, threshold, target, peak, slope, False, SHIFT, BLOCK, GROUP, LISTED)
+                *(
+                    line,
+                    order,
+                    active,
+                    vocabulary,
+                    threshold,
+                    target,
+                    peak,
+                    inv_temperature,
+                    False,
+                    SHIFT,
+                    BLOCK,
+                    GROUP,
+                    LISTED,
+                )
             )
     return threshold, target, settled
 
 
 @triton.jit
-def _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK: tl.constexpr):
+def _kept_entries(
+    line: tl.tensor,
+    block: tl.tensor,
+    threshold: tl.tensor,
+    ties: tl.tensor,
+    ties_before: tl.tensor,
+    nth: tl.tensor,
+    vocabulary: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Return which entries of the block are kept, and their logits.
 
     At the threshold, the row's first `ties` entries are kept.

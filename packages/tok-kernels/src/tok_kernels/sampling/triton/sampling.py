@@ -23,22 +23,22 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     if batch.shards is not None:
-        drawn_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
-        return Sampled(*drawn_shards, *empty_top(rows, logits.device))
+        sampled_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
+        return Sampled(*sampled_shards, *empty_top(rows, logits.device))
     if batch.masks is not None:
         forbid(logits, batch.masks)
     keys = RandomKeys.of(batch)
-    drawn = sample_blocks(logits, keys, greedy=batch.all_greedy)
-    token, logprob = drawn.token, drawn.logprob
+    sampled = sample_blocks(logits, keys, greedy=batch.all_greedy)
+    token, logprob = sampled.token, sampled.logprob
     if batch.filters is not None and not batch.all_greedy:
-        token = resample_filtered(logits, drawn, keys, batch.filters)
+        token = resample_filtered(logits, sampled, keys, batch.filters)
     if rows and not (batch.penalties is None and batch.bias is None):
         token = resample_edited(token, logits, keys, batch)
-    if token is not drawn.token:
-        logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - drawn.log_sum
+    if token is not sampled.token:
+        logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - sampled.log_sum
     if not batch.top_logprobs:
         return Sampled(token, logprob, *empty_top(rows, logits.device))
-    return Sampled(token, logprob, *_top(logits, drawn.log_sum, batch))
+    return Sampled(token, logprob, *_top(logits, sampled.log_sum, batch))
 
 
 def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:

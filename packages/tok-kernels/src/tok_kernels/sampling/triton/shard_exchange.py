@@ -1,5 +1,5 @@
 """Sample few rows from a vocabulary sharded over ranks, which exchange their sums from within one kernel."""
-# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample_exchange(
         *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
         *(*sums, token, logprob, vocabulary, blocks, first),
         *(lane.buffers, lane.turns, lane.patience),
-        DRAW=not greedy,
+        SAMPLE=not greedy,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         RANK=lane.rank,
@@ -48,24 +48,24 @@ def sample_exchange(
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=_UNALIGNED)
 def _sample_exchange_kernel(
-    logits,
-    stride,
-    temperature,
-    seed,
-    sample,
-    position,
-    peaks,
-    sums,
-    masses,
-    token,
-    logprob,
-    vocabulary,
-    blocks,
-    first,
-    buffers,
-    turns,
-    patience,
-    DRAW: tl.constexpr,
+    logits: tl.tensor,
+    stride: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    sample: tl.tensor,
+    position: tl.tensor,
+    peaks: tl.tensor,
+    sums: tl.tensor,
+    masses: tl.tensor,
+    token: tl.tensor,
+    logprob: tl.tensor,
+    vocabulary: tl.tensor,
+    blocks: tl.tensor,
+    first: tl.tensor,
+    buffers: tl.tensor,
+    turns: tl.tensor,
+    patience: tl.tensor,
+    SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     RANK: tl.constexpr,
@@ -73,18 +73,18 @@ def _sample_exchange_kernel(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
     THREADS: tl.constexpr,
-):
+) -> None:
     """Send this rank's sums to all ranks in one unit; if this rank has the row's token, send the token in another."""
     program = tl.program_id(0)
     row = program.to(tl.int64)
     turn = tl.load(turns + program)
     thread = tl.arange(0, THREADS)
-    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, DRAW, BLOCKS)
+    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
     one = thread == 0
     for to in tl.static_range(RANKS):
         if to != RANK:
-            told = (_word(peak), _word(total), _word(high), _word(low))
-            put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + thread, told, one)
+            published = (_word(peak), _word(total), _word(high), _word(low))
+            put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + thread, published, one)
     others = (thread < RANKS) & (thread != RANK)
     heard = take(place(buffers[RANK], turn, thread, program, RANKS, PROGRAMS, WORDS), others, patience)
     own = thread == RANK
@@ -93,14 +93,14 @@ def _sample_exchange_kernel(
         tl.where(own, total, heard[1].to(tl.float32, bitcast=True)),
         tl.where(own, high, heard[2].to(tl.float32, bitcast=True)),
         tl.where(own, low, heard[3].to(tl.float32, bitcast=True)),
-        *(temperature, seed, sample, position, row, DRAW, THREADS),
+        *(temperature, seed, sample, position, row, SAMPLE, THREADS),
     )
     chosen = tl.full((), 0, tl.int32)
     likelihood = tl.full((), 0.0, tl.float32)
     if owner == RANK:
         entry, likelihood = entry_of(
             *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
-            *(DRAW, BLOCK, BLOCKS),
+            *(SAMPLE, BLOCK, BLOCKS),
         )
         chosen = (first + entry).to(tl.int32)
         zero = turn.to(tl.uint32) * 0
@@ -118,5 +118,5 @@ def _sample_exchange_kernel(
 
 
 @triton.jit
-def _word(number):
+def _word(number: tl.tensor) -> tl.tensor:
     return sendable(number.to(tl.uint32, bitcast=True))

@@ -17,7 +17,7 @@ from tok_kernels.sampling.triton.shard_exchange import sample_exchange
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
 # The alignment of these depends on the number of rows, which must not recompile the kernels.
-_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "told", "found"]
+_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "published", "found"]
 
 
 def sample_shards(
@@ -28,7 +28,7 @@ def sample_shards(
     `logits_RV` is this rank's shard, of a dtype and layout as for `sample_blocks`.
     """
     sums = sum_blocks(logits_RV, keys, greedy=greedy)
-    lane = None if shards.exchange is None else shards.exchange.draws
+    lane = None if shards.exchange is None else shards.exchange.samples
     if lane is not None and 0 < len(logits_RV) <= lane.programs:
         return sample_exchange(logits_RV, sums, keys, shards.first, lane, greedy=greedy)
     return _draw_gathered(logits_RV, sums, keys, shards, greedy=greedy)
@@ -40,21 +40,21 @@ def _draw_gathered(
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     width = triton.next_power_of_2(blocks)
-    told = torch.empty((4, rows), dtype=torch.float32, device=logits_RV.device)
+    published = torch.empty((4, rows), dtype=torch.float32, device=logits_RV.device)
     found = torch.empty((2, rows), dtype=torch.float32, device=logits_RV.device)
     if rows:
         _store_rank_sums[(rows,)](
-            *sums, keys.temperature, told, rows, blocks, DRAW=not greedy, BLOCKS=width, num_warps=PICK_WARPS
+            *sums, keys.temperature, published, rows, blocks, SAMPLE=not greedy, BLOCKS=width, num_warps=PICK_WARPS
         )
-    told = shards.gather(told)
+    published = shards.gather(published)
     if rows:
         _find[(rows,)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
-            *(sums[0], sums[2], told, found, rows, vocabulary, blocks, shards.first),
+            *(sums[0], sums[2], published, found, rows, vocabulary, blocks, shards.first),
             RANK=shards.rank,
             RANKS=shards.ranks,
             SHARDS=triton.next_power_of_2(shards.ranks),
-            DRAW=not greedy,
+            SAMPLE=not greedy,
             BLOCK=BLOCK,
             BLOCKS=width,
             num_warps=PICK_WARPS,
@@ -64,25 +64,25 @@ def _draw_gathered(
     return token.long(), logprob
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED[:4], "told"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED[:4], "published"])
 def _store_rank_sums(
     peaks: tl.tensor,
     sums: tl.tensor,
     masses: tl.tensor,
     temperature: tl.tensor,
-    told: tl.tensor,
+    published: tl.tensor,
     rows: tl.tensor,
     blocks: tl.tensor,
-    DRAW: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Combine a row's blocks into the four numbers of this rank."""
     row = tl.program_id(0).to(tl.int64)
-    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, DRAW, BLOCKS)
-    tl.store(told + row, peak)
-    tl.store(told + rows + row, total)
-    tl.store(told + 2 * rows + row, high)
-    tl.store(told + 3 * rows + row, low)
+    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
+    tl.store(published + row, peak)
+    tl.store(published + rows + row, total)
+    tl.store(published + 2 * rows + row, high)
+    tl.store(published + 3 * rows + row, low)
 
 
 @triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=_UNALIGNED)
@@ -95,7 +95,7 @@ def _find(
     position: tl.tensor,
     peaks: tl.tensor,
     masses: tl.tensor,
-    told: tl.tensor,
+    published: tl.tensor,
     found: tl.tensor,
     rows: tl.tensor,
     vocabulary: tl.tensor,
@@ -104,27 +104,27 @@ def _find(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SHARDS: tl.constexpr,
-    DRAW: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Choose the rank that has the row's token, and on that rank find the token's block and entry."""
     row = tl.program_id(0).to(tl.int64)
     shard = tl.arange(0, SHARDS)
-    of = told + shard * 4 * rows + row
+    of = published + shard * 4 * rows + row
     owner, rest, peak, total = owner_of(
         tl.load(of, mask=shard < RANKS, other=-float("inf")),
         tl.load(of + rows, mask=shard < RANKS, other=0.0),
         tl.load(of + 2 * rows, mask=shard < RANKS, other=0.0),
         tl.load(of + 3 * rows, mask=shard < RANKS, other=0.0),
-        *(temperature, seed, sample, position, row, DRAW, SHARDS),
+        *(temperature, seed, sample, position, row, SAMPLE, SHARDS),
     )
     token = tl.full((), 0.0, tl.float32)
     logprob = tl.full((), 0.0, tl.float32)
     if owner == RANK:
         entry, logprob = entry_of(
             *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
-            *(DRAW, BLOCK, BLOCKS),
+            *(SAMPLE, BLOCK, BLOCKS),
         )
         token = (first + entry).to(tl.float32)
     tl.store(found + row, token)

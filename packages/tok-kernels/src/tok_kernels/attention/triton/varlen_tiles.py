@@ -1,0 +1,161 @@
+"""Find the tile of query rows that a program computes, and the keys that its rows see, on the GPU."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def token_count(
+    first_ptr: tl.tensor, count_ptr: tl.tensor, item: tl.tensor, present: tl.tensor, CAUSAL: tl.constexpr
+) -> tl.tensor:
+    """Return the number of query tokens of an item; see `VarlenItems`."""
+    if CAUSAL:
+        begin = tl.load(first_ptr + item, mask=present, other=0)
+        return tl.load(first_ptr + item + 1, mask=present, other=0) - begin
+    else:
+        return tl.load(count_ptr + item, mask=present, other=0)
+
+
+@triton.jit
+def _tiles_of(
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    i: tl.tensor,
+    present: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tl.tensor:
+    return tl.cdiv(token_count(first_ptr, count_ptr, i, present, CAUSAL) * GROUP, ROWS)
+
+
+@triton.jit
+def _total(
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    offset: tl.tensor,
+    items: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tl.tensor:
+    """Return the number of tiles of all items."""
+    total = 0
+    for base in range(0, items, ITEMS):
+        i = base + tl.arange(0, ITEMS)
+        total += tl.sum(_tiles_of(first_ptr, count_ptr, offset + i, i < items, GROUP, ROWS, CAUSAL), 0)
+    return total
+
+
+@triton.jit
+def _find(
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    offset: tl.tensor,
+    items: tl.tensor,
+    tile: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the item that holds tile number `tile`, and how many tiles precede that item."""
+    passed = 0
+    skipped = 0
+    counted = 0
+    for base in range(0, items, ITEMS):
+        i = base + tl.arange(0, ITEMS)
+        present = i < items
+        tiles = _tiles_of(first_ptr, count_ptr, offset + i, present, GROUP, ROWS, CAUSAL)
+        ends = counted + tl.cumsum(tiles, 0)
+        done = present & (ends <= tile)
+        passed += tl.sum(done.to(tl.int32), 0)
+        skipped = tl.maximum(skipped, tl.max(tl.where(done, ends, 0), 0))
+        counted += tl.sum(tiles, 0)
+    return passed, skipped
+
+
+@triton.jit
+def find_tile(
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    offset: tl.tensor,
+    items: tl.tensor,
+    each: tl.tensor,
+    splits: tl.tensor,
+    wanted: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return this program's KV head, item, first row within the item, split, and number of splits of a tile's keys.
+
+    The item is at least `items` if there is none for this program.
+    """
+    program = tl.program_id(0)
+    kv_head = program % KV_HEADS
+    used = 1
+    if splits > 1:
+        total = _total(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
+        used = tl.maximum(tl.minimum(wanted // tl.maximum(total, 1), splits), 1)
+    split = program // KV_HEADS % used
+    tile = program // KV_HEADS // used
+    if each > 0:
+        item = tile // each
+        skipped = item * each
+    else:
+        item, skipped = _find(first_ptr, count_ptr, offset, items, tile, GROUP, ROWS, ITEMS, CAUSAL)
+    return kv_head, item, (tile - skipped) * ROWS, split, used
+
+
+@triton.jit
+def visible_keys(
+    start: tl.tensor,
+    end: tl.tensor,
+    count: tl.tensor,
+    packed: tl.tensor,
+    query: tl.tensor,
+    token: tl.tensor,
+    present: tl.tensor,
+    length_ptr: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return which keys of [start, end) the rows of a tile see.
+
+    limit        [ROWS], the first position after those that each row sees
+    window       [ROWS], the first position of each row's window; `limit` without WINDOW
+    start        the first position that any row sees
+    end_here     the first position that no row sees any more
+    seen_by_all  the first position, from the windows' starts on, that some row does not see
+    last_window  the position from which on no row needs a window mask
+    """
+    if CAUSAL:
+        limit = end - count + query + 1
+        seen_by_all = end - count + packed // GROUP + 1
+        last = tl.minimum((packed + ROWS - 1) // GROUP, count - 1)
+        end_here = end - count + last + 1
+    else:
+        limit = tl.full([ROWS], 0, tl.int32) + end
+        seen_by_all = end
+        end_here = end
+    window = limit
+    last_window = start
+    if WINDOW:
+        if CAUSAL:
+            window = limit - WINDOW
+            start = tl.maximum(start, seen_by_all - WINDOW)
+            last_window = end_here - WINDOW
+        else:
+            window = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
+            start = tl.maximum(start, tl.min(tl.where(present, window, end), 0))
+            last_window = tl.max(tl.where(present, window, start), 0)
+    return limit, window, start, end_here, seen_by_all, last_window
