@@ -38,9 +38,11 @@ def test_diff_of_a_document_applies_and_its_example_prints_what_is_shown(documen
     found = SHOWN.search(document.read_text(encoding="utf-8"))
     assert found is not None
     diff, code, printed = found.groups()
-    shutil.copytree(ROOT / "packages" / "tok-core" / "src", tmp_path / "packages" / "tok-core" / "src")
+    sources = [Path("packages") / package / "src" for package in ("tok-core", "tok-kernels")]
+    for source in sources:
+        shutil.copytree(ROOT / source, tmp_path / source)
     apply(diff, tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages" / "tok-core" / "src")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tmp_path / source) for source in sources)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr

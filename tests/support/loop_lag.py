@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tok_server.http.pauses import SWITCH
+from tok_server.http.pauses import SWITCH_INTERVAL_SECONDS
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def server_pauses() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     try:
         yield
     finally:

@@ -38,12 +38,12 @@ def tokens_of(count: int, seed: int = 1) -> list[int]:
 
 def model_of(
     path: Path,
-    place: RankCoordinates = RankCoordinates(),
+    coordinates: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
     """Return one worker's shard of the model at `path`."""
-    model = build(read_config(path), choose(CPU), CPU, dtype, place, tensor)
+    model = build(read_config(path), choose(CPU), CPU, dtype, coordinates, tensor)
     load(model, path)
     return model
 
@@ -146,19 +146,21 @@ def compute(
     only if the vocabulary size is not divisible by the number of ranks.
     """
     assert peers.tensor is not None
-    place, tensor, found = peers.place, TensorParallel(peers.tensor, CPU), []
+    coordinates, tensor, found = peers.coordinates, TensorParallel(peers.tensor, CPU), []
     for path in paths:
-        model = model_of(path, place, tensor)
-        stages = [model_of(path, RankCoordinates(stage, 2, place.rank, place.ranks), tensor) for stage in range(2)]
+        model = model_of(path, coordinates, tensor)
+        stages = [
+            model_of(path, RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks), tensor) for stage in range(2)
+        ]
         logits, chained = [], []
         for few in max_all_reduce_tokens:
             tensor.max_all_reduce_tokens = few
             for one in stages:  # the warm-up must leave the ranks in step
-                warm_up_gemms(one, PROMPT, place.ranks)
+                warm_up_gemms(one, PROMPT, coordinates.ranks)
             logits.append(logits_of(model))
             chained.append(chained_logits(stages))
         tensor.max_all_reduce_tokens = max_all_reduce_tokens[0]
-        draws = draws_of(model) if model.config.vocab_size % place.ranks else []
+        draws = draws_of(model) if model.config.vocab_size % coordinates.ranks else []
         found.append((logits, chained, greedy(model, tokens_of(PROMPT), count), draws))
     return found
 
@@ -167,7 +169,7 @@ def held_by_ranks(peers: ProcessGroups, path: Path) -> tuple[list[str], NDArray[
     """Return the QKV dtype of each layer of a bfloat16 model, and logits with and without sequence parallelism."""
     assert peers.tensor is not None
     tensor = TensorParallel(peers.tensor, CPU)
-    model = model_of(path, peers.place, tensor, torch.bfloat16)
+    model = model_of(path, peers.coordinates, tensor, torch.bfloat16)
     names = [name for name, _ in model.named_parameters() if name.endswith("qkv_proj.weight")]
     dtypes = [str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names]
     found = []

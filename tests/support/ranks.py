@@ -22,12 +22,12 @@ PATIENCE = 240.0  # seconds for all ranks to finish
 
 
 def run_ranks(
-    places: Iterable[RankCoordinates],
+    coordinates_of_ranks: Iterable[RankCoordinates],
     function: Callable[Concatenate[ProcessGroups, P], R],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> list[R]:
-    """Run `function(peers, *args, **kwargs)` in a process for each of `places` and return the results in order.
+    """Run `function(peers, *args, **kwargs)` in a process for each of these coordinates; return the results in order.
 
     The function must be importable by name, like the functions in `support`. Raise AssertionError with the tracebacks
     of failed processes; all processes end with the first failure, and with this process.
@@ -36,9 +36,9 @@ def run_ranks(
     results: dict[int, R] = {}
     with tempfile.TemporaryDirectory() as directory:
         pipes, children = {}, []
-        for number, place in enumerate(places):
+        for number, coordinates in enumerate(coordinates_of_ranks):
             here, there = context.Pipe(duplex=False)
-            target = (there, place, Path(directory) / "rendezvous", function, args, kwargs)
+            target = (there, coordinates, Path(directory) / "rendezvous", function, args, kwargs)
             children.append(context.Process(target=_run, args=target, daemon=True))
             children[-1].start()
             there.close()
@@ -77,7 +77,7 @@ def _collect(pipes: dict[connection.Connection, int], results: dict[int, R]) -> 
 
 def _run(
     pipe: connection.Connection,
-    place: RankCoordinates,
+    coordinates: RankCoordinates,
     rendezvous: Path,
     function: Callable[..., object],
     args: tuple[object, ...],
@@ -85,7 +85,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send((True, function(join(place, rendezvous, torch.device("cpu")), *args, **kwargs)))
+        pipe.send((True, function(join(coordinates, rendezvous, torch.device("cpu")), *args, **kwargs)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from support.engines import assert_all_given_back
 from support.schedules import make_manager
@@ -63,14 +63,12 @@ class SimulatedReplica:
 def simulated_core(info: EngineInfo, **options: object) -> EngineCore:
     """Return an engine core whose simulated replicas have been started."""
     config = EngineConfig(model="simulated", page_size=info.page_size, **options)  # type: ignore[arg-type]
-    core = EngineCore(config, in_process=True)
 
-    def kind(config: EngineConfig, index: int, report: Report, death: Death) -> SimulatedReplica:
+    def make_replica(config: EngineConfig, index: int, report: Report, death: Death) -> SimulatedReplica:
         return SimulatedReplica(info, report, death)
 
-    make: Callable[..., object] = kind
-    core._replica_set._kind = make  # type: ignore[assignment]
-    core._replica_set.start(config, "simulated")
+    core = EngineCore(config, in_process=True, make_replica=make_replica)
+    core._replica_set.start(config, "simulated", core._events)
     return core
 
 

@@ -109,8 +109,8 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
     A victim must be of the lowest priority class. A sample may be preempted again only if every younger running
     sample of its class has been preempted, too.
     """
-    scheduler, table = manager.scheduler, manager.table
-    preempt, victims = scheduler.preempt, list[tuple[int, int]]()
+    reclaimer, table = manager.reclaimer, manager.table
+    preempt, victims = reclaimer.preempt, list[tuple[int, int]]()
 
     def checked(slot: int) -> None:
         running = np.flatnonzero((table.state == State.PREFILL) | (table.state == State.DECODE))
@@ -123,7 +123,7 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
         victims.append(victim)
         preempt(slot)
 
-    setattr(scheduler, "preempt", checked)  # noqa: B010
+    setattr(reclaimer, "preempt", checked)  # noqa: B010
     return victims
 
 

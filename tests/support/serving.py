@@ -20,7 +20,7 @@ from support.patience import PATIENCE
 from support.patience import wait_until as wait_until
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings, make_app
-from tok_server.http.connections import listening
+from tok_server.http.connections import accept_connections
 from tok_server.http.context import CONTEXT, Context
 from tok_server.http.tls import server_context
 from tok_server.serve import listen
@@ -65,7 +65,7 @@ class Answer:
 
 
 def _refuse(constant: str) -> float:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def serving(
         listener = listen("127.0.0.1", 0)
         if send_buffer is not None:  # connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        await closing.enter_async_context(listening(runner, runner.app[CONTEXT], listener, tls))
+        await closing.enter_async_context(accept_connections(runner, runner.app[CONTEXT], listener, tls))
         return int(listener.getsockname()[1])
 
     async def stop() -> None:

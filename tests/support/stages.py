@@ -30,8 +30,8 @@ _KEPT: list[Runner] = []  # keeps send buffers alive: gloo drops unsent data of 
 
 def stage_runner(path: Path, peers: ProcessGroups) -> Runner:
     """Return the worker of a stage, in fp32 on the reference backend."""
-    config, backend, place = read_config(path), choose(CPU), peers.place
-    model = build(config, backend, CPU, torch.float32, place)
+    config, backend, coordinates = read_config(path), choose(CPU), peers.coordinates
+    model = build(config, backend, CPU, torch.float32, coordinates)
     load(model, path)
     state = WorkerState(
         model.local,

@@ -26,7 +26,7 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
 
 def place(router: Router, rid: int, prompt: np.ndarray, params: SamplingParams = FIXED) -> list[Assignment]:
     ready = range(len(router.loads))
-    return router.place(router.ask(rid, prompt, params, ROOM), range(params.n), ready, split=True)
+    return router.assign(router.ask(rid, prompt, params, ROOM), range(params.n), ready, split=True)
 
 
 def replicas(shares: list[Assignment]) -> list[int]:
@@ -73,7 +73,7 @@ def test_router_prefers_the_replica_with_the_longest_cached_prefix() -> None:
     router = Router(2, PAGE)
     short = place(router, 0, tokens(64))[0].replica
     longer = np.concatenate([tokens(64), tokens(448, seed=1)])
-    router.place(router.ask(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
+    router.assign(router.ask(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
     assert router.loads[1 - short].tokens > router.loads[short].tokens
     assert replicas(place(router, 2, longer)) == [1 - short]
 
@@ -90,7 +90,7 @@ def test_router_forgets_the_cached_prefixes_of_a_dead_replica() -> None:
     router = Router(2, PAGE)
     (share,) = place(router, 0, tokens(400))
     router.remove(share.replica, 0)
-    router.forget(share.replica)
+    router.remove_replica(share.replica)
     assert len(router.affinity) == 0
     (again,) = place(router, 1, tokens(400))
     assert again.replica != share.replica  # the least recently used of two idle replicas
@@ -182,7 +182,7 @@ def test_replica_load_grows_to_any_number_of_requests() -> None:
 def test_output_lengths_learn_from_samples_cut_off_by_their_limit(mean: int) -> None:
     lengths, rng, limit = OutputLengths(), np.random.default_rng(0), 512
     for life in rng.geometric(1 / mean, 4000).tolist():
-        lengths.learn(min(life, limit), ended=life <= limit)
+        lengths.observe(min(life, limit), ended=life <= limit)
     assert lengths.expected(limit) == pytest.approx(mean * (1 - np.exp(-limit / mean)), rel=0.15)
     assert lengths.expected(1) == 1
 
@@ -203,7 +203,7 @@ def test_router_learns_lengths_only_from_samples_without_ignore_eos() -> None:
 def test_output_lengths_stay_finite_when_no_sample_ends_on_its_own() -> None:
     lengths = OutputLengths()
     for _ in range(800_000):
-        lengths.learn(1, ended=False)
+        lengths.observe(1, ended=False)
     assert lengths.expected(7) == 7
 
 

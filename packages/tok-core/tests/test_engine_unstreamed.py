@@ -120,7 +120,7 @@ def test_streamed_deltas_add_up_to_the_unstreamed_output(path: Path) -> None:
         assert output.cached_tokens == stream.cached_tokens
 
     twins = AsyncEngine(config(path), in_process=True)
-    twins._core._replica_set._kind = Twins
+    twins._core._replica_set._make_replica = Twins
     with asyncio.Runner() as runner:
         runner.run(twins.start())
 
@@ -184,9 +184,11 @@ async def test_requests_of_one_event_loop_turn_are_sent_together(
 async def test_mailbox_wakes_a_few_streams_per_event_loop_turn(engine: AsyncEngine) -> None:
     loop, params = asyncio.get_running_loop(), SamplingParams()
     mailbox = Mailbox(loop, engine._core)
-    requests = [StreamedRequest(rid, str(rid), [1], params, mailbox.tell, None) for rid in range(2 * WOKEN + 5)]
+    requests = [
+        StreamedRequest(rid, str(rid), [1], params, mailbox.notify_owners, None) for rid in range(2 * WOKEN + 5)
+    ]
     mailbox.streams = {one.rid: RequestStream(engine._core, one, mailbox.loop) for one in requests}
-    mailbox.tell(requests)
+    mailbox.notify_owners(requests)
     woken: list[int] = []
     async with asyncio.timeout(PATIENCE):
         while not woken or woken[-1] < len(requests):

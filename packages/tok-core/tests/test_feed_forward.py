@@ -30,10 +30,10 @@ TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(1)
 class Experts(nn.Module):
     """The experts' matrices, stacked; a checkpoint holds them one by one."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
-        self.gate_up = place.parameter(EXPERTS, 2 * SIZE, config.hidden_size)
-        self.down = place.parameter(EXPERTS, config.hidden_size, SIZE)
+        self.gate_up = placement.parameter(EXPERTS, 2 * SIZE, config.hidden_size)
+        self.down = placement.parameter(EXPERTS, config.hidden_size, SIZE)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         for expert in range(EXPERTS):
@@ -46,13 +46,13 @@ class Experts(nn.Module):
 class MixtureOfExperts(FeedForward):
     """Each token's CHOSEN most likely experts, weighted by their normalised probabilities."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
-        self.gate = Linear(Slice.whole(config.hidden_size), {"gate": Slice.whole(EXPERTS)}, place)
-        self.experts = Experts(config, place)
+        self.gate = Linear(Slice.whole(config.hidden_size), {"gate": Slice.whole(EXPERTS)}, placement)
+        self.experts = Experts(config, placement)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
-        assert form is None
+    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+        assert layout is None
         normed_TN = norm(x_TN)
         logits_TE: Tensor = self.gate(normed_TN)
         weight_TC, expert_TC = logits_TE.softmax(-1).topk(CHOSEN)
@@ -65,8 +65,8 @@ class MixtureOfExperts(FeedForward):
 
 
 class MoELayer(Qwen3Layer):
-    def feed_forward(self, config: ModelConfig, place: Placement) -> FeedForward:
-        return MixtureOfExperts(config, place)
+    def feed_forward(self, config: ModelConfig, placement: Placement) -> FeedForward:
+        return MixtureOfExperts(config, placement)
 
 
 class MoEForCausalLM(CausalLM):

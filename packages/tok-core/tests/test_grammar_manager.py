@@ -214,7 +214,7 @@ def test_preempted_guided_samples_continue_in_their_grammar_state(held: bool) ->
     drive(manager, ports, {0: [submit(1, [1, 2, 3, 4, 5], params)]}, until=lambda: bool(victims()))
     for _ in range(3):
         for slot in victims()[:2]:
-            manager.scheduler.preempt(slot)
+            manager.reclaimer.preempt(slot)
         drive(manager, ports, {0: []}, until=lambda: bool(victims()))
     drive(manager, ports, {0: []})
     assert manager.stats().preemptions >= 2
@@ -432,7 +432,7 @@ def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:
     table = manager.table
     drive(manager, ports, {0: [submit(1, [1, 2], params)]}, until=lambda: bool((table.known > 4).any()))
     (matcher,) = table.matchers.values()
-    manager.scheduler.preempt(int(table.in_state(State.DECODE)[0]))
+    manager.reclaimer.preempt(int(table.in_state(State.DECODE)[0]))
     drive(manager, ports, {0: []}, until=lambda: bool(table.matchers) and not manager.requests[1].parked_matchers)
     assert list(table.matchers.values()) == [matcher]
     drive(manager, ports, {0: []})

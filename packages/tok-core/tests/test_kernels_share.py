@@ -25,8 +25,8 @@ def on_cpu(path: Path, tp: int) -> EngineConfig:
 def test_kernel_choice_uses_the_shard_shapes_of_the_first_rank(tmp_path: Path, tp: int) -> None:
     path = make_model("llama", tmp_path, vocab_size=511)
     config = read_config(path)
-    share = ShardPlan.of(config, RankCoordinates(ranks=tp))
-    local = share.local(config)
+    shard_plan = ShardPlan.of(config, RankCoordinates(ranks=tp))
+    local = shard_plan.local(config)
     device, model = shapes(on_cpu(path, tp), {})
     assert device == torch.device("cpu")
     assert model.attention == AttentionShape(
@@ -34,7 +34,7 @@ def test_kernel_choice_uses_the_shard_shapes_of_the_first_rank(tmp_path: Path, t
     )
     assert (model.hidden_size, model.intermediate_size) == (config.hidden_size, local.intermediate_size)
     assert (local.intermediate_size * tp, local.num_layers) == (config.intermediate_size, config.num_layers)
-    assert model.vocab_size == share.vocabulary.count == config.vocab_size // tp
+    assert model.vocab_size == shard_plan.vocabulary.count == config.vocab_size // tp
 
 
 def test_kernel_choice_shards_explicitly_given_model_sizes(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Replica:
             self.liveness.look()
             for role in beating.split():
                 self.turns[role] += role in turning
-                self.liveness.hear(Beat(role, self.turns[role]))
+                self.liveness.record_beat(Beat(role, self.turns[role]))
 
     @property
     def found(self) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def test_admission_starts_as_many_ignore_eos_samples_as_fit(max_tokens: int, sta
     while manager.requests:
         if not manager.turn():
             ports.wait(0)
-    assert manager.scheduler.preemptions == 0
+    assert manager.reclaimer.preemptions == 0
 
 
 def test_admission_count_is_bounded_by_the_token_budget() -> None:

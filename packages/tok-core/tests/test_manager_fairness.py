@@ -132,7 +132,7 @@ def test_preempted_lower_priority_samples_keep_computed_pages() -> None:
     finish(manager, ports, {**low, **high})
     wanted = 4 * (5 + 40) + 4 * (2 + 4)
     again = manager.scheduler.computed_tokens - computed - (wanted - computed)
-    assert manager.scheduler.preemptions == 4
+    assert manager.reclaimer.preemptions == 4
     assert again <= 4 * manager.table.page_size + 8  # the last page of each, and tokens in flight at its preemption
 
 
@@ -171,10 +171,10 @@ def test_callers_reach_equal_slot_shares_without_repeated_preemption() -> None:
     assert running(manager, 0) == 12
     fill(manager, ports, *(submit(rid, *asked[rid], name) for rid, name, _ in every[1:]), turns=700)
     assert [running(manager, rid) for rid in range(3)] == [5, 5, 2]
-    preemptions = manager.scheduler.preemptions
+    preemptions = manager.reclaimer.preemptions
     assert preemptions == 7
     fill(manager, ports, turns=100)
-    assert manager.scheduler.preemptions == preemptions
+    assert manager.reclaimer.preemptions == preemptions
 
 
 def test_free_slots_go_to_the_caller_with_the_fewest_running() -> None:
@@ -196,7 +196,7 @@ def test_many_requests_of_one_caller_are_served_in_order_of_arrival() -> None:
     held = {int(rid) for rid in manager.table.rid[manager.table.state == State.DECODE]}
     assert held == set(range(MAX_SHARING_REQUESTS))
     finish(manager, ports, asked)
-    assert not manager.scheduler.preemptions
+    assert not manager.reclaimer.preemptions
 
 
 def test_fair_share_preemption_recomputes_a_small_share_of_tokens() -> None:
@@ -208,7 +208,7 @@ def test_fair_share_preemption_recomputes_a_small_share_of_tokens() -> None:
     drive(manager, ports, {5: [submit(20, [1], params(max_tokens=30), "D")]})
     tokens, _ = collect(ports.reports)
     whole = sum(map(len, tokens.values()))
-    assert manager.scheduler.preemptions
+    assert manager.reclaimer.preemptions
     assert manager.scheduler.computed_tokens <= whole * (1 + 2 * MAX_LOST_SHARE) + 64 * manager.table.page_size
 
 

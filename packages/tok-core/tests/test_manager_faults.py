@@ -17,7 +17,6 @@ from tok_core import SamplingParams
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import FollowResult, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import IDLE
-from tok_core.manager import scheduler
 from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
@@ -27,6 +26,7 @@ from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.grammar.grammar_manager import GrammarManager
 from tok_core.manager.grammar.grammar_state import GrammarWorker
 from tok_core.manager.loop import Manager
+from tok_core.manager.scheduling.chunked_prefill import ChunkedPrefill
 from tok_core.manager.sequences import NEVER, State
 from tok_core.messages import Cancel, StepInput, ToManager
 from tok_core.sampling_params import Grammar
@@ -66,9 +66,9 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]
     "guided": (GrammarManager, "_begin", lambda self, slot: slot_of_guilty(self._table, slot), GUIDED, [5, 6]),
     "known to wait": (forecast_admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
     "prefilled": (
-        scheduler.Scheduler,
-        "_rows_behind",
-        lambda self, slot, *_: slot_of_guilty(self.table, slot),
+        ChunkedPrefill,
+        "rows_behind",
+        lambda self, slot, *_: slot_of_guilty(self._table, slot),
         PLAIN,
         LONG,
     ),

@@ -85,10 +85,10 @@ def test_full_memory_evicts_retained_prompts_before_preempting() -> None:
     ports.inbox.append(submit(0, PROMPT[:10], params))
     drive(manager, ports, {}, until=lambda: bool(kept(manager)))
     drive(manager, ports, {}, until=lambda: not kept(manager))
-    assert manager.scheduler.preemptions == 0
+    assert manager.reclaimer.preemptions == 0
     assert manager.scheduler.starter.waiting
     drive(manager, ports, {})
-    assert manager.scheduler.preemptions == 0
+    assert manager.reclaimer.preemptions == 0
     assert prefilled(ports.steps) == 10 + 2  # the third finds two full pages in the cache
     assert_as_expected(ports.reports, 0, PROMPT[:10], params)
 
@@ -114,7 +114,7 @@ def test_idle_engine_evicts_the_youngest_retained_prompt_for_pages() -> None:
     ports.inbox.append(submit(5, PROMPT[:9], SamplingParams(n=2, max_tokens=1, seed=1)))
     manager.turn()
     manager.output_processor.take(ports.outputs()[0])
-    scheduler.settle()
+    manager.reclaimer.settle()
     younger = Request(6, np.array(PROMPT[9:12], np.int32), SamplingParams(seed=1), 2, 64)
     rest = paging.allocator.allocate(paging.available)
     paging.tree.lock(paging.tree.root)

@@ -22,6 +22,7 @@ from support.schedules import (
 from support.simulated_worker import collect
 from tok_core import InvalidField, SamplingParams
 from tok_core.manager.admission.waiting_queue import WaitingQueue
+from tok_core.manager.kv_cache.preemption import LeastWorkLost
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import Pending, Request, State
 from tok_core.messages import Progress
@@ -120,7 +121,7 @@ def start(prompts: list[list[int]], priorities: list[int], turns: int) -> Manage
 
 
 def victim(manager: Manager) -> int:
-    return int(manager.table.rid[manager.scheduler.preemption.choose(running(manager))])
+    return int(manager.table.rid[LeastWorkLost(manager.paging).choose(running(manager))])
 
 
 def test_sample_that_loses_least_work_is_preempted() -> None:
@@ -176,7 +177,7 @@ def test_requeued_sample_keeps_its_preempted_mark() -> None:
         ports.inbox.append(submit(rid, random.integers(0, 4, 12).tolist(), short if rid < 30 else long))
     drive(manager, ports, {})
     assert victims
-    assert len(victims) == manager.scheduler.preemptions
+    assert len(victims) == manager.reclaimer.preemptions
 
 
 @pytest.mark.parametrize("priority", [1.5, "0", True, 1 << 63])

@@ -66,7 +66,7 @@ def test_preempted_samples_have_the_tokens_of_enough_memory(seed: int) -> None:
     for rid, (prompt, params) in asked.items():
         for sample in range(params.n):
             assert tokens[rid, sample] == expected(prompt, sample, params)
-    assert manager.scheduler.preemptions > 0
+    assert manager.reclaimer.preemptions > 0
     assert_all_given_back(manager)
 
 

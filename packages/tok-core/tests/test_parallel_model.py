@@ -97,7 +97,7 @@ def test_tp_ranks_compute_logits_and_sample_tokens_of_one_process(
 @pytest.mark.parametrize("stages", [2, 3])
 def test_chained_pipeline_stages_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
     path = model_path(directory, kind)
-    chain = [model_of(path, place) for place in all_coordinates(stages, 1)]
+    chain = [model_of(path, coordinates) for coordinates in all_coordinates(stages, 1)]
     assert_close(chained_logits(chain), chained_logits([model_of(path)]))
 
 
@@ -105,9 +105,9 @@ def test_pipeline_stage_keeps_the_checkpoint_numbers_of_its_layers(directory: Pa
     names = {}
     for kind in ("llama", "llama-untied"):
         config = read_config(model_path(directory, kind))
-        for place in all_coordinates(3, 1):
-            model = build(config, choose(CPU), CPU, torch.float32, place)
-            names[kind, place.stage] = {name.removeprefix("model.") for name, _ in model.named_parameters()}
+        for coordinates in all_coordinates(3, 1):
+            model = build(config, choose(CPU), CPU, torch.float32, coordinates)
+            names[kind, coordinates.stage] = {name.removeprefix("model.") for name, _ in model.named_parameters()}
             assert model.local == replace(config, num_layers=1, windows=(None,))
     for (_, stage), found in names.items():
         layers = {name.split(".")[1] for name in found if name.startswith("layers")}

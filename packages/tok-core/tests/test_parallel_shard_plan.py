@@ -64,22 +64,22 @@ def test_shard_plans_cover_the_model_once_and_kv_heads_at_least_once(
         vocab_size=vocabulary,
         num_layers=layers,
     )
-    shares = [ShardPlan.of(config, place) for place in all_coordinates(stages, ranks)]
-    first_stage = shares[:ranks]
+    plans = [ShardPlan.of(config, coordinates) for coordinates in all_coordinates(stages, ranks)]
+    first_stage = plans[:ranks]
     for name, size in (("heads", heads), ("intermediate", width * ranks), ("vocabulary", vocabulary)):
-        parts = [getattr(share, name) for share in first_stage]
+        parts = [getattr(plan, name) for plan in first_stage]
         assert [entry for part in parts for entry in range(part.start, part.stop)] == list(range(size))
         assert {part.size for part in parts} == {size}
         assert max(part.count for part in parts) - min(part.count for part in parts) <= (name == "vocabulary")
-    own = [range(share.kv_heads.start, share.kv_heads.stop) for share in first_stage]
+    own = [range(plan.kv_heads.start, plan.kv_heads.stop) for plan in first_stage]
     assert {head for part in own for head in part} == set(range(kv_heads))
-    for share, kv in zip(first_stage, own, strict=True):
+    for plan, kv in zip(first_stage, own, strict=True):
         # Each query head's key/value head is on the same rank, at the index that its own local index implies.
-        local = share.heads.count // len(kv)
-        for number, head in enumerate(range(share.heads.start, share.heads.stop)):
+        local = plan.heads.count // len(kv)
+        for number, head in enumerate(range(plan.heads.start, plan.heads.stop)):
             assert head // group == kv[number // local]
-    assert [layer for share in shares[::ranks] for layer in share.layers] == list(range(layers))
-    assert all(share.layers and share.local(config).num_layers == len(share.layers) for share in shares)
+    assert [layer for plan in plans[::ranks] for layer in plan.layers] == list(range(layers))
+    assert all(plan.layers and plan.local(config).num_layers == len(plan.layers) for plan in plans)
 
 
 @given(
@@ -124,7 +124,7 @@ def test_local_config_of_a_rank_has_its_shard_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "place", "told"),
+    ("changes", "coordinates", "message"),
     [
         ({}, RankCoordinates(0, 1, 0, 3), "tp is 3; allowed: divisors of 32, the model's query heads"),
         (
@@ -142,7 +142,7 @@ def test_local_config_of_a_rank_has_its_shard_sizes() -> None:
     ],
 )
 def test_impossible_shard_plan_is_rejected_with_the_reason(
-    changes: dict[str, int], place: RankCoordinates, told: str
+    changes: dict[str, int], coordinates: RankCoordinates, message: str
 ) -> None:
-    with pytest.raises(InvalidField, match=told):
-        ShardPlan.of(replace(LLAMA_8B, **changes), place)  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match=message):
+        ShardPlan.of(replace(LLAMA_8B, **changes), coordinates)  # type: ignore[arg-type]

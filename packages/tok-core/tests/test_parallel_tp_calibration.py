@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tok_core.parallel.tensor import TensorParallel
-from tok_core.parallel.tp_calibration import NEVER, choose, last_ahead
 from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, choose_layout
+from tok_core.worker.startup.tp_calibration import NEVER, choose, last_ahead
 
 SIZES = (16, 32, 64, 128, 256)
 

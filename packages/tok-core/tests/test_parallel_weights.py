@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 GRIDS = [(1, 4), (3, 1), (2, 2)]
 
 
-def share_of(path: Path, place: RankCoordinates = RankCoordinates()) -> CausalLM:
-    return build(read_config(path), choose(CPU), CPU, torch.float32, place)
+def share_of(path: Path, coordinates: RankCoordinates = RankCoordinates()) -> CausalLM:
+    return build(read_config(path), choose(CPU), CPU, torch.float32, coordinates)
 
 
 def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
@@ -44,7 +44,7 @@ def assert_parts_of(whole: CausalLM, shares: list[CausalLM]) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "llama-untied"])
 def test_loaded_shards_are_slices_of_the_whole_checkpoint(kind: str, stages: int, ranks: int, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path, layers=3, biases=True, vocab_size=514, shards=2)
-    whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
+    whole, shares = share_of(path), [share_of(path, coordinates) for coordinates in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
         load(model, path)
     assert_parts_of(whole, shares)
@@ -57,7 +57,7 @@ def test_dummy_weight_shards_are_slices_of_the_whole_model(
 ) -> None:
     monkeypatch.setattr("tok_core.models.weights.dummy_weights.BLOCK", 1000)  # several blocks a tensor
     path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
-    whole, shares = share_of(path), [share_of(path, place) for place in all_coordinates(stages, ranks)]
+    whole, shares = share_of(path), [share_of(path, coordinates) for coordinates in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
         dummy(model, 7, eos_probability=0.1)
     assert_parts_of(whole, shares)
@@ -106,15 +106,15 @@ def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(tmp_path: Path, mon
     monkeypatch.setattr("tok_core.models.weights.loading.safe_open", counting)
     read = {}
     for stages, ranks in ((1, 1), (1, 2), (2, 2)):
-        for place in all_coordinates(stages, ranks):
+        for coordinates in all_coordinates(stages, ranks):
             files.clear()
-            model = share_of(path, place)
+            model = share_of(path, coordinates)
             load(model, path)
-            read[place] = sum(file.read for file in files)
-            assert read[place] == sum(parameter.nbytes for parameter in model.parameters())
+            read[coordinates] = sum(file.read for file in files)
+            assert read[coordinates] == sum(parameter.nbytes for parameter in model.parameters())
     whole = read[RankCoordinates()]
     assert read[RankCoordinates(0, 1, 0, 2)] < 0.52 * whole
-    assert max(read[place] for place in all_coordinates(2, 2)) < 0.3 * whole
+    assert max(read[coordinates] for coordinates in all_coordinates(2, 2)) < 0.3 * whole
 
 
 def test_pipeline_stage_rejects_tensors_that_no_stage_holds(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_pipeline_stage_rejects_tensors_that_no_stage_holds(tmp_path: Path) -> N
     tensors = load_file(path / "model.safetensors")
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.extra.weight", "model.other"):
         save_file({**tensors, name: torch.zeros(3)}, path / "model.safetensors")
-        for place in all_coordinates(2, 1):
+        for coordinates in all_coordinates(2, 1):
             with pytest.raises(ModelError, match=rf"tensor {name} \[3\] has no place in the model"):
-                load(share_of(path, place), path)
+                load(share_of(path, coordinates), path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors")
     load(share_of(path, RankCoordinates(0, 2, 0, 1)), path)

@@ -32,7 +32,7 @@ from tok_core.manager.kv_cache.paging import Paging
 from tok_core.manager.loop import Manager
 from tok_core.manager.outputs.output_processor import OutputProcessor
 from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
-from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.scheduling.scheduler import Scheduler
 from tok_core.manager.stops.stop_sets import StopSets
 from tok_core.messages import Submit, ToManager
 from tok_core.replicas.replica import ProcessReplica
@@ -185,7 +185,7 @@ async def test_prompt_logprobs_fault_fails_its_request_and_no_other(
     await assert_it_fails_alone(engine, engine.generate(GUILTY, asking), others, wanted, "no log-probabilities")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(PromptOutputProcessor, "_add"), (EmbedRequest, "learn")])
+@pytest.mark.parametrize(("owner", "name"), [(PromptOutputProcessor, "_add"), (EmbedRequest, "add_prompt_output")])
 async def test_embedding_fault_fails_its_request_and_no_other(
     engine: AsyncEngine, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,10 @@ from tok_core.models.layers import MLP
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
 from tok_core.worker import sampling
-from tok_core.worker.cuda_graphs import sizes, total_graph_rows
+from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
-from tok_core.worker.startup.gemm_warmup import numbers, warm_up_gemms
+from tok_core.worker.startup.gemm_warmup import row_counts, warm_up_gemms
 from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
 from tok_core.worker.startup.warmup import kinds, warm_up
 from tok_core.worker.state import WorkerState, page_table_bytes
@@ -80,7 +80,7 @@ def test_measured_step_is_the_largest_that_sequences_can_fill(
     assert step.prefill_count.max() <= positions
     assert len(run_dummy_step(runner, step).token) == min(slots, tokens)
     # Later trial steps do not continue sequences that earlier ones left.
-    assert graph_rows(runner) in sizes(slots)
+    assert graph_rows(runner) in graph_sizes(slots)
     assert int(runner.state.columns.length.max()) == 1
 
 
@@ -88,7 +88,7 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
     state = runner_of(directory, 3, 24, 16, 17).state
     assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
     # With prefix groups and without; up to 512 rows for short contexts and for long ones.
-    assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in sizes(576) if size <= 512)
+    assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in graph_sizes(576) if size <= 512)
 
 
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
@@ -108,12 +108,12 @@ def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
     assert portions == [slice(0, 20)]
 
 
-@pytest.mark.parametrize("place", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)
+@pytest.mark.parametrize("coordinates", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)
 def test_gemm_warm_up_runs_each_row_count_once_in_a_pipeline(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, place: RankCoordinates
+    directory: Path, monkeypatch: pytest.MonkeyPatch, coordinates: RankCoordinates
 ) -> None:
-    path = make_model("llama", directory / f"stage {place.stage} of {place.stages}")
-    model = build(read_config(path), choose(CPU), CPU, torch.float32, place)
+    path = make_model("llama", directory / f"stage {coordinates.stage} of {coordinates.stages}")
+    model = build(read_config(path), choose(CPU), CPU, torch.float32, coordinates)
     for parameter in model.parameters():
         parameter.data.zero_()
     layer = next(iter(model.model.layers.values()))
@@ -127,8 +127,8 @@ def test_gemm_warm_up_runs_each_row_count_once_in_a_pipeline(
     logits = seen.setdefault("logits", [])
     monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
     warm_up_gemms(model, 100, 9)
-    several = place.stages > 1
-    assert seen.pop("logits") == [*range(1, 10)] * (several and place.last)
+    several = coordinates.stages > 1
+    assert seen.pop("logits") == [*range(1, 10)] * (several and coordinates.last)
     assert list(seen.values()) == [[*range(1, 101)] * several] * 3
 
 
@@ -145,7 +145,7 @@ def test_warm_up_covers_the_gemm_row_counts_of_all_possible_steps(
 
 @given(st.integers(1, 9000), st.sampled_from([16, 64]))
 def test_gemm_warm_up_row_counts_leave_no_large_gaps(most: int, step: int) -> None:
-    found = numbers(most, step)
+    found = row_counts(most, step)
     assert found[:1024] == [*range(1, min(most, 1024) + 1)]
     assert found[-1] == most
     for kind, apart in ((found, step), ([rows for rows in found if rows % 8], 64)):

@@ -57,11 +57,11 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise InvalidField("grammar", self.value, 'nothing, where its kind is "json_object"')
 
 
-def _text(field: str, value: object, most: int) -> None:
+def _text(field: str, value: object, max_chars: int) -> None:
     if type(value) is not str:  # a subclass cannot be sent to the manager
         raise InvalidField(field, value, "text")
-    if len(value) > most:
-        raise InvalidField(field, f"{len(value)} characters", f"at most {most}")
+    if len(value) > max_chars:
+        raise InvalidField(field, f"{len(value)} characters", f"at most {max_chars}")
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise InvalidField(field, value, "valid Unicode, without lone surrogates")
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -33,10 +34,10 @@ from tok_core.engine.requests import (
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
-from tok_core.messages import EngineInfo, Int32
+from tok_core.messages import EngineInfo, Int32, Progress
 from tok_core.model_files import resolve
 from tok_core.outputs import Ending, Pooling
-from tok_core.replicas import Health, Replica, ReplicaSet, Router, RoutingRequest
+from tok_core.replicas import Health, MakeReplica, Replica, ReplicaSet, Router, RoutingRequest
 from tok_core.sampling_params import Grammar, SamplingParams, seeded
 from tok_core.text import ChatTemplate, Tokenizer, load_text
 
@@ -46,6 +47,23 @@ DRAIN_LOOK = 0.1  # seconds between checks whether a draining replica still comp
 _FORKED = "the engine belongs to process {}, and a process forked from that cannot use it; start another one here"
 
 
+@dataclass(frozen=True, slots=True)
+class _ReplicaEvents:
+    """What happens to replicas, passed to the parts of the engine that act on it."""
+
+    dispatcher: Dispatcher
+    output_router: OutputRouter
+
+    def reported(self, replica: int, progress: Progress) -> None:
+        self.output_router.deliver(replica, progress)
+
+    def lost(self, replica: int, reason: str) -> None:
+        self.dispatcher.replica_lost(replica, reason)
+
+    def settled(self) -> None:
+        self.dispatcher.place_held()
+
+
 class EngineCore:
     """Thread-safe engine without a blocking or asynchronous interface. Sinks run mostly on replicas' reporting threads.
 
@@ -53,7 +71,7 @@ class EngineCore:
     locks in any state: there every call raises EngineClosed or returns at once.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
+    def __init__(self, config: EngineConfig, *, in_process: bool, make_replica: MakeReplica | None = None) -> None:
         self._config = config
         self._in_process = in_process
         self._lock = threading.RLock()
@@ -61,16 +79,10 @@ class EngineCore:
         self._open = OpenRequests(self._changed)
         self._router = Router(config.dp, config.page_size)
         self._token_store = TokenStore()
-        self._replica_set = ReplicaSet(
-            config,
-            in_process=in_process,
-            changed=self._changed,
-            report=lambda replica, progress: self._output_router.deliver(replica, progress),
-            lost=lambda replica, reason: self._dispatcher.lose(replica, reason),
-            settled=lambda: self._dispatcher.place_held(),
-        )
+        self._replica_set = ReplicaSet(config, in_process=in_process, changed=self._changed, make_replica=make_replica)
         self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
         self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
+        self._events = _ReplicaEvents(self._dispatcher, self._output_router)
         self._numbers = itertools.count(1)
         self._random = random.Random()  # seeded once: asking the system for each number is slow under load
         self._begun = False
@@ -101,7 +113,11 @@ class EngineCore:
         atexit.register(self.close)
         path = resolve(self._config.model, self._config.data_dir)
         self._output_router.tokenizer, self.chat_template = load_text(path)
-        self._replica_set.start(msgspec.structs.replace(self._config, model=str(path)), _model_id(self._config.model))
+        self._replica_set.start(
+            msgspec.structs.replace(self._config, model=str(path)),
+            _model_id(self._config.model),
+            self._events,
+        )
         self._replica_set.await_start()
         task = GrammarLimits(str(path), self.info.vocab_size, self.info.eos_token_ids)
         self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
@@ -325,7 +341,7 @@ class EngineCore:
     def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:
             requests = self._open.all()
-            self._dispatcher.forget(requests)
+            self._dispatcher.remove(requests)
         for request in requests:
             with request.lock:
                 if not request.ended():

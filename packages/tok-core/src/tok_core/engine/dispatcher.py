@@ -93,7 +93,7 @@ class Dispatcher:
                     request.fail(reported_error(error))
             notify([request])
 
-    def forget(self, requests: Sequence[OpenRequest]) -> None:
+    def remove(self, requests: Sequence[OpenRequest]) -> None:
         """Remove ended requests."""
         with self._lock:
             gone = self._requests.remove(requests)
@@ -105,7 +105,7 @@ class Dispatcher:
     def withdraw(self, request: OpenRequest) -> None:
         """Remove the request, and cancel it at its replicas."""
         with self._lock:
-            self.forget([request])
+            self.remove([request])
             for index, part in enumerate(request.parts):
                 self._replica_set.send(part.replica, Cancel(request_parts.number(request.rid, index)))
 
@@ -116,14 +116,14 @@ class Dispatcher:
             here = ((one, part) for one in every for part in one.parts if part.replica == replica)
             return any(one.error is None and one.runs(part.samples) for one, part in here)
 
-    def lose(self, replica: int, reason: str) -> None:
+    def replica_lost(self, replica: int, reason: str) -> None:
         """Dispatch the open requests of a dead replica again, or fail them with EngineDead.
 
         A request fails if its owner has been notified of output of the lost samples, or if it was dispatched again
         before.
         """
         with self._lock:
-            self._router.forget(replica)
+            self._router.remove_replica(replica)
             hit = self._requests.of_replica(replica)
             first = min((one.params.priority for one in hit if one.error is None), default=None)
         which = f" (replica {replica})" if self._router.several else ""
@@ -132,7 +132,7 @@ class Dispatcher:
 
     def _place(self, request: OpenRequest, asked: RoutingRequest, *, later: bool = False) -> None:
         split = request.params.prompt_logprobs is None  # else each replica would compute the prompt's log-probabilities
-        shares = self._router.place(asked, range(request.params.n), self._replica_set.ready(), split=split)
+        shares = self._router.assign(asked, range(request.params.n), self._replica_set.ready(), split=split)
         request.parts = [RequestPart(*share) for share in shares]
         for index in range(len(shares)):
             self._send(request, index, asked.tokens, later=later)
@@ -176,7 +176,7 @@ class Dispatcher:
             self._router.remove(lost, request.rid)
             asked = self.ask(request, array(request.prompt))
             for index in indices:
-                (share,) = self._router.place(asked, request.parts[index].samples, ready, split=False)
+                (share,) = self._router.assign(asked, request.parts[index].samples, ready, split=False)
                 request.parts[index] = RequestPart(*share, again=True)
                 self._send(request, index, asked.tokens)
             return True

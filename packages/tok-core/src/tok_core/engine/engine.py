@@ -20,7 +20,7 @@ from tok_core.errors import InvalidField
 from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
 from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
-from tok_core.replicas import Health
+from tok_core.replicas import Health, MakeReplica
 from tok_core.sampling_params import Grammar, SamplingParams
 from tok_core.text import ChatTemplate, Tokenizer
 
@@ -34,9 +34,13 @@ class _Base:
     """Common base of both engines."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
-        self._core = EngineCore(config, in_process=in_process)
+        self._core = EngineCore(config, in_process=in_process, make_replica=self._replica_maker())
         # Threads refer to the core but never to this object, so an engine dropped without `close` ends its processes.
         weakref.finalize(self, self._core.close_soon).atexit = False  # the core has its own hook at exit
+
+    def _replica_maker(self) -> MakeReplica | None:
+        """Return the constructor of replicas; None: as the configuration says. Engines that simulate override this."""
+        return None
 
     @property
     def info(self) -> EngineInfo:

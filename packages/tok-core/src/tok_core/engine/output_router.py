@@ -52,12 +52,12 @@ class OutputRouter:
             self._note_progress(replica, progress, brought)
             begun = self._requests.some(brought.begun)
             changed = self._requests.some(brought.rids())
-            prompts = [(open_ones[news.rid], news) for news in progress.news() if news.rid in open_ones]
+            prompts = [(open_ones[one.rid], one) for one in progress.prompt_outputs() if one.rid in open_ones]
         faults: list[tuple[OpenRequest, Exception]] = []
-        for request, news in prompts:
+        for request, output in prompts:
             with request.lock:
                 try:
-                    request.learn(news)
+                    request.add_prompt_output(output)
                 except Exception as error:
                     faults.append((request, error))
         now = time.monotonic()
@@ -103,13 +103,13 @@ class OutputRouter:
                 if ends and request.ended():
                     over.append(request)
                     if request.each_token or request.params.n > 1:  # an owner notified before may reuse the id at once
-                        self._dispatcher.forget([request])
-                elif request.told and not request.flooded:
+                        self._dispatcher.remove([request])
+                elif request.notified and not request.flooded:
                     continue  # the owner has not called `take` since its last notification
-                request.told = True
+                request.notified = True
                 heard.append(request)
         if over:
-            self._dispatcher.forget(over)
+            self._dispatcher.remove(over)
             self._token_store.close_all([request.rid for request in over])
         self._fail_faulty(faults)
         return heard

@@ -21,7 +21,7 @@ class RequestStream:
     Deltas of its samples interleave. Reading raises EngineDead if a process dies. Call `abort` to stop before the end.
     """
 
-    __slots__ = ("_core", "_flooded", "_left", "_loop", "_news", "_queued", "_readers", "_request", "_unread")
+    __slots__ = ("_core", "_flooded", "_left", "_loop", "_notified", "_queued", "_readers", "_request", "_unread")
 
     def __init__(self, core: EngineCore, request: OpenRequest, loop: asyncio.AbstractEventLoop) -> None:
         self._core = core
@@ -29,7 +29,7 @@ class RequestStream:
         self._request = request
         self._readers: list[asyncio.Future[None]] = []  # of waiting tasks; cheaper than an asyncio.Event
         self._queued = False  # whether the stream is in the mailbox's queue, to be woken
-        self._news = False  # whether it was woken and has not called `take` since
+        self._notified = False  # whether it was woken and has not called `take` since
         self._unread: deque[Delta] = deque()
         self._flooded: Callable[[], None] | None = None
         self._left = request.params.n  # samples whose last delta has not been read
@@ -125,21 +125,21 @@ class RequestStream:
         Raises the request's error once all deltas before it have been read.
         """
         while self._left and not self._unread:
-            if not self._news:
+            if not self._notified:
                 reader = self._loop.create_future()
                 self._readers.append(reader)
                 await reader
                 continue  # another reader may have taken the deltas first
             error = self._request.error  # read before `take`, so that deltas before the error come first
             self._unread += self._request.take()
-            self._news = self._request.error is not None  # every further reader gets the error
+            self._notified = self._request.error is not None  # every further reader gets the error
             if error is not None and not self._unread:
                 self.abort()  # a request whose tokens could not be detokenised is still open
                 raise error
 
     def wake(self) -> None:
         """Wake the waiting readers."""
-        self._queued, self._news = False, True
+        self._queued, self._notified = False, True
         readers, self._readers = self._readers, []
         for reader in readers:
             if not reader.done():  # else the reader was cancelled
@@ -156,7 +156,7 @@ class Mailbox:
         self.loop = loop
         self.streams: dict[int, RequestStream] = {}  # by rid, until their requests have ended
         self._core = core
-        self._sink = self.tell  # one object for all requests, since `notify` calls each sink once
+        self._sink = self.notify_owners  # one object for all requests, since `notify` calls each sink once
         self._sending = False
         self._queue: deque[RequestStream] = deque()  # streams with new deltas whose readers have not been woken
         self._waking = False
@@ -182,7 +182,7 @@ class Mailbox:
         found = self.streams[request.rid] = RequestStream(self._core, request, self.loop)
         return found
 
-    def tell(self, requests: Sequence[OpenRequest]) -> None:
+    def notify_owners(self, requests: Sequence[OpenRequest]) -> None:
         """Notify the loop that the requests have new deltas; from any thread."""
         with suppress(RuntimeError):  # the loop has been closed
             self.loop.call_soon_threadsafe(self._note, requests)

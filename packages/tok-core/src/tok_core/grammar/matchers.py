@@ -96,7 +96,7 @@ class MatcherMeter(Protocol):
         """Stop measuring after `tokens` tokens. Return what is allowed instead if a limit is exceeded, "" otherwise."""
         ...
 
-    def forget(self, sequence: int) -> None:
+    def drop(self, sequence: int) -> None:
         """Discard the records of a sequence that has ended."""
         ...
 
@@ -126,7 +126,7 @@ class Matchers:
             self._matchers.pop(sequence, None)
             self._last.pop(sequence, None)
             if self._meter is not None:
-                self._meter.forget(sequence)
+                self._meter.drop(sequence)
 
     def answer(self, followed: list[FollowResult]) -> MatcherReply:
         """Return the reply with these results and the masks numbered since the last call."""

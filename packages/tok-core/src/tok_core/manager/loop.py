@@ -14,10 +14,11 @@ from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
 from tok_core.manager.admission import LengthModel
 from tok_core.manager.batch import RunAhead
+from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager, GrammarWorkers
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, merge_reports
-from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.scheduling import Scheduler
 from tok_core.manager.sequences import Request, SequenceTable
 from tok_core.manager.stops import StopSets
 from tok_core.manager.watchdog import Watchdog
@@ -87,11 +88,16 @@ class Manager:
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
         load = loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer)
         self.grammars = GrammarManager(self.table, workers or LocalWorkers(load), info.vocab_size, clock)
-        parts = info, self.table, self.paging, self.lengths, self.stops, self.grammars
+        self.faults = Faults()
+        parts = info, self.table, self.paging, self.lengths, self.stops, self.grammars, self.faults
         self.scheduler = Scheduler(
             *parts, groups=config.prefix_groups, admission=config.admission, stages=config.pp, clock=clock
         )
-        self.output_processor = OutputProcessor(self.table, self.scheduler, self.stops, self.lengths)
+        self.starter = self.scheduler.starter
+        self.reclaimer = self.scheduler.reclaimer
+        self.output_processor = OutputProcessor(
+            self.table, self.reclaimer, self.stops, self.lengths, self.grammars, self.faults
+        )
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self._cancelled: set[int] = set()  # cancelled requests whose samples may still be in the queue
         self._broken_before = False
@@ -129,12 +135,12 @@ class Manager:
             try:
                 self.scheduler.submit(request)
             except Exception as error:
-                self.scheduler.faults.add(request.rid, error)
+                self.faults.add(request.rid, error)
         if self.grammars.failed or self.grammars.refused:
             self._report_failed()
         self._drop_cancelled()
         step = self._send_step()
-        if self.scheduler.faults:
+        if self.faults:
             self._cancel_faulty()
             self._report_failed()
         self._watchdog.look(owing=bool(self.output_processor.in_flight and not outputs))
@@ -142,11 +148,11 @@ class Manager:
 
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
-        self.scheduler.microbatches.returned = output.step
+        self.scheduler.step_returned(output.step)
         rounds = [self.output_processor.take(output), *self.output_processor.skip()]
         self._cancel_faulty()
-        if self.output_processor.broken:
-            self._fail_broken()
+        if broken := self.output_processor.take_broken():
+            self._fail_broken(broken)
         self._report(rounds)
         self.run_ahead.observe(output.device_seconds)
         self._seconds["launch_seconds"] += self._sane(output.launch_seconds)
@@ -159,7 +165,7 @@ class Manager:
 
     def _send_step(self) -> StepInput | None:
         if len(self.output_processor.in_flight) >= self.run_ahead.steps:
-            self.scheduler.settle()
+            self.reclaimer.settle()
             return None
         began = time.thread_time()
         step = self.scheduler.next_step(depth=self.run_ahead.depth)
@@ -175,7 +181,7 @@ class Manager:
                 try:
                     self._submit(message)
                 except Exception as error:
-                    self.scheduler.faults.add(message.rid, error)
+                    self.faults.add(message.rid, error)
             case Cancel():
                 self._cancel(message.rid)
             case _:
@@ -211,16 +217,16 @@ class Manager:
         request = self.requests.pop(rid, None)
         if request is None:
             return
-        self.scheduler.cancel(request)
+        self.reclaimer.cancel(request)
         self.grammars.leave(request)
         self._cancelled.add(rid)
         if request.left and request.stop_set is not None:  # otherwise its last sample has released it
             self.stops.release(request.stop_set)
-            self.lengths.prompt_stats.release(request.length_stats_row)
+            self.lengths.release(request.length_stats_row)
 
     def _drop_cancelled(self) -> None:
         if self._cancelled:
-            self.scheduler.waiting.remove(self._cancelled)
+            self.scheduler.withdraw(self._cancelled)
             self._cancelled = set()
 
     def _report(self, rounds: list[Reported]) -> None:
@@ -232,8 +238,7 @@ class Manager:
         self._send_report(reported, [len(one.rid) for one in rounds] if len(rounds) > 1 else [])
 
     def _send_report(self, reported: Reported, rounds: list[int]) -> None:
-        starts = self.scheduler.starter
-        cached, starts.newly_cached = starts.newly_cached, []
+        cached = self.starter.take_newly_cached()
         failed, self.grammars.failed = self.grammars.failed, []
         refused, self.grammars.refused = self.grammars.refused, []
         for rid, _ in (*failed, *refused):
@@ -251,27 +256,26 @@ class Manager:
         """
         return bool(self.output_processor.in_flight) and 0 <= self._clock() - self._reported_at < PATIENCE
 
-    def _fail_broken(self) -> None:
+    def _fail_broken(self, rids: list[int]) -> None:
         """Fail the requests whose logits were not finite; log this the first time only."""
         reason = (
             "the model's logits are not finite: its weights hold NaN or infinity, or its numbers leave the range of "
             f"{self.info.dtype}"
         )
         if not self._broken_before:
-            log.error("a request fails: %s; the log is silent about others that do", reason)
+            log.error("a request failed: %s; further failures of this kind are not logged", reason)
         self._broken_before = True
-        for rid in self.output_processor.broken:
+        for rid in rids:
             self._cancel(rid)
             self.grammars.failed.append((rid, reason))
-        self.output_processor.broken.clear()
 
     def _report_failed(self) -> None:
         self._stats = self.stats()
         self._send_report(NOTHING, [])
 
     def _cancel_faulty(self) -> None:
-        """Cancel the requests collected in `scheduler.faults`; the next report fails these and no others."""
-        failed = self.scheduler.faults.take()
+        """Cancel the requests collected in `faults`; the next report fails these and no others."""
+        failed = self.faults.take()
         for rid, _ in failed:
             self._cancel(rid)
         self.grammars.failed += failed
@@ -292,15 +296,15 @@ class Manager:
             sequences_running=self.table.sequences_running,
             requests_finished=self.output_processor.requests_finished,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self.scheduler.starter.cached_tokens,
+            cached_tokens=self.starter.cached_tokens,
             computed_tokens=self.scheduler.computed_tokens,
             output_tokens=self.output_processor.output_tokens,
             skipped_tokens=self.output_processor.skipped_tokens,
             discarded_tokens=self.output_processor.discarded_tokens,
-            preemptions=self.scheduler.preemptions,
+            preemptions=self.reclaimer.preemptions,
             pages_total=self.info.num_pages,
             pages_used=self.paging.used,
-            pages_cached=self.paging.tree.evictable,
+            pages_cached=self.paging.cached,
             steps=self.scheduler.steps,
             steps_in_flight=len(self.output_processor.in_flight),
             group_rows=self.scheduler.group_rows,

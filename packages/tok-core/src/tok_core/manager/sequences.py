@@ -60,7 +60,7 @@ class Request:
     """One open request: its prompt, its parameters, and the slots of its running samples.
 
     limit                 tokens, prompt and output, at which its samples end by length
-    least                 tokens, prompt and output, that each of its samples has at least when it ends
+    min_length            tokens, prompt and output, that each of its samples has at least when it ends
     leader                slot that prefills the prompt now, for itself and the samples that fork from it
     wants_prompt_outputs  whether the leader's chunks still have to return prompt outputs (`requested_prompt_outputs`)
     grammar_state         state of its grammar
@@ -73,7 +73,17 @@ class Request:
     """
 
     __slots__ = (
-        *("account", "arrival", "arrived", "displaced", "grammar_state", "leader", "least", "left", "length_stats_row"),
+        *(
+            "account",
+            "arrival",
+            "arrived",
+            "displaced",
+            "grammar_state",
+            "leader",
+            "min_length",
+            "left",
+            "length_stats_row",
+        ),
         *("limit", "params", "parked_matchers", "pooled", "pooling", "preempted", "prompt", "reported", "rid"),
         *("running", "salt", "samples", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
     )
@@ -103,7 +113,7 @@ class Request:
         self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
-        self.least = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
+        self.min_length = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.unsampled = params.n  # samples whose first token is not scheduled
@@ -164,7 +174,7 @@ class SequenceTable:
     target             tokens to prefill before the first token is sampled
     known              tokens whose values the manager has (prompt and returned ones)
     limit              tokens at which the sequence ends by length
-    least              tokens that it has at least when it ends, unless it is cancelled
+    min_length         tokens that it has at least when it ends, unless it is cancelled
     min_total          number of tokens up to which only `limit` ends it
     eos_from_position  first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
     length_stats_row   row of `PromptLengthStats`, the same for all samples of a prompt
@@ -211,7 +221,7 @@ class SequenceTable:
         self.known = np.zeros(slots, np.int32)
         self.prompt_len = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
-        self.least = np.zeros(slots, np.int32)
+        self.min_length = np.zeros(slots, np.int32)
         self.min_total = np.zeros(slots, np.int32)
         self.eos_from_position = np.zeros(slots, np.int32)
         self.num_pages = np.zeros(slots, np.int32)
@@ -294,7 +304,7 @@ class SequenceTable:
         self.target[slots] = self.known[slots] = len(tokens)
         self.prompt_len[slots] = prompt_len
         self.limit[slots] = request.limit
-        self.least[slots] = request.least
+        self.min_length[slots] = request.min_length
         min_total = prompt_len + min(params.min_tokens, request.limit)
         self.min_total[slots] = min_total
         self.eos_from_position[slots] = NEVER if params.ignore_eos else min_total

@@ -48,7 +48,7 @@ def _sliding_layers(config: Fields, family: str, num_layers: int, window: int | 
     if not types:
         if window is None or family == "mistral":
             return [window is not None] * num_layers
-        full = config.integer("max_window_layers", DEFAULT_FULL_LAYERS, least=0)
+        full = config.integer("max_window_layers", DEFAULT_FULL_LAYERS, minimum=0)
         return [layer >= full for layer in range(num_layers)]
     allowed = "full_attention" if family == "llama" or window is None else "full_attention, sliding_attention"
     if family == "mistral" and window is not None:

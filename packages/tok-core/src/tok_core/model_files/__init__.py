@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from tok_core.model_files.fields import Fields
-from tok_core.model_files.generation_config import sampling_defaults
 from tok_core.model_files.hub import resolve
 
 __all__ = [
     "Fields",
     "resolve",
-    "sampling_defaults",
 ]

@@ -35,11 +35,11 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least`. Without a default the key is required."""
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return an integer of at least `minimum`. Without a default the key is required."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(key, value, f"an integer of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.wrong(key, value, f"an integer of at least {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -32,33 +32,33 @@ class DecoderLayer(nn.Module, ABC):
     `number` is the layer's index in the model; it selects the attention window.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, number: int) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, number: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.self_attn = self.attention(config, place)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.self_attn = self.attention(config, placement)
         self.self_attn.window = config.windows[number]
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.mlp = self.feed_forward(config, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.mlp = self.feed_forward(config, placement)
 
     @abstractmethod
-    def attention(self, config: ModelConfig, place: Placement) -> Attention:
+    def attention(self, config: ModelConfig, placement: Placement) -> Attention:
         """Construct the attention."""
 
-    def feed_forward(self, config: ModelConfig, place: Placement) -> FeedForward:
+    def feed_forward(self, config: ModelConfig, placement: Placement) -> FeedForward:
         """Construct the layer's second half, by default an MLP without biases."""
-        return MLP(config, place, bias=False)
+        return MLP(config, placement, bias=False)
 
     def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream after this layer; may change `x` in place."""
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
-        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.form)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.layout)
         return out_TN
 
-    def run_gemms(self, x_TN: Tensor, form: TPLayout | None) -> Tensor:
+    def run_gemms(self, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Run the layer with its queries in place of the attention's result, to time and warm up its GEMMs."""
-        query_TF, *_ = self.self_attn.project(x_TN, self.input_layernorm, form)
-        x_TN = self.self_attn.add_output(query_TF.contiguous().to(x_TN.dtype), x_TN, form)
-        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, form)
+        query_TF, *_ = self.self_attn.project(x_TN, self.input_layernorm, layout)
+        x_TN = self.self_attn.add_output(query_TF.contiguous().to(x_TN.dtype), x_TN, layout)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, layout)
         return out_TN
 
 
@@ -68,13 +68,15 @@ class Decoder(nn.Module):
     The first stage has the embedding, the last one the norm. With tied weights the last stage has the embedding, too.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, layer: type[DecoderLayer]) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, layer: type[DecoderLayer]) -> None:
         super().__init__()
-        stage = place.share.place
+        stage = placement.shard_plan.coordinates
         embeds = stage.first or (stage.last and config.tied)
-        self.embed_tokens = TokenEmbedding(config, place) if embeds else None
-        self.layers = nn.ModuleDict({str(number): layer(config, place, number) for number in place.share.layers})
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place) if stage.last else None
+        self.embed_tokens = TokenEmbedding(config, placement) if embeds else None
+        self.layers = nn.ModuleDict(
+            {str(number): layer(config, placement, number) for number in placement.shard_plan.layers}
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement) if stage.last else None
 
     def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext) -> Tensor:
         """Return the residual stream after this stage's layers; the final norm is applied together with the LM head."""
@@ -90,27 +92,27 @@ class CausalLM(nn.Module):
     checkpoints, so that a tensor's name identifies its parameter.
 
     config   of the whole model
-    share    this worker's part of the model
-    local    the config of that part, as attention and KV cache see it: `share.local(config)`
+    shard_plan  this worker's part of the model
+    local    the config of that part, as attention and KV cache see it: `shard_plan.local(config)`
     shards   the rank's part of the vocabulary, for sampling from partial logits; None: logits cover all of it
     """
 
     layer: type[DecoderLayer]
     cos_sin_LD: Tensor
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
-        self.config, self.share, self.dtype = config, place.share, place.dtype
-        self.local = place.share.local(config)
-        self.tensor = place.tensor
-        vocabulary = place.share.vocabulary
-        self.shards = None if place.tensor is None else VocabularyShards(place.tensor, vocabulary)
-        self.model = Decoder(config, place, self.layer)
-        heads = place.share.place.last and not config.tied
+        self.config, self.shard_plan, self.dtype = config, placement.shard_plan, placement.dtype
+        self.local = placement.shard_plan.local(config)
+        self.tensor = placement.tensor
+        vocabulary = placement.shard_plan.vocabulary
+        self.shards = None if placement.tensor is None else VocabularyShards(placement.tensor, vocabulary)
+        self.model = Decoder(config, placement, self.layer)
+        heads = placement.shard_plan.coordinates.last and not config.tied
         hidden = Slice.whole(config.hidden_size)
-        self.lm_head = Linear(hidden, {"lm_head": vocabulary}, place) if heads else None
+        self.lm_head = Linear(hidden, {"lm_head": vocabulary}, placement) if heads else None
         table_LD = rope_table(config.head_dim, config.max_positions, config.rope_base, config.rope_scaling)
-        self.register_buffer("cos_sin_LD", table_LD.to(place.device), persistent=False)
+        self.register_buffer("cos_sin_LD", table_LD.to(placement.device), persistent=False)
 
     def stream_rows(self, tokens: int) -> int:
         """Return the rows of the residual stream that this rank sends to the next stage, or receives, in a step."""
@@ -139,20 +141,20 @@ class CausalLM(nn.Module):
         pass_length_T  length of the forward pass that determines each token's rotation (`rope_rows`), int64; None:
                        the pass ends with the token
         """
-        shared = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
-        if self.share.place.first:
+        layout = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
+        if self.shard_plan.coordinates.first:
             assert self.model.embed_tokens is not None
-            x = self.model.embed_tokens(x, shared)
+            x = self.model.embed_tokens(x, layout)
         table, row_T = self.cos_sin_LD, position_T
         if pass_length_T is not None:
             config = self.config
             table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
             row_T = torch.arange(len(table), device=table.device)
-        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, shared))
-        if not self.share.place.last:
+        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, layout))
+        if not self.shard_plan.coordinates.last:
             return x
-        if shared is not None:
-            return shared.rows(x, logit_row_R)
+        if layout is not None:
+            return layout.rows(x, logit_row_R)
         return x if logit_row_R is None else x[logit_row_R]
 
     def logits(self, x_RN: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Placement:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
-    share: ShardPlan
+    shard_plan: ShardPlan
     tensor: TensorParallel | None = None
     linear_method: LinearMethod = field(default_factory=DenseMethod)
 
@@ -51,23 +51,23 @@ class ForwardContext:
     rope_row_T   rows of `cos_sin_LD` for each token, int64
     kv_index_T   flat cache rows to write, int64
     batch        attention inputs of the step
-    form         tensor-parallel layout; None without tensor parallelism
+    layout       tensor-parallel layout; None without tensor parallelism
     """
 
     rope_row_T: Tensor
     kv_index_T: Tensor
     batch: AttentionBatch
     cos_sin_LD: Tensor
-    form: TPLayout | None = None
+    layout: TPLayout | None = None
 
 
 class RMSNorm(nn.Module):
     """RMS norm `x / rms(x) · weight` over the last axis; where possible the linear layer that follows computes it."""
 
-    def __init__(self, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
-        self.backend = place.backend
-        self.weight = place.parameter(size)
+        self.backend = placement.backend
+        self.weight = placement.parameter(size)
         self.eps = eps
 
     def forward(self, x_TN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -91,7 +91,7 @@ class Linear(nn.Module):
         self,
         inputs: Slice,
         parts: Mapping[str, Slice],
-        place: Placement,
+        placement: Placement,
         *,
         bias: bool = False,
         gated: bool = False,
@@ -99,11 +99,11 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.inputs, self.parts, self.gated = inputs, dict(parts), gated
-        self.backend = place.backend
-        self.method = place.linear_method
-        dtype = torch.float16 if fp16 and place.dtype == torch.bfloat16 else place.dtype
-        self.method.create(self, place.parameter, dtype)
-        self.bias = place.parameter(sum(part.count for part in parts.values()), dtype=dtype) if bias else None
+        self.backend = placement.backend
+        self.method = placement.linear_method
+        dtype = torch.float16 if fp16 and placement.dtype == torch.bfloat16 else placement.dtype
+        self.method.create(self, placement.parameter, dtype)
+        self.bias = placement.parameter(sum(part.count for part in parts.values()), dtype=dtype) if bias else None
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -141,24 +141,24 @@ def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
 class TokenEmbedding(nn.Module):
     """Token embedding `[T] -> [T, N]`; with tied weights also the LM head."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
-        self.backend = place.backend
-        self.part = place.share.vocabulary
-        self.weight = place.parameter(self.part.count, config.hidden_size)
+        self.backend = placement.backend
+        self.part = placement.shard_plan.vocabulary
+        self.weight = placement.parameter(self.part.count, config.hidden_size)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the name of the embedding in a checkpoint, and the rank's shard of it."""
         yield "embed_tokens.weight", WeightTarget(self.weight, (self.part, Slice.whole(self.weight.shape[1])))
 
-    def forward(self, token_T: Tensor, form: TPLayout | None = None) -> Tensor:
+    def forward(self, token_T: Tensor, layout: TPLayout | None = None) -> Tensor:
         """Return the residual stream; each rank looks up tokens of its vocabulary shard and takes zeros for others."""
-        if form is None:
+        if layout is None:
             return functional.embedding(token_T, self.weight)
-        local_T = form.pad(token_T) - self.part.start
+        local_T = layout.pad(token_T) - self.part.start
         other_T = (local_T < 0) | (local_T >= self.part.count)
         x_TN = functional.embedding(local_T.masked_fill_(other_T, 0), self.weight)
-        return form.begin(x_TN.masked_fill_(other_T.unsqueeze(1), 0))
+        return layout.begin(x_TN.masked_fill_(other_T.unsqueeze(1), 0))
 
     def logits(self, x_TN: Tensor, norm: RMSNorm) -> Tensor:
         """Return logits `[T, N] -> [T, V]`, with the embedding as LM head (Press & Wolf 2017)."""
@@ -171,44 +171,46 @@ class Attention(nn.Module):
     `window` is the number of positions that a token attends to, itself included; None: all up to its own.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, placement: Placement, *, qkv_bias: bool, o_bias: bool, qk_norm: bool
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.window: int | None = None
-        self.backend = place.backend
-        q, kv = (part.times(config.head_dim) for part in (place.share.heads, place.share.kv_heads))
+        self.backend = placement.backend
+        q, kv = (part.times(config.head_dim) for part in (placement.shard_plan.heads, placement.shard_plan.kv_heads))
         hidden = Slice.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         # Attention scores amplify the rounding errors of queries and keys.
-        self.qkv_proj = Linear(hidden, parts, place, bias=qkv_bias, fp16=True)
-        self.o_proj = Linear(q, {"o_proj": hidden}, place, bias=o_bias)
+        self.qkv_proj = Linear(hidden, parts, placement, bias=qkv_bias, fp16=True)
+        self.o_proj = Linear(q, {"o_proj": hidden}, placement, bias=o_bias)
         self.sizes = [q.count, kv.count, kv.count]
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""
-        q_TF, k_TF, v_TF = self.project(x_TN, norm, step.form)
+        q_TF, k_TF, v_TF = self.project(x_TN, norm, step.layout)
         q_THD, k_TKD, v_TKD = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in (q_TF, k_TF, v_TF))
         q_THD = self.backend.rope_and_write_kv(
             *(q_THD, k_TKD, v_TKD, step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
             dtype=x_TN.dtype,
         )
         out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
-        return self.add_output(out_TF, x_TN, step.form)
+        return self.add_output(out_TF, x_TN, step.layout)
 
-    def project(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None) -> tuple[Tensor, ...]:
+    def project(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `norm(x)`, `[T, heads × D]` each."""
-        if form is None:
+        if layout is None:
             qkv_TF = self.qkv_proj(x_TN, norm=norm)
         else:
-            qkv_TF = form.enter(x_TN, norm, self.qkv_proj)[: form.tokens]
+            qkv_TF = layout.enter(x_TN, norm, self.qkv_proj)[: layout.tokens]
         return tuple(qkv_TF.split(self.sizes, dim=-1))
 
-    def add_output(self, out_TF: Tensor, x_TN: Tensor, form: TPLayout | None) -> Tensor:
+    def add_output(self, out_TF: Tensor, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Return the residual stream `x` plus the output projection of `out`; may change `x` in place."""
-        if form is not None:
-            return form.leave(out_TF, self.o_proj, x_TN)
+        if layout is not None:
+            return layout.leave(out_TF, self.o_proj, x_TN)
         out_TN: Tensor = self.o_proj(out_TF, residual_TN=x_TN)
         return out_TN
 
@@ -227,24 +229,24 @@ class FeedForward(nn.Module, ABC):
     """
 
     @abstractmethod
-    def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
+    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
         """Return the residual stream `x` plus the layer's result for `norm(x)`; may change `x` in place.
 
-        `form` is the tensor-parallel layout of the step: `form.enter` gathers rows, `form.leave` sums over the ranks.
+        `layout` is the tensor-parallel layout of the step: its `enter` gathers rows, its `leave` sums over the ranks.
         """
 
 
 class MLP(FeedForward):
     """SwiGLU MLP `down(silu(gate(x)) · up(x))` (Shazeer 2020, "GLU variants")."""
 
-    def __init__(self, config: ModelConfig, place: Placement, *, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, *, bias: bool) -> None:
         super().__init__()
-        hidden, own = Slice.whole(config.hidden_size), place.share.intermediate
-        self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, place, bias=bias, gated=True)
-        self.down_proj = Linear(own, {"down_proj": hidden}, place, bias=bias)
+        hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.intermediate
+        self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, placement, bias=bias, gated=True)
+        self.down_proj = Linear(own, {"down_proj": hidden}, placement, bias=bias)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, form: TPLayout | None = None) -> Tensor:
-        if form is not None:
-            return form.leave(form.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
+    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+        if layout is not None:
+            return layout.leave(layout.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
         out_TN: Tensor = self.down_proj(self.gate_up_proj(x_TN, norm=norm), residual_TN=x_TN)
         return out_TN

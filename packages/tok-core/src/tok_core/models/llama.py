@@ -10,11 +10,11 @@ from tok_core.models.layers import MLP, Attention, Placement
 class LlamaLayer(DecoderLayer):
     """Decoder layer with grouped-query attention and SwiGLU."""
 
-    def attention(self, config: ModelConfig, place: Placement) -> Attention:
-        return Attention(config, place, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=False)
+    def attention(self, config: ModelConfig, placement: Placement) -> Attention:
+        return Attention(config, placement, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=False)
 
-    def feed_forward(self, config: ModelConfig, place: Placement) -> MLP:
-        return MLP(config, place, bias=config.mlp_bias)
+    def feed_forward(self, config: ModelConfig, placement: Placement) -> MLP:
+        return MLP(config, placement, bias=config.mlp_bias)
 
 
 class LlamaForCausalLM(CausalLM):

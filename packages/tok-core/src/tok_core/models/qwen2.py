@@ -10,8 +10,8 @@ from tok_core.models.layers import Attention, Placement
 class Qwen2Layer(DecoderLayer):
     """Decoder layer with grouped-query attention, biased QKV projections and SwiGLU."""
 
-    def attention(self, config: ModelConfig, place: Placement) -> Attention:
-        return Attention(config, place, qkv_bias=True, o_bias=False, qk_norm=False)
+    def attention(self, config: ModelConfig, placement: Placement) -> Attention:
+        return Attention(config, placement, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
 class Qwen2ForCausalLM(CausalLM):

@@ -10,8 +10,8 @@ from tok_core.models.layers import Attention, Placement
 class Qwen3Layer(DecoderLayer):
     """Decoder layer with grouped-query attention, normed queries and keys, and SwiGLU."""
 
-    def attention(self, config: ModelConfig, place: Placement) -> Attention:
-        return Attention(config, place, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=True)
+    def attention(self, config: ModelConfig, placement: Placement) -> Attention:
+        return Attention(config, placement, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=True)
 
 
 class Qwen3ForCausalLM(CausalLM):

@@ -30,11 +30,11 @@ def build(
     backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
-    place: RankCoordinates = RankCoordinates(),
+    coordinates: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
     linear_method: LinearMethod | None = None,
 ) -> CausalLM:
-    """Build the model of `config`, or the shard of the worker at `place`, with uninitialised parameters.
+    """Build the model of `config`, or the shard of the worker at `coordinates`, with uninitialised parameters.
 
     `tensor` connects the ranks of a stage and is required if there are several. `linear_method` is the format of all
     linear layers; None: unquantised. Raises ModelError for an unknown
@@ -43,5 +43,7 @@ def build(
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    placement = Placement(backend, device, dtype, ShardPlan.of(config, place), tensor, linear_method or DenseMethod())
+    placement = Placement(
+        backend, device, dtype, ShardPlan.of(config, coordinates), tensor, linear_method or DenseMethod()
+    )
     return ARCHITECTURES[config.architecture](config, placement).eval()

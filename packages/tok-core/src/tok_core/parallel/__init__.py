@@ -7,19 +7,26 @@ from tok_core.parallel.pipeline_tokens import PendingTokens
 from tok_core.parallel.process_groups import ProcessGroups, join
 from tok_core.parallel.shard_plan import ShardPlan, Slice
 from tok_core.parallel.tensor import TensorParallel, VocabularyShards
-from tok_core.parallel.tp_calibration import calibrate
-from tok_core.parallel.tp_layouts import TPLayout, choose_layout
+from tok_core.parallel.tp_layouts import (
+    AllReduceLayout,
+    OverlappedLayout,
+    SequenceParallelLayout,
+    TPLayout,
+    choose_layout,
+)
 
 __all__ = [
+    "AllReduceLayout",
+    "OverlappedLayout",
     "PendingTokens",
     "Pipeline",
     "ProcessGroups",
+    "SequenceParallelLayout",
     "ShardPlan",
     "Slice",
     "TPLayout",
     "TensorParallel",
     "VocabularyShards",
-    "calibrate",
     "choose_layout",
     "join",
 ]

@@ -99,18 +99,18 @@ class Pipeline:
 
     def __init__(self, peers: ProcessGroups, rows: int, size: int, dtype: torch.dtype, slots: int) -> None:
         self.peers = peers
-        self.place = place = peers.place
+        self.coordinates = coordinates = peers.coordinates
         self._receiver = (
             None if peers.before is None else PipelineReceiver(peers.before, rows, size, dtype, peers.device)
         )
         self._sender = None if peers.after is None else PipelineSender(peers.after, rows, size, dtype, peers.device)
         self._token_sender: TokenSender | None = None
         self._token_receiver: TokenReceiver | None = None
-        if peers.token_group is not None and place.last:
-            self._token_sender = TokenSender(peers.token_group, place.stage, MAX_STEPS_AHEAD, slots, peers.device)
+        if peers.token_group is not None and coordinates.last:
+            self._token_sender = TokenSender(peers.token_group, coordinates.stage, MAX_STEPS_AHEAD, slots, peers.device)
         elif peers.token_group is not None:
             self._token_receiver = TokenReceiver(
-                peers.token_group, place.stages - 1, MAX_STEPS_AHEAD, slots, peers.device
+                peers.token_group, coordinates.stages - 1, MAX_STEPS_AHEAD, slots, peers.device
             )
 
     @classmethod
@@ -118,9 +118,9 @@ class Pipeline:
         """Return the pipeline of a worker that holds all layers."""
         return cls(ProcessGroups(RankCoordinates(), device), 0, 0, torch.float32, 0)
 
-    def late(self, step: StepInput) -> list[PendingTokens]:
+    def pending_tokens(self, step: StepInput) -> list[PendingTokens]:
         """Return the tokens sampled by earlier steps that must be recorded before `step`; empty at the last stage."""
-        return [] if self._token_receiver is None else self._token_receiver.late(step)
+        return [] if self._token_receiver is None else self._token_receiver.pending_tokens(step)
 
     def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
         """Return the residual stream of the stage before, as `PipelineReceiver` does; not at the first stage."""
@@ -132,17 +132,17 @@ class Pipeline:
         assert self._sender is not None
         self._sender.send(stream)
 
-    def share(self, token_R: Tensor) -> None:
+    def send_tokens(self, token_R: Tensor) -> None:
         """Broadcast a step's sampled tokens, int32 `[R]`, from the last stage to the others."""
         if self._token_sender is not None:
-            self._token_sender.share(token_R)
+            self._token_sender.send_tokens(token_R)
 
     def expect(self, step: StepInput) -> None:
-        """Post the receive of the step's sampled tokens, which a later step's `late` returns; not at the last stage."""
+        """Post the receive of the step's sampled tokens, which `pending_tokens` returns; not at the last stage."""
         assert self._token_receiver is not None
         self._token_receiver.expect(step)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Wait for sampled tokens that are still pending, and drop them."""
         if self._token_receiver is not None:
-            self._token_receiver.forget()
+            self._token_receiver.reset()

@@ -35,7 +35,7 @@ class TokenSender:
         self._sent: list[dist.Work | None] = [None] * buffers
         self._turn = 0
 
-    def share(self, token_R: Tensor) -> None:
+    def send_tokens(self, token_R: Tensor) -> None:
         """Broadcast a step's sampled tokens, int32; the caller may change the tensor at once."""
         if not len(token_R):
             return
@@ -63,7 +63,7 @@ class TokenReceiver:
         self._renewed = np.zeros(rows, np.int64)  # the step that gave each slot to its present owner
         self._pending: deque[tuple[int, Int32, Tensor, dist.Work]] = deque()
 
-    def late(self, step: StepInput) -> list[PendingTokens]:
+    def pending_tokens(self, step: StepInput) -> list[PendingTokens]:
         """Return the tokens of the steps up to `step.sampled_upto`, in order; valid until `expect` is called."""
         found = []
         while self._pending and self._pending[0][0] <= step.sampled_upto:
@@ -72,7 +72,7 @@ class TokenReceiver:
         return found
 
     def expect(self, step: StepInput) -> None:
-        """Post the receive of the step's sampled tokens. Call this for every step, after `late`.
+        """Post the receive of the step's sampled tokens. Call this for every step, after `pending_tokens`.
 
         Everything else of the step must have been launched before: its tokens cannot arrive earlier, and the device
         should not wait for them earlier.
@@ -89,7 +89,7 @@ class TokenReceiver:
         assert work is not None
         self._pending.append((step.step, step.sample_slot, buffer, work))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Wait for pending tokens and drop them."""
         while self._pending:
             self._pending.popleft()[3].wait()

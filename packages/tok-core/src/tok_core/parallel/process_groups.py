@@ -28,7 +28,7 @@ class ProcessGroups:
     token_group  the workers of the same rank in all stages, in order, for sampled tokens
     """
 
-    place: RankCoordinates
+    coordinates: RankCoordinates
     device: torch.device
     tensor: dist.ProcessGroup | None = None
     before: dist.ProcessGroup | None = None
@@ -37,7 +37,7 @@ class ProcessGroups:
 
     def all_reduce_min(self, value: int) -> int:
         """Return the minimum of all workers' values. All workers call this at the same point; it waits for them."""
-        if self.place.workers == 1:
+        if self.coordinates.workers == 1:
             return value
         all_reduce_min = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.all_reduce(all_reduce_min, dist.ReduceOp.MIN)
@@ -45,14 +45,14 @@ class ProcessGroups:
 
     def broadcast_from_first(self, value: int) -> int:
         """Return worker 0's value. All workers call this at the same point; it waits for the others."""
-        if self.place.workers == 1:
+        if self.coordinates.workers == 1:
             return value
         shared = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.broadcast(shared, 0)
         return int(shared)
 
 
-def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: torch.device) -> ProcessGroups:
+def join(coordinates: RankCoordinates, rendezvous: Path | Rendezvous | None, device: torch.device) -> ProcessGroups:
     """Create the process groups of a worker, by NCCL on CUDA devices and gloo on CPUs.
 
     Workers meet at `rendezvous`, a file or a host; a single worker needs none. Raises InvalidField if there are
@@ -60,45 +60,47 @@ def join(place: RankCoordinates, rendezvous: Path | Rendezvous | None, device: t
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.workers == 1:
-        return ProcessGroups(place, device)
+    if coordinates.workers == 1:
+        return ProcessGroups(coordinates, device)
     if rendezvous is None:
-        field = "tp" if place.ranks > 1 else "pp"
-        raise InvalidField(field, place.ranks if place.ranks > 1 else place.stages, "1 within one process")
+        field = "tp" if coordinates.ranks > 1 else "pp"
+        raise InvalidField(
+            field, coordinates.ranks if coordinates.ranks > 1 else coordinates.stages, "1 within one process"
+        )
     # torch warns that a group serialises its P2P transfers; here a group links two stages in one direction only.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if device.type != "cuda" and isinstance(rendezvous, Path):  # all are on this host
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the interface that gloo chooses may not be reachable
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=_store(place, rendezvous),
-        rank=place.number,
-        world_size=place.workers,
+        store=_store(coordinates, rendezvous),
+        rank=coordinates.number,
+        world_size=coordinates.workers,
         timeout=_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    stages, ranks = range(place.stages), range(place.ranks)
-    number = [[stage * place.ranks + rank for rank in ranks] for stage in stages]
+    stages, ranks = range(coordinates.stages), range(coordinates.ranks)
+    number = [[stage * coordinates.ranks + rank for rank in ranks] for stage in stages]
     tensor = _own([number[stage] for stage in stages])
     token_group = _own([[number[stage][rank] for stage in stages] for rank in ranks], _waiting(device, blocks=1))
     pairs = [[[number[stage][rank], number[stage + 1][rank]] for rank in ranks] for stage in stages[:-1]]
     links = [_own(pair, _waiting(device, blocks=4)) for pair in pairs]
-    before = links[place.stage - 1] if place.stage > 0 else None
-    after = links[place.stage] if place.stage < place.stages - 1 else None
-    return ProcessGroups(place, device, tensor, before, after, token_group)
+    before = links[coordinates.stage - 1] if coordinates.stage > 0 else None
+    after = links[coordinates.stage] if coordinates.stage < coordinates.stages - 1 else None
+    return ProcessGroups(coordinates, device, tensor, before, after, token_group)
 
 
-def _store(place: RankCoordinates, rendezvous: Path | Rendezvous) -> Store:
+def _store(coordinates: RankCoordinates, rendezvous: Path | Rendezvous) -> Store:
     """Return the key-value store through which workers find each other."""
     store: Store
     if isinstance(rendezvous, Path):
-        store = FileStore(str(rendezvous), place.workers)
+        store = FileStore(str(rendezvous), coordinates.workers)
     else:
         store = TCPStore(
             rendezvous.host,
             rendezvous.port,
-            place.workers,
-            is_master=place.number == 0,
+            coordinates.workers,
+            is_master=coordinates.number == 0,
             timeout=_TIMEOUT,  # to connect
             wait_for_workers=False,
             master_listen_fd=rendezvous.listener,

@@ -57,7 +57,7 @@ class ShardPlan:
     layers            indices in the model
     """
 
-    place: RankCoordinates
+    coordinates: RankCoordinates
     heads: Slice
     kv_heads: Slice
     intermediate: Slice
@@ -65,20 +65,20 @@ class ShardPlan:
     layers: range
 
     @classmethod
-    def of(cls, config: ModelConfig, place: RankCoordinates) -> ShardPlan:
-        """Return the shard of the worker at `place`. Raise InvalidField if `tp` or `pp` does not fit the model."""
-        _check_ranks(config, place.ranks)
-        kv_heads = Slice.of(config.num_kv_heads, place.rank, place.ranks)
-        if config.num_kv_heads < place.ranks:
-            one = place.rank * config.num_kv_heads // place.ranks
+    def of(cls, config: ModelConfig, coordinates: RankCoordinates) -> ShardPlan:
+        """Return the shard of the worker at `coordinates`. Raise InvalidField if `tp` or `pp` does not fit."""
+        _check_ranks(config, coordinates.ranks)
+        kv_heads = Slice.of(config.num_kv_heads, coordinates.rank, coordinates.ranks)
+        if config.num_kv_heads < coordinates.ranks:
+            one = coordinates.rank * config.num_kv_heads // coordinates.ranks
             kv_heads = Slice(one, one + 1, config.num_kv_heads)
         return cls(
-            place=place,
-            heads=Slice.of(config.num_heads, place.rank, place.ranks),
+            coordinates=coordinates,
+            heads=Slice.of(config.num_heads, coordinates.rank, coordinates.ranks),
             kv_heads=kv_heads,
-            intermediate=Slice.of(config.intermediate_size, place.rank, place.ranks),
-            vocabulary=Slice.of(config.vocab_size, place.rank, place.ranks),
-            layers=stage_layers(config, place.stages)[place.stage],
+            intermediate=Slice.of(config.intermediate_size, coordinates.rank, coordinates.ranks),
+            vocabulary=Slice.of(config.vocab_size, coordinates.rank, coordinates.ranks),
+            layers=stage_layers(config, coordinates.stages)[coordinates.stage],
         )
 
     def local(self, whole: ModelConfig) -> ModelConfig:

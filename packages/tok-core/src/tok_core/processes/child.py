@@ -87,13 +87,13 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
 
     Imports are local, so that the manager process never loads torch, and the lifeline is watched during slow imports.
     """
-    if launch.place is not None:
-        steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.place.number], StepInput)
+    if launch.coordinates is not None:
+        steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.coordinates.number], StepInput)
         if work is not None:
             work(context, launch, steps)
         from tok_core.processes.worker_process import run_worker
 
-        run_worker(context, launch, launch.place, steps)
+        run_worker(context, launch, launch.coordinates, steps)
     else:
         requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)

@@ -17,12 +17,12 @@ SILENT = 10.0  # seconds without a heartbeat after which a replica gets no new r
 
 
 class _Pulse:
-    """Seconds since one process sent a heartbeat (`unheard`), and since its main loop turned (`unturned`)."""
+    """Seconds since a process sent a heartbeat (`silent_seconds`), and since its main loop turned (`stuck_seconds`)."""
 
     def __init__(self) -> None:
         self.turns = -1
-        self.unheard = 0.0
-        self.unturned = 0.0
+        self.silent_seconds = 0.0
+        self.stuck_seconds = 0.0
 
 
 class Liveness:
@@ -42,18 +42,18 @@ class Liveness:
         self._unmoved = 0.0  # seconds since any process made progress
         self.starting = True
 
-    def hear(self, beat: Beat) -> None:
+    def record_beat(self, beat: Beat) -> None:
         """Note the arrival of a heartbeat."""
         pulse = self._pulses[beat.role]
-        pulse.unheard = 0.0
+        pulse.silent_seconds = 0.0
         if beat.turns != pulse.turns:
-            pulse.turns, pulse.unturned, self._unmoved = beat.turns, 0.0, 0.0
+            pulse.turns, pulse.stuck_seconds, self._unmoved = beat.turns, 0.0, 0.0
 
     def serve(self) -> None:
         """Note that the replica has started; from now on each process has to make progress."""
         self.starting = False
         for pulse in self._pulses.values():
-            pulse.unheard = pulse.unturned = 0.0
+            pulse.silent_seconds = pulse.stuck_seconds = 0.0
 
     def look(self) -> None:
         """Add the time since the last call. Call this several times within any limit."""
@@ -62,8 +62,8 @@ class Liveness:
         self._looked = now
         self._unmoved += passed
         for pulse in self._pulses.values():
-            pulse.unheard += passed
-            pulse.unturned += passed
+            pulse.silent_seconds += passed
+            pulse.stuck_seconds += passed
 
     @property
     def silent(self) -> str:
@@ -89,11 +89,13 @@ class Liveness:
                 return ""
             silent = f", with {self.silent}" if self.silent else ""
             return f"the start made no progress for {self._start_timeout:g} s{silent}"
-        role, pulse = max(self._pulses.items(), key=lambda one: (one[1].unturned > self._step_timeout, one[1].unheard))
-        if pulse.unturned <= self._step_timeout:
+        role, pulse = max(
+            self._pulses.items(), key=lambda one: (one[1].stuck_seconds > self._step_timeout, one[1].silent_seconds)
+        )
+        if pulse.stuck_seconds <= self._step_timeout:
             return ""
         return f"the {role} process hung for {self._step_timeout:g} s and was killed"
 
     def _is_silent(self, role: str, pulse: _Pulse) -> bool:
         loops = role == "manager" and not self.starting
-        return (max(pulse.unheard, pulse.unturned) if loops else pulse.unheard) > self._silent
+        return (max(pulse.silent_seconds, pulse.stuck_seconds) if loops else pulse.silent_seconds) > self._silent

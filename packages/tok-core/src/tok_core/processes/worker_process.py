@@ -19,16 +19,19 @@ from tok_core.worker import Launched, set_up
 
 
 def run_worker(
-    context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, place: RankCoordinates, steps: Receiver[StepInput]
+    context: zmq.Context[zmq.Socket[bytes]],
+    launch: ProcessLaunch,
+    coordinates: RankCoordinates,
+    steps: Receiver[StepInput],
 ) -> None:
     """Run a worker; never returns."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.workers_on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
-    runner, info = set_up(launch.config, launch.replica, place, rendezvous, launch.device, launch.workers_on_host)
+    runner, info = set_up(launch.config, launch.replica, coordinates, rendezvous, launch.device, launch.workers_on_host)
     settle()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-    outputs = Sender(context, launch.outputs) if place.returns else None
+    outputs = Sender(context, launch.outputs) if coordinates.returns else None
     if outputs is not None:
         outputs.send(info)
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()

@@ -45,6 +45,5 @@ class DenseMethod(LinearMethod):
         return layer.weight.t()
 
     def row_norms(self, layer: LinearLayer, gain_K: Tensor) -> Tensor:
-        """Return the Euclidean norm of each row of `W · gain`, float32 `[F]`."""
         norms_F: Tensor = torch.linalg.vector_norm(layer.weight * gain_K.float(), dim=1)
         return norms_F

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tok_core.parallel import Slice
 from tok_core.quantization.weight_target import WeightTarget
 from tok_kernels import Backend
+
+if TYPE_CHECKING:
+    from tok_core.parallel import Slice
 
 MakeParameter = Callable[..., nn.Parameter]
 """Makes an uninitialised parameter of a shape; the keyword `dtype` replaces the model's dtype."""
@@ -73,3 +75,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def fused_weight(self, layer: LinearLayer) -> Tensor:
         """Return Wᵀ `[K, F]` for torch's GEMMs fused with collectives, in the dtype of activations."""
+
+    def row_norms(self, layer: LinearLayer, gain_K: Tensor) -> Tensor | None:
+        """Return the Euclidean norm of each row of `W · gain`, float32 `[F]`, which bounds the layer's results.
+
+        None: the format keeps its results within the range of the activations' dtype by itself.
+        """
+        return None

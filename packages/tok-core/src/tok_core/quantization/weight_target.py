@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from tok_core.parallel import Slice
+if TYPE_CHECKING:
+    from tok_core.parallel import Slice
 
 
 class StoredTensor(Protocol):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report
-from tok_core.replicas.replica_set import Health, ReplicaSet
+from tok_core.replicas.replica_set import Health, MakeReplica, ReplicaEvents, ReplicaSet
 from tok_core.replicas.router import Router, RoutingRequest
 
 __all__ = [
     "Death",
     "Health",
+    "MakeReplica",
     "ProcessReplica",
     "Replica",
+    "ReplicaEvents",
     "ReplicaSet",
     "Report",
     "Router",

@@ -60,7 +60,7 @@ class PrefixAffinity:
         while len(self._replicas) > self._most:
             self._replicas.popitem(last=False)
 
-    def forget(self, replica: int) -> None:
+    def remove_replica(self, replica: int) -> None:
         """Remove the replica from all prefixes, since it has lost its cache."""
         kept = ((key, bits & ~(1 << replica)) for key, bits in self._replicas.items())
         self._replicas = OrderedDict((key, bits) for key, bits in kept if bits)

@@ -59,18 +59,18 @@ class RayActors:
             return
         bundles = side_by_side(self._group)
         own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
-        for place, (index, node) in zip(each, bundles, strict=True):
-            role = "worker" if place.workers == 1 else f"worker {place.number}"
+        for coordinates, (index, node) in zip(each, bundles, strict=True):
+            role = "worker" if coordinates.workers == 1 else f"worker {coordinates.number}"
             self.nodes[role] = node
-            self.members[role] = self._actor(RayWorker, index, own).remote(place)
+            self.members[role] = self._actor(RayWorker, index, own).remote(coordinates)
         self.members["manager"] = self._actor(RayManager, bundles[0][0], {"num_cpus": 0}).remote()
         self._locate()
 
     def run(self, replica: int, reports: str) -> None:
         """Make all actors serve, with reports sent to the address `reports`."""
         each = list(all_coordinates(self._config.pp, self._config.tp))
-        for role, place in zip(self.members, [*each, None], strict=True):
-            launch = self.launch(role, place, replica, reports)
+        for role, coordinates in zip(self.members, [*each, None], strict=True):
+            launch = self.launch(role, coordinates, replica, reports)
             self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role
 
     @property
@@ -109,7 +109,7 @@ class RayActors:
         try:  # removing the group ends the remaining actors, too
             remove_placement(self._group)
         except Exception:
-            log.exception("a replica's room cannot be given back")
+            log.exception("a replica's placement group cannot be removed")
 
     def _actor(self, kind: type, bundle: int, resources: dict[str, int]) -> Any:
         assert self._group is not None
@@ -129,7 +129,7 @@ class RayActors:
             if waiting and time.monotonic() > deadline:
                 raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
 
-    def launch(self, role: str, place: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
+    def launch(self, role: str, coordinates: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
         """Return the launch parameters of one actor. Needs the `location` of all."""
         workers, manager = [self.location[worker] for worker in self.nodes], self.location["manager"]
         visible = self.visible(role)
@@ -139,12 +139,12 @@ class RayActors:
             json_log=is_json(),
             config=self._config,
             replica=replica,
-            place=place,
+            coordinates=coordinates,
             requests=manager.inboxes[0],
             reports=reports,
             steps=[worker.inboxes[0] for worker in workers],
             outputs=manager.inboxes[1],
-            workers_on_host=1 if place is None else self._most_on(self.nodes[role]),
+            workers_on_host=1 if coordinates is None else self._most_on(self.nodes[role]),
             rendezvous=workers[0].meeting or "",
             device=visible.index(self.location[role].gpus[0]) if visible else None,
         )

@@ -85,12 +85,12 @@ class _Member(ABC):
 class RayWorker(_Member):
     """Actor of one worker of a replica."""
 
-    def __init__(self, place: RankCoordinates) -> None:
+    def __init__(self, coordinates: RankCoordinates) -> None:
         super().__init__()
-        self._place = place
+        self._coordinates = coordinates
         self._steps: Receiver[StepInput] = Receiver(self.context, self.inbox(), StepInput)
         self._listener = None
-        if place.number == 0 and place.workers > 1:
+        if coordinates.number == 0 and coordinates.workers > 1:
             self._listener = socket.create_server((self.host, 0))
 
     def location(self) -> ActorLocation:
@@ -109,7 +109,7 @@ class RayWorker(_Member):
         interface = _interface(self.host)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else Gloo may choose one that others cannot reach
-        run_worker(self.context, launch, self._place, self._steps)
+        run_worker(self.context, launch, self._coordinates, self._steps)
 
 
 class RayManager(_Member):

@@ -107,7 +107,7 @@ class RayReplica:
         while (left := until - time.monotonic()) > 0:
             message = reports.wait(left)
             if isinstance(message, Beat):
-                liveness.hear(message)
+                liveness.record_beat(message)
             elif message is not None:
                 if isinstance(message, EngineInfo):
                     liveness.serve()

@@ -140,7 +140,7 @@ class ProcessReplica:
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
         self._index = index
-        self._places = list(all_coordinates(config.pp, config.tp))
+        self._coordinates = list(all_coordinates(config.pp, config.tp))
         self._report = report
         self._death = death
         self._directory = ScratchDirectory("sockets")
@@ -159,8 +159,8 @@ class ProcessReplica:
         with self._lock:
             if self._ending:
                 return
-            for place in self._places:
-                self._spawn("worker" if place.workers == 1 else f"worker {place.number}", place)
+            for coordinates in self._coordinates:
+                self._spawn("worker" if coordinates.workers == 1 else f"worker {coordinates.number}", coordinates)
             self._spawn("manager", None)
             self._liveness = Liveness(self.children, self._config)
             self._reader.start()
@@ -181,28 +181,28 @@ class ProcessReplica:
     def _address(self, name: str) -> str:
         return f"ipc://{self._directory.name}/{name}"
 
-    def _spawn(self, role: str, place: RankCoordinates | None) -> None:
+    def _spawn(self, role: str, coordinates: RankCoordinates | None) -> None:
         # -c with the parent's import path, not -m, so that the child finds the package wherever the parent loaded it.
         code = f"import sys; sys.path[:] = {sys.path!r}; {self.program}"
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
         keep_lifeline(child.stdin)
-        write_launch(child.stdin, self._launch(role, place))
+        write_launch(child.stdin, self._launch(role, coordinates))
 
-    def _launch(self, role: str, place: RankCoordinates | None) -> ProcessLaunch:
+    def _launch(self, role: str, coordinates: RankCoordinates | None) -> ProcessLaunch:
         return ProcessLaunch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),
             json_log=is_json(),
             config=self._config,
             replica=self._index,
-            place=place,
+            coordinates=coordinates,
             requests=self._address("requests"),
             reports=self._address("reports"),
-            steps=[self._address(f"steps-{one.number}") for one in self._places],
+            steps=[self._address(f"steps-{one.number}") for one in self._coordinates],
             outputs=self._address("outputs"),
-            workers_on_host=self._config.dp * len(self._places),
+            workers_on_host=self._config.dp * len(self._coordinates),
             rendezvous=f"{self._directory.name}/rendezvous",
         )
 
@@ -211,7 +211,7 @@ class ProcessReplica:
             while self._read_on:
                 message = self._reports.wait(0.1)
                 if message is not None:
-                    self._hear(message)
+                    self._receive(message)
                 if self._look():
                     return
         except BaseException:  # reports would go unread: kill the processes, so that `_watch` reports the death
@@ -219,9 +219,9 @@ class ProcessReplica:
             for child in self.children.values():
                 child.kill()
 
-    def _hear(self, message: FromProcess) -> None:
+    def _receive(self, message: FromProcess) -> None:
         if isinstance(message, Beat):
-            self._liveness.hear(message)
+            self._liveness.record_beat(message)
             return
         if isinstance(message, EngineInfo):
             self._liveness.serve()

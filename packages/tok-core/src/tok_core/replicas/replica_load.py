@@ -101,7 +101,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._tokens, self._ends = FIRST_GUESS, 1.0
 
-    def learn(self, tokens: int, *, ended: bool) -> None:
+    def observe(self, tokens: int, *, ended: bool) -> None:
         """Count an output of `tokens` tokens that `ended` on its own, or else was cut off by its limit."""
         self._tokens = self._tokens * FADE + tokens
         self._ends = max(self._ends * FADE + ended, MIN_END_RATE)

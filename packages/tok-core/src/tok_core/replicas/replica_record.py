@@ -80,7 +80,7 @@ class ReplicaRecord:
         self._end(again)
         return again
 
-    def hear(self, silence: Silence) -> None:
+    def record_silence(self, silence: Silence) -> None:
         """Note that processes of the replica have fallen silent, or send heartbeats again."""
         if silence.detail and self.state == "ready":
             self.state = "unresponsive"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, assert_never
+from typing import Literal, Protocol, assert_never
 
 import msgspec
 import numpy as np
@@ -40,14 +40,34 @@ class Health(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaHealth, ...] = ()
 
 
+MakeReplica = Callable[[EngineConfig, int, Report, Death], Replica]
+"""Constructor of a replica from the configuration, its number, and what to call with its reports and at its death."""
+
+
+class ReplicaEvents(Protocol):
+    """Receiver of what happens to replicas. Its methods are called on the replicas' threads."""
+
+    def reported(self, replica: int, progress: Progress) -> None:
+        """Take a report of the replica with this number."""
+        ...
+
+    def lost(self, replica: int, reason: str) -> None:
+        """Take note that the replica has died, and why; it has not been restarted yet."""
+        ...
+
+    def settled(self) -> None:
+        """Take note that a replica has begun to serve, or will not be restarted."""
+        ...
+
+
 class ReplicaSet:
     """Thread-safe supervisor of an engine's replicas.
 
-    changed  the engine's lock, notified of every change of a state
-    report   called with the number of a replica and its report, on a thread of the replica
-    lost     called with the number of a replica and the reason after its death, before it is restarted
-    settled  called when a replica has begun to serve, or will not be restarted
+    changed       the engine's lock, notified of every change of a state
+    make_replica  None: threads, processes or Ray actors, as the configuration says
     """
+
+    _events: ReplicaEvents
 
     def __init__(
         self,
@@ -55,17 +75,12 @@ class ReplicaSet:
         *,
         in_process: bool,
         changed: threading.Condition,
-        report: Callable[[int, Progress], None],
-        lost: Callable[[int, str], None],
-        settled: Callable[[], None],
+        make_replica: MakeReplica | None = None,
     ) -> None:
         self._config = config
         self._model_id = config.model
-        self._kind = _kind(config, in_process=in_process)
+        self._make_replica = make_replica or _make_replica(config, in_process=in_process)
         self._changed = changed
-        self._report = report
-        self._lost = lost
-        self._settled = settled
         self._closed = False
         self._outbox: dict[Replica, list[ToManager]] = {}
         self.started = False  # whether all replicas have been ready at once
@@ -74,16 +89,16 @@ class ReplicaSet:
             ReplicaRecord(number, config.max_restarts, config.restart_window) for number in range(config.dp)
         ]
 
-    def start(self, config: EngineConfig, model_id: str) -> None:
+    def start(self, config: EngineConfig, model_id: str, events: ReplicaEvents) -> None:
         """Begin to start all replicas. `config`: the engine's, with the model's directory; `model_id`: its name.
 
-        Raises InvalidField or EngineError if Ray cannot place the replicas.
+        `events` is told from now on. Raises InvalidField or EngineError if Ray cannot place the replicas.
         """
         if config.ray is not None:
             from tok_core.replicas.ray_cluster import join_cluster
 
             join_cluster(config)
-        self._config, self._model_id = config, model_id
+        self._config, self._model_id, self._events = config, model_id, events
         for record in self.records:
             self._begin(record)
 
@@ -127,11 +142,11 @@ class ReplicaSet:
                 self._changed.notify_all()
         if ours:
             try:
-                self._lost(number, f"the replica was restarted: {record.detail}")
+                self._events.lost(number, f"the replica was restarted: {record.detail}")
             finally:
                 while self._begin_again(record):
                     pass
-                self._settled()
+                self._events.settled()
         self._await_record(record)
 
     def _await_record(self, record: ReplicaRecord) -> None:
@@ -233,7 +248,7 @@ class ReplicaSet:
                 failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
         number = next((record.number for record in self.records if record.replica is replica), None)
         if failed and number is not None:  # in a thread, since requests' locks must be taken before the lock held here
-            threading.Thread(target=self._report, args=(number, failures(failed)), daemon=True).start()
+            threading.Thread(target=self._events.reported, args=(number, failures(failed)), daemon=True).start()
 
     def stats(self) -> dict[str, float]:
         """Return `Stats` summed over replicas and their lives, and `restarts`, `replicas` and `replicas_ready`."""
@@ -256,30 +271,30 @@ class ReplicaSet:
             if self._closed:
                 return
             record.failure = None
-            record.replica = self._kind(
-                self._config, record.number, partial(self._hear, record), partial(self._die, record)
+            record.replica = self._make_replica(
+                self._config, record.number, partial(self._receive, record), partial(self._die, record)
             )
             record.replica.start()
 
-    def _hear(self, record: ReplicaRecord, message: ToEngine) -> None:
+    def _receive(self, record: ReplicaRecord, message: ToEngine) -> None:
         match message:
             case Progress():
                 with self._changed:
                     record.count(message.stats)
-                self._report(record.number, message)
+                self._events.reported(record.number, message)
             case EngineInfo():
                 with self._changed:
                     record.be_ready(message)
                     self._note_ready()
-                self._settled()
+                self._events.settled()
             case Silence():
                 with self._changed:
-                    record.hear(message)
+                    record.record_silence(message)
                     self._changed.notify_all()
                 if message.detail:
                     log.warning("replica %d: %s", record.number, message.detail)
                 else:
-                    self._settled()
+                    self._events.settled()
             case Failed():
                 # Keep the first failure: other processes may fail because of it before they are ended.
                 record.failure = record.failure or from_wire(message.kind, message.arguments)
@@ -305,11 +320,11 @@ class ReplicaSet:
         if started:
             log.error("replica %d ended: %s", record.number, reason)
         try:
-            self._lost(record.number, detail)
+            self._events.lost(record.number, detail)
         finally:
             while again:
                 again = self._begin_again(record)
-            self._settled()
+            self._events.settled()
 
     def _begin_again(self, record: ReplicaRecord) -> bool:
         """Restart the replica after a pause; return True if that failed and has to be tried again."""
@@ -328,7 +343,7 @@ class ReplicaSet:
         return again
 
 
-def _kind(config: EngineConfig, *, in_process: bool) -> Callable[[EngineConfig, int, Report, Death], Replica]:
+def _make_replica(config: EngineConfig, *, in_process: bool) -> MakeReplica:
     """Return the constructor of replicas: of threads, of processes, or of Ray actors."""
     if config.ray is None:
         return ThreadReplica if in_process else ProcessReplica

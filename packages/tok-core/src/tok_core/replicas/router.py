@@ -52,7 +52,7 @@ class Router:
         """Return the routing properties of a request."""
         return RoutingRequest(rid, tokens, params, room, self.affinity.prefixes(tokens, salt) if self.several else ())
 
-    def place(self, asked: RoutingRequest, samples: range, ready: Sequence[int], *, split: bool) -> list[Assignment]:
+    def assign(self, asked: RoutingRequest, samples: range, ready: Sequence[int], *, split: bool) -> list[Assignment]:
         """Assign samples to one of the replicas `ready`, or to several if `split` and the load justifies it."""
         if not self.several:
             return [Assignment(ready[0], samples)]
@@ -80,16 +80,16 @@ class Router:
             if not params.ignore_eos:
                 for end in ends.values():
                     if end.tokens:  # else no token was requested, or none could be sampled: not a length to learn from
-                        self.lengths.learn(end.tokens, ended=end.reason == "stop")
+                        self.lengths.observe(end.tokens, ended=end.reason == "stop")
 
     def remove(self, replica: int, rid: int) -> None:
         """Remove the request from the replica's load."""
         if self.several:
             self.loads[replica].remove(rid)
 
-    def forget(self, replica: int) -> None:
+    def remove_replica(self, replica: int) -> None:
         """Forget the replica's cached prefixes, after its death."""
-        self.affinity.forget(replica)
+        self.affinity.remove_replica(replica)
 
     def _expected(self, asked: RoutingRequest) -> int:
         params, room = asked.params, asked.room

@@ -8,17 +8,24 @@ from tok_core.config import EngineConfig
 from tok_core.mesh import RankCoordinates, all_coordinates
 
 
-def trace_file(file: Path, place: RankCoordinates) -> Path:
+def trace_file(file: Path, coordinates: RankCoordinates) -> Path:
     """Return `file` for the worker that returns tokens, else a file beside it named for the worker's coordinates.
 
     >>> [str(trace_file(Path("a/steps.json"), place)) for place in all_coordinates(1, 2)]
     ['a/steps.json', 'a/steps.stage0.rank1.json']
     """
-    return file if place.returns else file.with_name(f"{file.stem}.stage{place.stage}.rank{place.rank}{file.suffix}")
+    return (
+        file
+        if coordinates.returns
+        else file.with_name(f"{file.stem}.stage{coordinates.stage}.rank{coordinates.rank}{file.suffix}")
+    )
 
 
 def trace_files(config: EngineConfig) -> dict[RankCoordinates, Path]:
     """Return the trace file of each worker, in order of their numbers; empty if `config` asks for no trace."""
     if config.trace is None:
         return {}
-    return {place: trace_file(Path(config.trace), place) for place in all_coordinates(config.pp, config.tp)}
+    return {
+        coordinates: trace_file(Path(config.trace), coordinates)
+        for coordinates in all_coordinates(config.pp, config.tp)
+    }

@@ -1,12 +1,11 @@
-"""Run the real manager or engine over simulated workers, to measure what each costs without a model."""
+"""Run the real manager over simulated workers and pipelines, to measure what it costs without a model."""
 
 from __future__ import annotations
 
-from tok_core.simulation.engine import SimulatedEngine
-from tok_core.simulation.manager import LengthSampler, Simulation
+from tok_core.simulation.manager import LengthSampler, SimulatedWorker, Simulation
 
 __all__ = [
     "LengthSampler",
-    "SimulatedEngine",
+    "SimulatedWorker",
     "Simulation",
 ]

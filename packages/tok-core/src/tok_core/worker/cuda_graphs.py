@@ -78,13 +78,13 @@ class DecodeGraphs:
     """CUDA graphs of one model, by size and variant; empty until `capture`."""
 
     def __init__(
-        self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging, place: RankCoordinates
+        self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging, coordinates: RankCoordinates
     ) -> None:
         self._model = model
         self._backend = backend
         self._state = state
         self._staging = staging
-        self._place = place
+        self._coordinates = coordinates
         self._inflow: Tensor | None = None  # shared by all graphs, since no two of them run at a time
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
@@ -102,10 +102,10 @@ class DecodeGraphs:
         return graph if groups <= graph.groups else None
 
     @torch.inference_mode()
-    def capture(self, sizes: Iterable[int]) -> None:
+    def capture(self, graph_sizes: Iterable[int]) -> None:
         """Capture graphs of these sizes, largest first, so that smaller ones reuse the memory of larger ones."""
-        recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(sizes)[::-1]
-        if not self._place.first:
+        recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(graph_sizes)[::-1]
+        if not self._coordinates.first:
             self._inflow = self._make_inflow(largest_first)
         for size in largest_first:
             differs = size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS
@@ -122,21 +122,21 @@ class DecodeGraphs:
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
         stage_input = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
         hidden = self._forward(put, stage_input, q_start, max_kv)  # compiles kernels and initialises libraries
-        sampled_tokens = self._sample(put, hidden) if self._place.last else NO_SAMPLED_TOKENS
+        sampled_tokens = self._sample(put, hidden) if self._coordinates.last else NO_SAMPLED_TOKENS
         torch.cuda.synchronize(self._state.device)
         with recorder.recording() as forward:
             hidden = self._forward(put, stage_input, q_start, max_kv)
         sample_graph = None
-        if self._place.last:
+        if self._coordinates.last:
             with recorder.recording() as sample_graph:
                 sampled_tokens = self._sample(put, hidden)
         return DecodeGraph(
             size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
         )
 
-    def _make_inflow(self, sizes: Iterable[int]) -> Tensor:
+    def _make_inflow(self, graph_sizes: Iterable[int]) -> Tensor:
         """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
-        rows = max(self._model.stream_rows(size) for size in sizes)
+        rows = max(self._model.stream_rows(size) for size in graph_sizes)
         return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
 
     def _forward(self, put: dict[str, Tensor], stage_input: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
@@ -187,23 +187,23 @@ class _Recorder:
                 graph.capture_end()
 
 
-def sizes(most: int) -> list[int]:
-    """Return the numbers of rows to capture: 1, 2, 4, then multiples of 8, eight per doubling, and `most` itself.
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows to capture: 1, 2, 4, then multiples of 8, eight per doubling, and `max_rows` itself.
 
     >>> sizes(200)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 200]
     """
-    found = [size for size in (1, 2, 4) if size < most]
+    found = [size for size in (1, 2, 4) if size < max_rows]
     size = 8
-    while size < most:
+    while size < max_rows:
         found.append(size)
         size += max(8, (1 << (size.bit_length() - 1)) // 8)
-    return [*found, most]
+    return [*found, max_rows]
 
 
-def total_graph_rows(most: int) -> int:
-    """Return the total rows of all graphs up to `most`: each graph keeps its hidden states and sampled tokens."""
-    return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in sizes(most))
+def total_graph_rows(max_rows: int) -> int:
+    """Return the total rows of all graphs up to `max_rows`: each graph keeps its hidden states and sampled tokens."""
+    return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in graph_sizes(max_rows))
 
 
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:

@@ -102,7 +102,7 @@ class Runner:
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
         self.outbox = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.mirror = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
-        self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.place)
+        self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.coordinates)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
 
@@ -118,27 +118,27 @@ class Runner:
         if self._tracer is not None:
             self._tracer.before(step.step)
         time_began = time.perf_counter()
-        place, late = self.pipeline.place, self.pipeline.late(step)
+        coordinates, pending_tokens = self.pipeline.coordinates, self.pipeline.pending_tokens(step)
         graph = self.graphs.find(step)
         arrays = step_tensors.arrays(step) if graph is None else graph.arrays(step)
-        asked = sampling_arrays(step) | prompt_values.arrays(step) if place.last else {}
-        put = self.staging.put({**arrays, **changes(step), **asked, **_late_slots(late)})
-        if late:
-            self._take_over(late, put)
+        asked = sampling_arrays(step) | prompt_values.arrays(step) if coordinates.last else {}
+        put = self.staging.put({**arrays, **changes(step), **asked, **_pending_slots(pending_tokens)})
+        if pending_tokens:
+            self._take_over(pending_tokens, put)
         began = TimingEvent(
             self.state.device
         )  # here, because an idle device would count the host's time before as its own
         self.state.apply(step, put)
         stream = None
-        if not place.first:
+        if not coordinates.first:
             stream = self._receive(step, graph)
             began = TimingEvent(self.state.device)  # excludes the wait for the stage before
         hidden = self._compute(step, put, graph, stream)
         found = None
-        if place.last:
+        if coordinates.last:
             sampling_hidden = hidden if step.prompts is None else hidden[put["logit_row"].long()]
             sampled_tokens, top = self._sample(step, put, graph, sampling_hidden)
-            self.pipeline.share(sampled_tokens[0, : len(step.sample_slot)])
+            self.pipeline.send_tokens(sampled_tokens[0, : len(step.sample_slot)])
             if step.prompts is not None:
                 found = prompt_values.find(self.model, put, step.prompts, hidden)
         else:
@@ -147,18 +147,22 @@ class Runner:
             self.pipeline.expect(step)
         return self._send(step, time_began, began, sampled_tokens, top, found)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset to the state before the first step: no slot has a sequence."""
-        self.pipeline.forget()
+        self.pipeline.reset()
         self.state.reset()
         if self.mirror is not None:
             self.mirror.reset()
 
-    def _take_over(self, late: list[PendingTokens], put: dict[str, Tensor]) -> None:
+    def _take_over(self, pending_tokens: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Wait for the sampled tokens of earlier steps, and record them in their slots."""
-        for sampled_tokens in late:
+        for sampled_tokens in pending_tokens:
             sampled_tokens.work.wait()
-        token = late[0].token if len(late) == 1 else torch.cat([sampled_tokens.token for sampled_tokens in late])
+        token = (
+            pending_tokens[0].token
+            if len(pending_tokens) == 1
+            else torch.cat([sampled_tokens.token for sampled_tokens in pending_tokens])
+        )
         unasked = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
         self.backend.record_sampled_tokens(put["late_slot"], token.long(), unasked, self.state.columns)
 
@@ -210,7 +214,7 @@ class Runner:
         top: tuple[Tensor, Tensor],
         found: prompt_values.PromptOutputs | None,
     ) -> Launched:
-        sampled_count = len(step.sample_slot) if self.pipeline.place.last else 0
+        sampled_count = len(step.sample_slot) if self.pipeline.coordinates.last else 0
         host = self.outbox.send(sampled_tokens)
         if sampled_count and step.top_logprobs:
             top_token, top_logprob = (_page_locked(x) for x in top)
@@ -234,8 +238,12 @@ class Runner:
 NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32))
 
 
-def _late_slots(late: list[PendingTokens]) -> dict[str, np.ndarray]:
-    return {"late_slot": np.concatenate([sampled_tokens.slot for sampled_tokens in late])} if late else {}
+def _pending_slots(pending_tokens: list[PendingTokens]) -> dict[str, np.ndarray]:
+    return (
+        {"late_slot": np.concatenate([sampled_tokens.slot for sampled_tokens in pending_tokens])}
+        if pending_tokens
+        else {}
+    )
 
 
 def _page_locked(x: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ class Tracer:
         self._profile = profile(activities=[activity], acc_events=True)
 
     @classmethod
-    def of(cls, config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
-        """Return the tracer of the first replica's worker at `place`; None if it is not to trace.
+    def of(cls, config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
+        """Return the tracer of the first replica's worker at `coordinates`; None if it is not to trace.
 
         All workers receive every step, so that they trace the same ones. Raises InvalidField, as the class does.
         """
-        file = trace_files(config).get(place)
+        file = trace_files(config).get(coordinates)
         return None if file is None else cls(file, config.trace_from, config.trace_steps, device)
 
     def before(self, step: int) -> None:

@@ -28,9 +28,9 @@ class EmbedRequest(OpenRequest):
         self.pooling = pooling
         self._vector: Float32 | None = None
 
-    def learn(self, news: Scores | Embedded) -> None:
-        if isinstance(news, Embedded):
-            self._vector = news.vector
+    def add_prompt_output(self, output: Scores | Embedded) -> None:
+        if isinstance(output, Embedded):
+            self._vector = output.vector
 
     def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         for _ in ends:

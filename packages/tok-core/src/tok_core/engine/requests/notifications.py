@@ -14,14 +14,14 @@ log = logging.getLogger("tok_core")
 
 def notify(requests: Sequence[OpenRequest]) -> None:
     """Call each sink once with its requests. An exception in one sink is logged and does not affect others."""
-    news: dict[Sink, list[OpenRequest]] = {}
+    by_sink: dict[Sink, list[OpenRequest]] = {}
     for request in requests:
-        news.setdefault(request.sink, []).append(request)
-    for sink, about in news.items():
+        by_sink.setdefault(request.sink, []).append(request)
+    for sink, owned in by_sink.items():
         try:
-            sink(about)
+            sink(owned)
         except Exception:
-            log.exception("the callback of %d requests failed, %s one of them", len(about), about[0].request_id)
+            log.exception("the callback of %d requests failed, %s one of them", len(owned), owned[0].request_id)
 
 
 def reported_error(error: Exception) -> TokError:

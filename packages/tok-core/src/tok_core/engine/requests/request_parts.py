@@ -52,8 +52,8 @@ def of_requests(progress: Progress) -> Progress:
     """Return a manager's report with the numbers of parts replaced by those of their requests."""
     for end in progress.finished:
         end.rid &= OWN
-    for news in progress.news():
-        news.rid &= OWN
+    for output in progress.prompt_outputs():
+        output.rid &= OWN
     failed = [(rid & OWN, reason) for rid, reason in progress.failed]
     refused = [(rid & OWN, allowed) for rid, allowed in progress.refused]
     cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= OWN]  # only the count of part 0

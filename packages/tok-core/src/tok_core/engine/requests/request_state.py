@@ -43,7 +43,7 @@ class OpenRequest(ABC):
     lock        held while the request changes
     error       set if the engine cannot go on with the request
     each_token  receive each token, not only the ends of samples
-    told        whether the owner has been notified and has not called `take` since: further reports notify it only if
+    notified    whether the owner has been notified and has not called `take` since: further reports notify it only if
                 the request has ended
     flooded     whether more tokens wait to be taken than allowed; each further report notifies the owner then
     pooling     how to pool the prompt's embedding, for embedding requests
@@ -67,11 +67,11 @@ class OpenRequest(ABC):
         self.output_tokens = 0  # tokens reported so far
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
-        self.told = False
+        self.notified = False
         self.flooded = False
         self.lock = threading.RLock()
         self._left = params.n
-        self._news: list[Delta] = []
+        self._deltas: list[Delta] = []
         wanted = params.prompt_logprobs
         self._prompt_logprobs = None if wanted is None else PromptLogprobs(prompt, wanted)
 
@@ -85,19 +85,19 @@ class OpenRequest(ABC):
         Sets `error` if tokens cannot be detokenised. The owner then has to abort the request.
         """
         with self.lock:
-            self.told = self.flooded = False
-            news, self._news = self._news, []
-            return news
+            self.notified = self.flooded = False
+            deltas, self._deltas = self._deltas, []
+            return deltas
 
     def begin(self, now: float) -> None:
         """Note the arrival of a first token."""
         if self.timings.first_token is None:
             self.timings.first_token = now
 
-    def learn(self, news: Scores | Embedded) -> None:
+    def add_prompt_output(self, output: Scores | Embedded) -> None:
         """Store a report's prompt log-probabilities or embedding. Called before `advance` with the same report."""
-        if self._prompt_logprobs is not None and isinstance(news, Scores):
-            self._prompt_logprobs.take(news)
+        if self._prompt_logprobs is not None and isinstance(output, Scores):
+            self._prompt_logprobs.take(output)
 
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """Return the prompt's log-probabilities, if requested and complete: no later than the first token."""

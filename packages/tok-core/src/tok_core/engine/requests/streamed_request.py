@@ -117,7 +117,7 @@ class StreamedRequest(OpenRequest):
 
     def _note_changes(self) -> None:
         for index in self._changed:
-            self._news.append(self._delta(index, self._samples[index]))
+            self._deltas.append(self._delta(index, self._samples[index]))
         self._changed.clear()
 
     def _delta(self, index: int, sample: _Sample) -> Delta:

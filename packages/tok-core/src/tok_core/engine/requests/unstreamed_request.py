@@ -96,7 +96,7 @@ class UnstreamedRequest(OpenRequest):
         logprobs = None if self._logprobs is None else self._logprobs[index]
         self._done[index] = Completion(index, ids, text, logprobs, reason, stop)
         self.output_tokens += len(ids)
-        self._news.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
+        self._deltas.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end()
 
     def _completions(self) -> list[Completion]:

@@ -88,7 +88,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill the worker and release its resources."""
-        self._processes.forget(self)
+        self._processes.remove(self)
         self.stop()
         self._socket.close()
         self._mark.close()
@@ -192,7 +192,7 @@ class WorkerProcesses:
                 with suppress(OSError):
                     self._orders.send(b"%d" % number)
 
-    def forget(self, worker: WorkerProcess) -> None:
+    def remove(self, worker: WorkerProcess) -> None:
         """Stop watching the worker's socket."""
         self._poll.unregister(worker.fileno())
 

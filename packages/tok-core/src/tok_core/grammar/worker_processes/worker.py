@@ -79,7 +79,7 @@ class _Meter:
         allowed = self._task.sequence_seconds + count * self._task.mean_seconds
         return self._task.too_slow if total > allowed else ""
 
-    def forget(self, sequence: int) -> None:
+    def drop(self, sequence: int) -> None:
         """See `MatcherMeter`."""
         for kept in (self._seconds, self._tokens, self._bytes):
             kept.pop(sequence, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tok_core.manager.admission.admitter import Admitter
-from tok_core.manager.admission.fair_shares import FairShares
+from tok_core.manager.admission.fair_shares import FairShares, StartTurn
 from tok_core.manager.admission.length_model import LengthModel
 from tok_core.manager.admission.policies import make_admission
 from tok_core.manager.admission.policy import AdmissionPolicy
@@ -11,9 +10,9 @@ from tok_core.manager.admission.sequence_starter import SequenceStarter
 
 __all__ = [
     "AdmissionPolicy",
-    "Admitter",
     "FairShares",
     "LengthModel",
     "SequenceStarter",
+    "StartTurn",
     "make_admission",
 ]

@@ -70,6 +70,10 @@ class FairShares:
         self.accounts.open(request)
         request.arrived = self._clock()
 
+    def lowest_running(self) -> int | None:
+        """Return the lowest class of which a sample runs; None if none runs."""
+        return self.accounts.lowest_running()
+
     def turns(self, most: int, classes: Iterable[int]) -> Iterator[StartTurn]:
         """Yield which samples of these classes start next, in order, at most `most` of them.
 
@@ -181,8 +185,8 @@ class _Ledger:
             found.setdefault(one, []).append((slot, tokens))
         return found
 
-    def vacate(self, holders: dict[int, list[tuple[int, int]]], least: int, pending: Pending) -> bool:
-        """Choose victims until one more sample can start; each holder keeps at least `least` slots.
+    def vacate(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
+        """Choose victims until one more sample can start; each holder keeps at least `min_slots` slots.
 
         Return whether the sample can start. The first victim is always allowed. Further ones are as long as the tokens
         lost by all of them are within the allowance, or within the tokens of `pending` if these are more.
@@ -191,7 +195,7 @@ class _Ledger:
         pages = -(-len(pending.tokens) // size) + 1
         while self.free < 1 or self._pages < pages:
             held = max(holders.values(), key=len, default=[])
-            if len(held) <= least:
+            if len(held) <= min_slots:
                 return False
             slot, tokens = held[-1]
             if self.victims and self.lost + tokens > max(self._allowance, len(pending.tokens)):

@@ -48,12 +48,12 @@ class Demand(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples whose remaining lengths are to be predicted: int64 [n] each. `least`: minimum of tokens at the end."""
+    """Samples whose remaining lengths are to be predicted: int64 [n] each. `min_length`: tokens at the end."""
 
     length: Int64
     prompt: Int64
     limit: Int64
-    least: Int64
+    min_length: Int64
     length_stats_row: Int64
     shared: Int64
 
@@ -71,11 +71,11 @@ class ForecastAdmission:
         self.stagger = StaggeredAdmission()
         self.watermark = PageWatermark()
 
-    def account(self, computed: int, twice: int) -> None:
+    def account(self, computed: int, recomputed: int) -> None:
         """Update the watermark with the tokens computed so far, and those of them that were computed twice."""
         running = self.table.length[self.table.in_state(State.DECODE)]
         each = float(running.mean()) if len(running) else 1.0
-        self.watermark.observe(computed, twice, each, guessed=self._guesses(len(running)))
+        self.watermark.observe(computed, recomputed, each, guessed=self._guesses(len(running)))
 
     def _guesses(self, running: int) -> bool:
         return self.lengths.finished <= running + min(running, MAX_LEARNING_SAMPLES)
@@ -166,14 +166,14 @@ class ForecastAdmission:
         """Return the running samples, and the forks of prefilling leaders that are still to come."""
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
-        columns = table.prompt_len, table.limit, table.least
-        prompt, limit, least = (column[slots].astype(np.int64) for column in columns)
+        columns = table.prompt_len, table.limit, table.min_length
+        prompt, limit, min_length = (column[slots].astype(np.int64) for column in columns)
         length_stats_row = table.length_stats_row[slots]
         if reserved:
             each, shared = self._with_forks(slots, reserved, length, shared)
             length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
-            least, length_stats_row = np.repeat(least, each), np.repeat(length_stats_row, each)
-        return Samples(length, prompt, limit, least, length_stats_row, shared)
+            min_length, length_stats_row = np.repeat(min_length, each), np.repeat(length_stats_row, each)
+        return Samples(length, prompt, limit, min_length, length_stats_row, shared)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """Return the predicted demand of the samples, each counted `times` times.
@@ -186,9 +186,9 @@ class ForecastAdmission:
         return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
-        length, prompt, limit, least, length_stats_row, _ = samples
+        length, prompt, limit, min_length, length_stats_row, _ = samples
         remaining = self.lengths.remaining(length - prompt, limit - prompt, length_stats_row, shares)
-        surely: Int64 = np.maximum(remaining, least - length)
+        surely: Int64 = np.maximum(remaining, min_length - length)
         return surely
 
     def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
@@ -238,7 +238,7 @@ class ForecastAdmission:
         seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
         self.lengths.follow(seen, generated, most)
         table.followed[slots] = generated
-        self.lengths.prompt_stats.run(table.length_stats_row[slots], self.lengths.hazard(generated, most))
+        self.lengths.run(generated, most, table.length_stats_row[slots])
 
     def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
         """Return the samples whose turn it is, and their turns.
@@ -269,7 +269,7 @@ class ForecastAdmission:
 def _known(pending: Pending) -> tuple[int, int, int, int, int]:
     """Return what is known of its samples, in the order of the first columns of `Samples`."""
     request = pending.request
-    return len(pending.tokens), len(request.prompt), request.limit, request.least, request.length_stats_row
+    return len(pending.tokens), len(request.prompt), request.limit, request.min_length, request.length_stats_row
 
 
 def _shares(first: int, count: int) -> Float64:

@@ -46,6 +46,18 @@ class LengthModel:
         self._guess = 1 - ((SCALE + self._knots[:-1]) / (SCALE + self._knots[1:])) ** SHAPE
         self._curves: dict[int, Float64] = {}
 
+    def acquire(self, samples: int) -> int:
+        """Return the row of `prompt_stats` for a request of so many samples, to be released when it ends."""
+        return self.prompt_stats.acquire(samples)
+
+    def release(self, length_stats_row: int) -> None:
+        """Release the row of a request whose samples have all ended or were cancelled."""
+        self.prompt_stats.release(length_stats_row)
+
+    def run(self, generated: Int64, limit: Int64, length_stats_row: Int64) -> None:
+        """Replace the running samples by these, which have `generated` tokens of at most `limit`; int64 [n] each."""
+        self.prompt_stats.run(length_stats_row, self.hazard(generated, limit))
+
     def observe(
         self,
         seen: Int64,

@@ -29,16 +29,16 @@ class PageWatermark:
     def __init__(self) -> None:
         self.sequences = INITIAL_SEQUENCES
         self._computed = 0
-        self._twice = 0
+        self._recomputed = 0
 
-    def observe(self, computed: int, twice: int, each: float, *, guessed: bool) -> None:
+    def observe(self, computed: int, recomputed: int, each: float, *, guessed: bool) -> None:
         """Adapt the watermark to the tokens computed so far, and those of them that were computed twice.
 
         `each`: tokens that a sequence has. `guessed`: too few lengths are known. Recomputed tokens are then the price
         of the guess and not of chance, so the watermark stays as it is.
         """
-        cost = (twice - self._twice) - RECOMPUTED_SHARE * (computed - self._computed)
-        self._computed, self._twice = computed, twice
+        cost = (recomputed - self._recomputed) - RECOMPUTED_SHARE * (computed - self._computed)
+        self._computed, self._recomputed = computed, recomputed
         if not guessed:
             self.sequences = min(
                 max(self.sequences + SEQUENCES_STEP * cost / max(each, 1.0), MIN_SEQUENCES), MAX_SEQUENCES

@@ -42,7 +42,7 @@ class AdmissionPolicy(Protocol):
         """
         ...
 
-    def account(self, computed: int, twice: int) -> None:
+    def account(self, computed: int, recomputed: int) -> None:
         """Learn from the tokens computed so far, and from those of them that preemption had computed twice."""
         ...
 

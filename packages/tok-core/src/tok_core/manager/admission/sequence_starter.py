@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
+from tok_core.manager.admission.length_model import LengthModel
 from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
 from tok_core.manager.sequences import Pending, Request, SequenceTable
@@ -27,24 +27,24 @@ class SequenceStarter:
     already: a fork copies the last page and no more.
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, prompt_stats: PromptLengthStats) -> None:
+    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, lengths: LengthModel) -> None:
         self.table = table
         self.paging = paging
         self.stops = stops
-        self.prompt_stats = prompt_stats
+        self.lengths = lengths
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
         self.pending_forks: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
         self.newly_cached: list[tuple[int, int]] = []  # to report: request, prompt tokens found in the cache
         self.cached_tokens = 0
-        self.computed_twice = 0  # tokens of preempted samples that were no longer cached
+        self.recomputed_tokens = 0  # tokens of preempted samples that were no longer cached
 
     def lead(self, pending: Pending, allowed: int) -> tuple[int, int]:
         """Assign a slot to the first of the samples; return it, and how many others, at most `allowed − 1`, follow."""
         samples, request = pending.samples, pending.request
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
-            request.length_stats_row = self.prompt_stats.acquire(request.params.n)
+            request.length_stats_row = self.lengths.acquire(request.params.n)
         sample = samples.popleft()
         slot = self.table.claim_one(request, sample, pending.tokens)
         if pending.fresh:
@@ -55,8 +55,13 @@ class SequenceStarter:
         if sample in request.displaced:
             request.displaced.discard(sample)
         elif sample in request.preempted:
-            self.computed_twice += len(pending.tokens) - int(self.table.length[slot])
+            self.recomputed_tokens += len(pending.tokens) - int(self.table.length[slot])
         return slot, self.follow(pending, allowed - 1) if samples else 0
+
+    def take_newly_cached(self) -> list[tuple[int, int]]:
+        """Return the requests started since the last call, each with its prompt tokens found in the cache."""
+        cached, self.newly_cached = self.newly_cached, []
+        return cached
 
     def adopt(self, slot: int) -> None:
         """Let the slot share the cached pages of its tokens, unless it has to compute all of them."""

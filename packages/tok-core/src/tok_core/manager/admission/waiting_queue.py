@@ -40,13 +40,13 @@ class CallerQueue:
         """Return the caller's account."""
         return (self._fresh or self._back)[0].request.account
 
-    def samples(self, most: int) -> int:
-        """Return how many samples wait, or `most` if that is less."""
+    def samples(self, max_samples: int) -> int:
+        """Return how many samples wait, or `max_samples` if that is less."""
         found = 0
         for pending in self:
             found += len(pending.samples)
-            if found >= most:
-                return most
+            if found >= max_samples:
+                return max_samples
         return found
 
     def append(self, pending: Pending) -> None:

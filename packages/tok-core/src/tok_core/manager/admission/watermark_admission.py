@@ -28,7 +28,7 @@ class WatermarkAdmission:
         self._paging = paging
         self._retained_prompts = retained_prompts
 
-    def account(self, computed: int, twice: int) -> None:
+    def account(self, computed: int, recomputed: int) -> None:
         """Learn nothing."""
 
     def refresh(self) -> None:

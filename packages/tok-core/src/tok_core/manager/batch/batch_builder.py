@@ -29,11 +29,14 @@ class Changes(NamedTuple):
 
 
 class BatchBuilder:
-    """Contents of a step that is being scheduled."""
+    """Contents of the step with number `step`, which is being scheduled."""
 
-    def __init__(self, table: SequenceTable, eos_ids: tuple[int, ...], guides: GrammarManager, faults: Faults) -> None:
+    def __init__(
+        self, table: SequenceTable, eos_ids: tuple[int, ...], grammars: GrammarManager, faults: Faults, step: int
+    ) -> None:
+        self.step = step
         self.table = table
-        self.grammars = guides
+        self.grammars = grammars
         self.faults = faults
         self.eos_ids = eos_ids
         self.fresh: list[int] = []  # slots whose present owner the worker does not know
@@ -82,18 +85,18 @@ class BatchBuilder:
         self.fresh += slots
         self.fresh_length += [length] * len(slots)
 
-    def build(self, step: int, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+    def build(self, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """Return the StepInput; the table's lengths must already be those after the step.
 
         A request that cannot be written is at fault. Its rows stay in the step, with parameters that cannot fail, since
         the request ends before their tokens are back. An exception that no single request raises is passed on.
         """
         try:
-            return self._written(step, sampled_upto, decode, groups, changes)
+            return self._written(sampled_upto, decode, groups, changes)
         except Exception:
             if not self._set_faulty_aside(decode):
                 raise
-        return self._written(step, sampled_upto, decode, groups, changes)
+        return self._written(sampled_upto, decode, groups, changes)
 
     def _set_faulty_aside(self, decode: Int64) -> bool:
         """Write each request alone to find those that raise, and reset their parameters; return whether any does."""
@@ -126,7 +129,7 @@ class BatchBuilder:
             table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid]
         )
 
-    def _written(self, step: int, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
+    def _written(self, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         table, rows, decode_slot = self.table, len(decode), decode.astype(np.int32)
         sample_slot, sample_row = decode_slot, np.arange(rows, dtype=np.int32)
         chunk_slot, start, count = array(self.chunks).reshape(-1, 3).T
@@ -139,7 +142,7 @@ class BatchBuilder:
         masks = self.grammars.masks(sample_slot[guided])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
-            step=step,
+            step=self.step,
             sampled_upto=sampled_upto,
             new=self._new_slots(self.fresh, self.fresh_length) if self.fresh else None,
             page_slot=changes.page_slot,

@@ -11,15 +11,15 @@ MIN_STEP_TOKENS = 256  # tokens of a step: with fewer, reading the weights takes
 
 
 class TokenBudget:
-    """Largest number of tokens in a step, between MIN_STEP_TOKENS and `most`.
+    """Largest number of tokens in a step, between MIN_STEP_TOKENS and `max_tokens`.
 
     It grows while prompts wait for it and shrinks otherwise, with each step by 1 / (2 · `microbatches`) of itself. With
-    one microbatch it is `most`.
+    one microbatch it is `max_tokens`.
     """
 
-    def __init__(self, most: int, microbatches: int) -> None:
-        self._most = most
-        self._bound = float(most)
+    def __init__(self, max_tokens: int, microbatches: int) -> None:
+        self._max_tokens = max_tokens
+        self._bound = float(max_tokens)
         self._change = 0.5 / microbatches if microbatches > 1 else 0.0
 
     @property
@@ -30,4 +30,4 @@ class TokenBudget:
     def observe(self, *, exhausted: bool) -> None:
         """Adapt to a step. `exhausted`: prompts would have filled more than it was allowed."""
         self._bound *= 1 + self._change if exhausted else 1 - self._change
-        self._bound = min(max(self._bound, MIN_STEP_TOKENS), self._most)
+        self._bound = min(max(self._bound, MIN_STEP_TOKENS), self._max_tokens)

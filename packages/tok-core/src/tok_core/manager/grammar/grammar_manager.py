@@ -162,7 +162,7 @@ class GrammarManager:
         """Return the masks of the tokens that may come next. All tokens so far of these sequences must be known."""
         if not len(slots):
             return NO_MASKS
-        masks = [self._of(slot).mask for slot in slots.tolist()]
+        masks = [self._matcher_of(slot).mask for slot in slots.tolist()]
         found = {id(mask): mask for mask in masks}
         number = {one: i for i, one in enumerate(found)}
         return StepMasks(
@@ -197,7 +197,7 @@ class GrammarManager:
         matcher.slot = slot
         if matcher.given:
             stuck = matcher.given.pop() != token
-            self._give(matcher)
+            self._set_mask(matcher)
             self._advanced.append((matcher, [], stuck))
             return
         grammar_state = matcher.grammar_state
@@ -209,7 +209,7 @@ class GrammarManager:
         grammar_state.waiting.add(matcher.number)
         self._touched[grammar_state.grammar] = grammar_state
 
-    def _of(self, slot: int) -> MatcherState:
+    def _matcher_of(self, slot: int) -> MatcherState:
         return self._table.matchers.get(slot) or self._begin(slot)
 
     def _begin(self, slot: int) -> MatcherState:
@@ -229,7 +229,7 @@ class GrammarManager:
         table.matchers[slot] = matcher
         return matcher
 
-    def _give(self, matcher: MatcherState) -> None:
+    def _set_mask(self, matcher: MatcherState) -> None:
         """Set the mask: the next forced token alone, if one is left, else the mask after the forced tokens."""
         assert self._masks is not None
         matcher.mask = self._masks.single(matcher.given[-1]) if matcher.given else matcher.free
@@ -314,7 +314,7 @@ class GrammarManager:
         try:
             messages = worker.receive()
         except WorkerLost as lost:
-            self._lose(grammar_state, lost.sequence)
+            self._handle_loss(grammar_state, lost.sequence)
             return
         for message in messages:
             grammar_state.since = now
@@ -324,7 +324,7 @@ class GrammarManager:
                 self._take(grammar_state, message)
         late = now - grammar_state.since > PATIENCE and (grammar_state.waiting or not grammar_state.ready)
         if late and grammar_state.worker is not None:
-            self._lose(grammar_state, worker.at)
+            self._handle_loss(grammar_state, worker.at)
 
     def _handle_verdict(self, grammar_state: GrammarState, verdict: Verdict) -> None:
         """Process the verdict on a grammar: compiled, refused or failed."""
@@ -336,7 +336,7 @@ class GrammarManager:
             return
         begin = np.frombuffer(verdict.begin, np.int16)
         if len(begin) != self._vocab_size:
-            raise ValueError(f"the worker tells of {len(begin)} tokens; the vocabulary has {self._vocab_size}")
+            raise ValueError(f"the worker sent a mask of {len(begin)} tokens; the vocabulary has {self._vocab_size}")
         masks = self._masks or MaskCache(begin)
         grammar_state.first, grammar_state.ready = masks.of(np.frombuffer(verdict.first, np.int32)), True
         self._masks = masks
@@ -355,7 +355,7 @@ class GrammarManager:
     def _take(self, grammar_state: GrammarState, answer: MatcherReply) -> None:
         """Process a worker's reply about the sequences it has followed."""
         if self._masks is None or not grammar_state.ready:
-            raise ValueError("the worker answers before it has said whether the grammar can be followed")
+            raise ValueError("the worker replied about sequences before its verdict on the grammar")
         grammar_state.losses = 0
         for number, words in enumerate(answer.masks, answer.first):
             grammar_state.known[number] = self._masks.of(np.frombuffer(words, np.int32))
@@ -370,16 +370,16 @@ class GrammarManager:
             if one.sequence not in grammar_state.waiting:
                 continue
             try:
-                self._go_on(grammar_state, matcher, one)
+                self._apply_reply(grammar_state, matcher, one)
             except Exception as error:
                 self._refuse(grammar_state, FollowResult(one.sequence, failed=_reason(error)))
 
-    def _go_on(self, grammar_state: GrammarState, matcher: MatcherState, one: FollowResult) -> None:
+    def _apply_reply(self, grammar_state: GrammarState, matcher: MatcherState, one: FollowResult) -> None:
         """Apply the reply about one sequence. If it is invalid, raises before anything has changed."""
         if one.run or one.given:
             tokens = one.run + one.given
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-                raise ValueError(f"the worker tells of tokens that the vocabulary of {self._vocab_size} does not have")
+                raise ValueError(f"the worker sent tokens beyond the vocabulary of {self._vocab_size}")
         free = grammar_state.known[one.mask] if one.mask >= 0 else None
         grammar_state.waiting.discard(one.sequence)
         matcher.tokens += one.run
@@ -387,7 +387,7 @@ class GrammarManager:
         matcher.given = one.given
         if free is not None:
             matcher.free = free
-            self._give(matcher)
+            self._set_mask(matcher)
         self._advanced.append((matcher, one.run, one.stuck))
 
     def _refuse(self, grammar_state: GrammarState, one: FollowResult) -> None:
@@ -400,7 +400,7 @@ class GrammarManager:
         matchers = [self._table.matchers.get(slot) for slot in request.slots.values()]
         return any(one is not None and one.number == number for one in (*matchers, *request.parked_matchers.values()))
 
-    def _lose(self, grammar_state: GrammarState, sequence: int) -> None:
+    def _handle_loss(self, grammar_state: GrammarState, sequence: int) -> None:
         """Handle a worker that has ended while it was at `sequence`; start another for the remaining sequences."""
         self._close(grammar_state)
         grammar_state.ready = False

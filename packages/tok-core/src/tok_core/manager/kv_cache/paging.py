@@ -44,6 +44,11 @@ class Paging:
         return self.tree.pages - self.tree.evictable
 
     @property
+    def cached(self) -> int:
+        """Return the number of pages that are only cached and can be evicted."""
+        return self.tree.evictable
+
+    @property
     def available(self) -> int:
         """Return the number of pages that are free or can be evicted."""
         return self.allocator.free + self.tree.evictable

@@ -280,20 +280,20 @@ class PrefixTree:
         """
         freed, (used, number) = EMPTY, self._queue[0]
         leaves.skip()
-        if used == leaves.used + leaves.gone:
+        if used == leaves.used + leaves.removed:
             if count >= leaves.pages.shape[1]:
                 freed = leaves.leave(count // leaves.pages.shape[1])
                 self.pages -= len(freed)
                 self.evictable -= len(freed)
             else:
-                self._child(leaves.parent, leaves.keys[leaves.gone])  # only nodes can be trimmed
+                self._child(leaves.parent, leaves.keys[leaves.removed])  # only nodes can be trimmed
             leaves.skip()
-        if leaves.gone == len(leaves.keys):
+        if leaves.removed == len(leaves.keys):
             heappop(self._queue)
             del self._leaves[number]
             self._queue_if_evictable(leaves.parent)
         else:
-            heapreplace(self._queue, (leaves.used + leaves.gone, number))
+            heapreplace(self._queue, (leaves.used + leaves.removed, number))
         return freed
 
     def _split(self, lower: Node, count: int) -> Node:
@@ -373,7 +373,7 @@ class PrefixTree:
             return EMPTY
         child.check(node, key, self.page_size)
         assert self._leaves[-child.used] is child
-        assert any(number == -child.used and used <= child.used + child.gone for used, number in self._queue)
+        assert any(number == -child.used and used <= child.used + child.removed for used, number in self._queue)
         return child.row(key).pages
 
     def _check_node(self, node: Node) -> None:

@@ -78,10 +78,10 @@ class LeafBatch:
     tokens  int32 [n, k · page_size]
     pages   int32 [n, k]
     used    logical time of the last use of the first leaf; that of each further one is later by 1
-    gone    number of leading leaves that no longer belong to the batch
+    removed  number of leading leaves that no longer belong to the batch
     """
 
-    __slots__ = ("gone", "keys", "pages", "parent", "tokens", "used")
+    __slots__ = ("keys", "pages", "parent", "removed", "tokens", "used")
 
     def __init__(self, parent: Node, keys: Sequence[bytes], tokens: Int32, pages: Int32, used: int) -> None:
         self.parent = parent
@@ -89,7 +89,7 @@ class LeafBatch:
         self.tokens = tokens
         self.pages = pages
         self.used = used
-        self.gone = 0
+        self.removed = 0
         parent.children.update(dict.fromkeys(keys, self))
 
     def row(self, key: bytes) -> Leaf:
@@ -102,25 +102,25 @@ class LeafBatch:
 
         Return their pages, the last page of each leaf first.
         """
-        children, first = self.parent.children, self.gone
+        children, first = self.parent.children, self.removed
         for key in islice(self.keys, first, first + count):
             if children.get(key) is not self:
                 break
             del children[key]
-            self.gone += 1
-        return self.pages[first : self.gone, ::-1].reshape(-1)
+            self.removed += 1
+        return self.pages[first : self.removed, ::-1].reshape(-1)
 
     def skip(self) -> None:
         """Skip the next leaves that no longer belong to the batch."""
         children = self.parent.children
-        while self.gone < len(self.keys) and children.get(self.keys[self.gone]) is not self:
-            self.gone += 1
+        while self.removed < len(self.keys) and children.get(self.keys[self.removed]) is not self:
+            self.removed += 1
 
     def check(self, parent: Node, key: bytes, page_size: int) -> None:
         """Assert the invariants of the leaf that `parent` finds by `key`."""
         leaf = self.row(key)
         assert self.parent is parent
-        assert self.used + self.gone <= leaf.used <= parent.used
+        assert self.used + self.removed <= leaf.used <= parent.used
         first_page = leaf.tokens[:page_size].tobytes()
         assert key.endswith(first_page) if parent.parent is None else key == first_page
         assert len(leaf.tokens) == len(leaf.pages) * page_size > 0

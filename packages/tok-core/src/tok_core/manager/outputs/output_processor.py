@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.admission import LengthModel
+from tok_core.manager.faults import Faults
+from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
-from tok_core.manager.scheduler import Scheduler
+from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets, TokenRows
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
@@ -40,12 +42,22 @@ class _Endings(NamedTuple):
 class OutputProcessor:
     """Processor of StepOutputs, in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
 
-    def __init__(self, table: SequenceTable, scheduler: Scheduler, stops: StopSets, lengths: LengthModel) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        reclaimer: Reclaimer,
+        stops: StopSets,
+        lengths: LengthModel,
+        grammars: GrammarManager,
+        faults: Faults,
+    ) -> None:
         self.table = table
-        self.scheduler = scheduler
+        self.reclaimer = reclaimer
         self.stops = stops
         self.lengths = lengths
-        self.prompts = PromptOutputProcessor(table, scheduler.faults)
+        self.grammars = grammars
+        self.faults = faults
+        self.prompts = PromptOutputProcessor(table, faults)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self.broken: list[int] = []  # requests whose logits were not finite, until the manager has failed them
         self.output_tokens = 0
@@ -86,15 +98,20 @@ class OutputProcessor:
         self._requeue(slots[~guided])
         followed = guided & (self.table.epoch[slots] == epoch)
         if followed.any():
-            self.scheduler.grammars.follow(slots[followed], token[followed])
+            self.grammars.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
+
+    def take_broken(self) -> list[int]:
+        """Return the requests whose logits were not finite since the last call; the manager fails them."""
+        broken, self.broken = self.broken, []
+        return broken
 
     def skip(self) -> list[Reported]:
         """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
 
         Call this after each `take`, and whenever grammars may have been followed: these sequences can go on then.
         """
-        advance = self.scheduler.grammars.advance()
+        advance = self.grammars.advance()
         if advance is None:
             return []
         slots, runs, stuck = advance
@@ -112,7 +129,7 @@ class OutputProcessor:
         left = self.table.epoch[slots] == epoch
         if (stuck & left).any():
             reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
-        self.scheduler.resume_held(slots[left & ~stuck])
+        self._resume_held(slots[left & ~stuck])
         self._requeue(slots[left & ~stuck])
         return reported
 
@@ -184,7 +201,7 @@ class OutputProcessor:
             try:
                 found.append(self._endings(slots[own], token[own]))
             except Exception as error:
-                self.scheduler.faults.add(rid, error)
+                self.faults.add(rid, error)
         if not found:
             return _Endings(NOBODY, np.zeros(0, np.bool_), [])
         ended, of_own, _ = zip(*found, strict=True)
@@ -260,17 +277,25 @@ class OutputProcessor:
             if request.left == 0:
                 assert request.stop_set is not None
                 self.stops.release(request.stop_set)
-                self.lengths.prompt_stats.release(request.length_stats_row)
+                self.lengths.release(request.length_stats_row)
                 self.requests_finished += 1
-                self.scheduler.close(request)
-        self.scheduler.release(slots)
+                self.reclaimer.close(request)
+        self.reclaimer.release(slots)
+
+    def _resume_held(self, slots: Int64) -> None:
+        """Let held sequences sample again; they prefill first if more than their last token is not in the cache."""
+        table = self.table
+        table.held[slots] = False
+        behind = slots[(table.state[slots] == State.DECODE) & (table.known[slots] > table.length[slots] + 1)]
+        table.target[behind] = table.known[behind]
+        table.state[behind] = State.PREFILL
 
     def _requeue(self, slots: Int64) -> None:
         """Requeue preempted sequences whose last scheduled token is back."""
         table = self.table
         back = slots[table.state[slots] == State.PREEMPTED]
         for slot in back[table.known[back] > table.length[back]].tolist():
-            self.scheduler.requeue(slot)
+            self.reclaimer.requeue(slot)
 
 
 NOBODY: Int64 = np.empty(0, np.int64)

@@ -64,7 +64,7 @@ def _favour_end_ids(model: CausalLM, probability: float, temperature: float) -> 
     lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=model.dtype).item()
     rest = config.vocab_size - len(ends)
     gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
-    vocabulary = model.share.vocabulary
+    vocabulary = model.shard_plan.vocabulary
     own = [token - vocabulary.start for token in ends if vocabulary.start <= token < vocabulary.stop]
     embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
     if embedding is not None:

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tok_core.quantization import DenseMethod, WeightTarget
+from tok_core.quantization import WeightTarget
 
 if TYPE_CHECKING:
     from tok_core.models.decoder import CausalLM, DecoderLayer
     from tok_core.models.layers import Linear
-
-_DENSE = DenseMethod()
 
 LIMIT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
 
@@ -51,7 +49,8 @@ def _most(gain_N: Tensor, linear: Linear) -> Tensor:
     bias.
     """
     root = math.sqrt(len(gain_N))
-    most_F = _DENSE.row_norms(linear, gain_N) * root
+    norms_F = linear.method.row_norms(linear, gain_N)
+    most_F = torch.zeros(1, device=gain_N.device) if norms_F is None else norms_F * root
     if linear.bias is not None:
-        most_F += linear.bias.float().abs()
+        most_F = most_F + linear.bias.float().abs()
     return torch.maximum(most_F.max(), gain_N.float().abs().max() * root)

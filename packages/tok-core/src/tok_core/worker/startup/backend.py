@@ -11,8 +11,10 @@ from tok_core.model_config import ModelConfig
 from tok_kernels import AttentionShape, Backend, choose
 
 
-def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, index: int | None = None) -> torch.device:
-    """Return the requested device of the worker at `place`; `auto` is a GPU if there is one.
+def choose_device(
+    config: EngineConfig, replica: int, coordinates: RankCoordinates, index: int | None = None
+) -> torch.device:
+    """Return the requested device of the worker at `coordinates`; `auto` is a GPU if there is one.
 
     `index`: the GPU assigned to the worker; None: derived from replica and place.
 
@@ -25,11 +27,11 @@ def choose_device(config: EngineConfig, replica: int, place: RankCoordinates, in
         return torch.device("cpu")
     if index is not None:
         return torch.device("cuda", index)
-    if found < config.dp * place.workers:
+    if found < config.dp * coordinates.workers:
         field = next(name for name in ("tp", "pp", "dp") if getattr(config, name) > 1)
-        product = f"{config.dp} × {place.stages} × {place.ranks}"
+        product = f"{config.dp} × {coordinates.stages} × {coordinates.ranks}"
         raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({product})")
-    return torch.device("cuda", replica * place.workers + place.number)
+    return torch.device("cuda", replica * coordinates.workers + coordinates.number)
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:

@@ -35,7 +35,7 @@ def warn_of_cache_error(
         return
     tokens = rng.integers(0, model.config.vocab_size, count).astype(np.int32)
     exact, found = (_score(model, backend, pipeline, dtype, page_size, tokens) for dtype in (model.dtype, cache_dtype))
-    if exact is None or found is None or pipeline.place.rank:
+    if exact is None or found is None or pipeline.coordinates.rank:
         return
     error = np.abs(found.logprob - exact.logprob)
     log.warning(
@@ -71,7 +71,7 @@ def _score(
     )
     runner = Runner(model, backend, state, pipeline=pipeline)
     values = run_dummy_step(runner, step).prompts
-    runner.forget()
+    runner.reset()
     return values
 
 

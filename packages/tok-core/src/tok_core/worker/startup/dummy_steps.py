@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run_dummy_step(runner: Runner, step: StepInput) -> StepOutput:
     """Run a dummy step on empty slots, after resetting the runner."""
-    runner.forget()
+    runner.reset()
     return runner.launch(step).output()
 
 

@@ -27,24 +27,24 @@ def warm_up_gemms(model: CausalLM, most_tokens: int, most_rows: int) -> None:
 
     All workers of a replica call this at the same point. Does nothing without pipeline parallelism.
     """
-    if model.share.place.stages == 1:
+    if model.shard_plan.coordinates.stages == 1:
         return
     layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
-    unlike = {layer.self_attn.qkv_proj.input_dtype: layer for layer in layers}  # layers differ in nothing else
+    by_dtype = {layer.self_attn.qkv_proj.input_dtype: layer for layer in layers}  # layers differ in nothing else
     device, size = model.cos_sin_LD.device, model.config.hidden_size
-    for tokens in numbers(most_tokens, LAYER):
-        shared = None if model.tensor is None else choose_layout(model.tensor, tokens)
-        for layer in unlike.values():
-            layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), shared)
-    for rows in numbers(most_rows, HEAD) if model.share.place.last else ():
+    for tokens in row_counts(most_tokens, LAYER):
+        layout = None if model.tensor is None else choose_layout(model.tensor, tokens)
+        for layer in by_dtype.values():
+            layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), layout)
+    for rows in row_counts(most_rows, HEAD) if model.shard_plan.coordinates.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
 
 
-def numbers(most: int, step: int) -> list[int]:
-    """Return row counts: all up to EACH, then multiples of `step` and one odd number in each ODD, and `most`.
+def row_counts(max_rows: int, step: int) -> list[int]:
+    """Return row counts: all up to EACH, then multiples of `step` and one odd number in each ODD, and `max_rows`.
 
     >>> numbers(1200, 64)[1022:]
     [1023, 1024, 1057, 1088, 1121, 1152, 1185, 1200]
     """
-    further = {*range(EACH + step, most, step), *range(EACH + ODD // 2 + 1, most, ODD)}
-    return [*range(1, min(most, EACH + 1)), *sorted(further), most]
+    further = {*range(EACH + step, max_rows, step), *range(EACH + ODD // 2 + 1, max_rows, ODD)}
+    return [*range(1, min(max_rows, EACH + 1)), *sorted(further), max_rows]

@@ -142,10 +142,10 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     )
     if model.num_heads % model.num_kv_heads:
         raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
-    share = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
-    local, cache_dtype = share.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
+    shard_plan = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
+    local, cache_dtype = shard_plan.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
-    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, share.vocabulary.count)
+    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, shard_plan.vocabulary.count)
 
 
 def _name(device: torch.device) -> str:

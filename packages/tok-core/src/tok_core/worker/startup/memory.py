@@ -10,7 +10,7 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
-from tok_core.worker.cuda_graphs import sizes, total_graph_rows
+from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
@@ -59,7 +59,7 @@ def measured_len(max_positions: int, slots: int, tokens: int) -> int:
 def _kept_bytes(runner: Runner, rows: int) -> int:
     """Return the bytes of the graphs' outputs (hidden state, token, log-probability of each row) and of their input."""
     state = runner.model.config.hidden_size * runner.model.dtype.itemsize
-    return total_graph_rows(rows) * (state + 8) + (0 if runner.pipeline.place.first else rows * state)
+    return total_graph_rows(rows) * (state + 8) + (0 if runner.pipeline.coordinates.first else rows * state)
 
 
 def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
@@ -100,7 +100,7 @@ def graph_rows(runner: Runner) -> int:
     """
     step = dummy_step(decode=1)
     launch = min(run_dummy_step(runner, step).launch_seconds for _ in range(5))
-    found = sizes(runner.state.slots)
+    found = graph_sizes(runner.state.slots)
     low, high = 0, len(found) - 1
     while low < high:
         middle = (low + high + 1) // 2

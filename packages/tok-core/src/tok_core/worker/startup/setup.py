@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ from tok_core.errors import EngineError, InvalidField
 from tok_core.mesh import RankCoordinates, Rendezvous, all_coordinates
 from tok_core.messages import EngineInfo
 from tok_core.model_config import ModelConfig, read_config, short_prompt
-from tok_core.model_files import sampling_defaults
+from tok_core.model_files import Fields
 from tok_core.models import CausalLM, as_stored, build, dummy, load
-from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, calibrate, join
+from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
 from tok_core.runtime import HEARTBEAT
+from tok_core.sampling_params import SamplingParams
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.backend import (
     attention_shape,
@@ -28,7 +30,7 @@ from tok_core.worker.startup.backend import (
 )
 from tok_core.worker.startup.cache_error import warn_of_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
-from tok_core.worker.startup.startup_timer import StartupTimer
+from tok_core.worker.startup.tp_calibration import calibrate
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_kernels import Backend, DynamicScaling
@@ -39,12 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("tok_core")
 
 A_DAY = 86_400.0  # seconds
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
 def set_up(
     config: EngineConfig,
     replica: int = 0,
-    place: RankCoordinates | None = None,
+    coordinates: RankCoordinates | None = None,
     rendezvous: Path | Rendezvous | None = None,
     gpu: int | None = None,
     workers_on_host: int | None = None,
@@ -52,20 +55,20 @@ def set_up(
     """Return a worker's runner, and the sizes and settings it resolved, once all workers of `replica` are ready.
 
     config           `config.model` is a local directory
-    place            None: the replica has a single worker
+    coordinates      None: the replica has a single worker
     rendezvous       where the workers of `replica` meet
     gpu              see `choose_device`
     workers_on_host  workers that share this host's memory; None: all workers of all replicas
 
     Raises ModelError, InvalidField, or EngineError if the memory is too small.
     """
-    path, place = Path(config.model), place or next(all_coordinates(config.pp, config.tp))
+    path, coordinates = Path(config.model), coordinates or next(all_coordinates(config.pp, config.tp))
     clock = StartupTimer()
     model_config = _model_config(config, path)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
-    local = ShardPlan.of(model_config, place).local(model_config)
-    device = choose_device(config, replica, place, gpu)
-    peers = join(place, rendezvous, device)
+    local = ShardPlan.of(model_config, coordinates).local(model_config)
+    device = choose_device(config, replica, coordinates, gpu)
+    peers = join(coordinates, rendezvous, device)
     clock.done("device and peers")
     dtype = choose_dtype(config.dtype, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
@@ -82,8 +85,8 @@ def set_up(
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     with HEARTBEAT.coarse():
         calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
-    max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, place)
-    clock.done("forms of sharing a layer")
+    max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, coordinates)
+    clock.done("tensor-parallel layouts")
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
     if cache_dtype != dtype and replica == 0:
         warn_of_cache_error(model, backend, pipeline, cache_dtype, config.page_size, max_step_tokens)
@@ -96,12 +99,15 @@ def set_up(
         measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
         clock.done("the largest step, and how far graphs pay")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    per_token, workers_on_host = kv_bytes_per_token(local, cache_dtype), workers_on_host or config.dp * place.workers
+    per_token, workers_on_host = (
+        kv_bytes_per_token(local, cache_dtype),
+        workers_on_host or config.dp * coordinates.workers,
+    )
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
-    tracer = _tracer(config, place, device) if replica == 0 else None
+    tracer = _tracer(config, coordinates, device) if replica == 0 else None
     runner = Runner(model, backend, state, tracer, pipeline)
     clock.done("cache")
     if measured is not None:
@@ -152,7 +158,7 @@ def _load_model(
         None if peers.tensor is None else TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
     )
     try:
-        model = build(model_config, backend, peers.device, dtype, peers.place, tensor)
+        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor)
     except torch.OutOfMemoryError as error:
         raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
     if config.load_format == "dummy":
@@ -167,15 +173,15 @@ def _load_model(
     return model
 
 
-def _thresholds(model: CausalLM, place: RankCoordinates) -> tuple[int | None, int | None]:
+def _thresholds(model: CausalLM, coordinates: RankCoordinates) -> tuple[int | None, int | None]:
     """Return the token thresholds of the model's TensorParallel, None without one. Worker 0 logs them."""
     tensor = model.tensor
     if tensor is None:
         return None, None
-    if place.number == 0:
+    if coordinates.number == 0:
         overlap = "never" if tensor.min_overlap_tokens is None else f"from {tensor.min_overlap_tokens} tokens on"
         log.info(
-            "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap products with collectives %s",
+            "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap GEMMs with collectives %s",
             *(tensor.ranks, tensor.max_all_reduce_tokens, overlap),
         )
     return tensor.max_all_reduce_tokens, tensor.min_overlap_tokens
@@ -207,7 +213,7 @@ def _measure(
         return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs, words=words)
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"a step of {max_step_tokens} tokens and {max_running} draws does not fit beside the weights: lower "
+            f"a step of {max_step_tokens} tokens and {max_running} samples does not fit beside the weights: lower "
             f"max_step_tokens or max_running ({error})"
         ) from None
     finally:
@@ -226,12 +232,12 @@ def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: 
         ) from None
 
 
-def _tracer(config: EngineConfig, place: RankCoordinates, device: torch.device) -> Tracer | None:
+def _tracer(config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
     if config.trace is None:
         return None
     from tok_core.worker.trace import Tracer  # takes seconds, and few runs trace
 
-    return Tracer.of(config, place, device)
+    return Tracer.of(config, coordinates, device)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:
@@ -269,3 +275,36 @@ def _state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         tokens = num_pages * config.page_size
         raise EngineError(f"a KV cache of {tokens} tokens does not fit: lower kv_cache_tokens ({error})") from None
+
+
+def sampling_defaults(path: Path) -> dict[str, int | float]:
+    """Return the fields of SamplingParams that generation_config.json in directory `path` sets.
+
+    Raises ModelError, which names the file and the value, for a value that is not allowed. `do_sample` is ignored, as
+    in other servers: a temperature has an effect only when sampling.
+    """
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    fields = Fields.of_file(file)
+    found = {name: fields.values[name] for name in SAMPLING_DEFAULTS if name in fields}
+    try:
+        checked = SamplingParams(**found)  # type: ignore[arg-type]
+    except InvalidField as error:
+        allowed = f"{error.allowed}; --generation-config none leaves the file out"
+        raise fields.wrong(error.field, error.value, allowed) from None
+    return {name: getattr(checked, name) for name in found}
+
+
+class StartupTimer:
+    """Timer of consecutive parts of the startup, logged at level debug."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def done(self, part: str) -> None:
+        """Log the time since the last call, or since construction, as that of `part`."""
+        HEARTBEAT.turned()
+        now = time.monotonic()
+        log.debug("start: %s: %.1f s", part, now - self._began)
+        self._began = now

@@ -6,7 +6,7 @@ import torch
 from msgspec import structs
 
 from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
-from tok_core.worker.cuda_graphs import sizes
+from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import CHUNK
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
@@ -21,16 +21,16 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
     """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `kinds`."""
     state = runner.state
     if measured.graph_rows:
-        runner.graphs.capture(sizes(measured.graph_rows))
+        runner.graphs.capture(graph_sizes(measured.graph_rows))
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
     for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         run_dummy_step(runner, step)
-    runner.forget()
+    runner.reset()
     for length in (1, 2):  # the step after records the sampled tokens of another stage
         runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
-    runner.forget()
+    runner.reset()
     torch.cuda.synchronize(state.device)
 
 

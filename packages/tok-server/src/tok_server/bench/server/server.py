@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from tok_core.simulation import SimulatedEngine
 from tok_server.app import make_app
 from tok_server.bench.server.client import RequestTally
+from tok_server.bench.server.simulated_engine import SimulatedEngine
 from tok_server.flags import DEMO_MODEL, DEMO_NAME
-from tok_server.http import CONTEXT, listening, shorten_pauses
+from tok_server.http import CONTEXT, accept_connections, shorten_pauses
 from tok_server.serve import listen
 from tok_server.settings import Settings
 
@@ -101,7 +101,7 @@ async def run_server(names: list[str], clients: int, seconds: float, rate: float
     try:
         await runner.setup()
         listener = listen("127.0.0.1", 0)
-        async with listening(runner, runner.app[CONTEXT], listener, None):
+        async with accept_connections(runner, runner.app[CONTEXT], listener, None):
             port = int(listener.getsockname()[1])
             shorten_pauses()
             return [await _measure(name, engine, port, clients, seconds, rate) for name in names]

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
-import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
 from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
 from tok_core.processes import Receiver, Sender, child
-from tok_core.replicas import Death, ProcessReplica, Report
+from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report
 from tok_core.runtime import HEARTBEAT, TURN
-from tok_core.simulation.manager import SimulatedWorker
+from tok_core.simulation import SimulatedWorker
 from tok_core.text import Tokenizer
 
 if TYPE_CHECKING:
+    import zmq
     from numpy.typing import NDArray
 
 PAGE, MAX_MODEL_LEN = 16, 1024  # tokens
@@ -34,24 +34,31 @@ class SimulatedEngine(AsyncEngine):
     """
 
     def __init__(self, model: str, max_running: int, *, step_seconds: float = 0.0) -> None:
+        self._step_seconds = step_seconds
+        self._simulated: list[_SimulatedReplica] = []
         super().__init__(EngineConfig(model=model, device="cpu", max_running=max_running))
-        self._core._replica_set._kind = partial(_SimulatedReplica, step_seconds)
+
+    def _replica_maker(self) -> MakeReplica:
+        def make(config: EngineConfig, index: int, report: Report, death: Death) -> Replica:
+            replica = _SimulatedReplica(self._step_seconds, config, index, report, death)
+            self._simulated.append(replica)
+            return replica
+
+        return make
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of manager and worker until now."""
         found = 0.0
-        for life in self._core._replica_set.records:
-            assert isinstance(life.replica, _SimulatedReplica)
-            for process in life.replica.children.values():
-                times = psutil.Process(process.pid).cpu_times()
-                found += times.user + times.system
+        for process in self._simulated[-1].children.values():
+            times = psutil.Process(process.pid).cpu_times()
+            found += times.user + times.system
         return found
 
 
 class _SimulatedReplica(ProcessReplica):
     def __init__(self, step_seconds: float, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         super().__init__(config, index, report, death)
-        self.program = f"from tok_core.simulation.engine import main; sys.exit(main({step_seconds!r}))"
+        self.program = f"from tok_server.bench.server.simulated_engine import main; sys.exit(main({step_seconds!r}))"
 
 
 def main(step_seconds: float) -> int:

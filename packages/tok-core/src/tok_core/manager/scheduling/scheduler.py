@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from tok_core.config import AdmissionName
-from tok_core.manager.admission import Admitter, FairShares, LengthModel, SequenceStarter, make_admission
+from tok_core.manager.admission import FairShares, LengthModel, SequenceStarter, make_admission
 from tok_core.manager.batch import BatchBuilder, Changes, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.kv_cache import LeastWorkLost, Paging
 from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
+from tok_core.manager.scheduling.admitter import Admitter
+from tok_core.manager.scheduling.chunked_prefill import ChunkedPrefill
+from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.sequences import Pending, Request, SequenceTable, State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
@@ -40,6 +43,7 @@ class Scheduler:
         lengths: LengthModel,
         stops: StopSets,
         grammars: GrammarManager,
+        faults: Faults,
         *,
         groups: bool,
         admission: AdmissionName = "forecast",
@@ -50,23 +54,33 @@ class Scheduler:
         self.table = table
         self.paging = paging
         self.grammars = grammars
-        self.starter = SequenceStarter(table, paging, stops, lengths.prompt_stats)
+        self.starter = SequenceStarter(table, paging, stops, lengths)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
         self.pending_forks = self.starter.pending_forks
-        self.preemption = LeastWorkLost(paging)
-        self.fair_shares = FairShares(table, paging, self.waiting, self.preemption, clock)
+        self.faults = faults
+        preemption = LeastWorkLost(paging)
+        self.fair_shares = FairShares(table, paging, self.waiting, preemption, clock)
+        accounts = self.fair_shares.accounts
+        self.reclaimer = Reclaimer(table, paging, self.starter, accounts, grammars, preemption, self.faults)
+        self.prefill = ChunkedPrefill(table, paging, self.starter, self.reclaimer)
         self.admission = make_admission(admission, table, paging, lengths, self.retained_prompts)
         self.microbatches = Microbatches(table, stages)
-        self.admitter = Admitter(self)
+        self.admitter = Admitter(
+            table=table,
+            paging=paging,
+            starter=self.starter,
+            fair_shares=self.fair_shares,
+            admission=self.admission,
+            microbatches=self.microbatches,
+            reclaimer=self.reclaimer,
+            prefill=self.prefill,
+            faults=self.faults,
+        )
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
         self.groupings = (
             [Grouping(paging.tree, MostPagesSaved()) for _ in range(self.microbatches.count)] if groups else []
         )  # one per microbatch
-        self.faults = Faults()
-        self._ended: list[Int64] = []  # slots whose sequences have ended but that still hold pages
-        self.preemptions = 0
-        self._shortages = 0  # preemptions for lack of pages
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
@@ -79,6 +93,14 @@ class Scheduler:
         self.fair_shares.open(request)
         join = self.waiting.append if request.grammar_state is None else self.waiting.put_back
         join(Pending(request, deque(request.samples), request.prompt))
+
+    def withdraw(self, rids: set[int]) -> None:
+        """Remove the waiting samples of these requests from the queue."""
+        self.waiting.remove(rids)
+
+    def step_returned(self, step: int) -> None:
+        """Take note that the tokens of this step are back."""
+        self.microbatches.returned = step
 
     def next_step(self, *, depth: int = 1) -> StepInput | None:
         """Return the next step, or None if nothing can be computed now. Lengths and states advance at once.
@@ -102,18 +124,18 @@ class Scheduler:
         `first`: this is the first turn that this call of `next_step` tries. Samples are admitted in it alone.
         """
         self.microbatches.balance()
-        builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults)
-        shortages = self._shortages
+        builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults, self.steps + 1)
+        shortages = self.reclaimer.shortages
         if first and self.waiting:
-            self.preempt_for_slots(self.fair_shares.look(self.computed_tokens))
+            self.reclaimer.preempt_for_slots(self.fair_shares.look(self.computed_tokens))
         decode = self._grow_decoders()
         epoch = self.table.epoch[decode]
         budget = max(0, self.token_budget.tokens - len(decode))
-        prefilling = self._prefilling()
+        prefilling = self.prefill.slots()
         owners = self.table.epoch[prefilling]
         admitting = first and bool(self.waiting)
         if first:
-            self.settle()
+            self.reclaimer.settle()
             if admitting and self.table.free_slots:
                 self.admission.refresh()
         above = self.waiting.min_open_priority if admitting else None
@@ -129,15 +151,15 @@ class Scheduler:
                 above, budget = None, self.admitter.admit_above(builder, decode, budget, self.table.priority[slot])
             if self.table.state[slot] == State.PREFILL and self.table.epoch[slot] == owner:
                 try:
-                    room = budget + self._rows_behind(slot, decode, budget)
-                    budget -= self.prefill(builder, slot, room, preempting=True) if room > 0 else 0
+                    room = budget + self.prefill.rows_behind(slot, decode, budget)
+                    budget -= self.prefill.schedule(builder, slot, room, preempting=True) if room > 0 else 0
                 except Exception as error:
                     self.faults.add(int(self.table.rid[slot]), error)
                     budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
-        if above is not None and (lowest := self.fair_shares.accounts.lowest_running()) is not None and above < lowest:
+        if above is not None and (lowest := self.fair_shares.lowest_running()) is not None and above < lowest:
             budget = self.admitter.admit_above(builder, decode, budget, lowest)
-        if admitting and (shortages == self._shortages or self.fair_shares.due):
-            budget = self.admitter.admit(builder, decode, budget)
+        if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.due):
+            budget = self.admitter.admit(builder, decode, budget, self.computed_tokens)
         decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
         if (over := min(-budget, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
@@ -151,108 +173,11 @@ class Scheduler:
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
-        step = builder.build(self.steps, self.microbatches.step(self.steps, decode), decode, groups, changes)
+        step = builder.build(self.microbatches.step(self.steps, decode), decode, groups, changes)
         self.microbatches.record_sampled(self.steps, step.sample_slot)
         if len(step.mask_row):
             self.table.held[step.sample_slot[step.mask_row]] = True
         return step
-
-    def preempt(self, slot: int) -> None:
-        """Preempt a sequence for lack of pages. It is requeued at once, or when its last scheduled token is back."""
-        self._shortages += 1
-        request = self.table.requests[slot]
-        assert request is not None
-        request.preempted.add(int(self.table.sample[slot]))
-        self._vacate(slot)
-
-    def preempt_for_slots(self, slots: Iterable[int]) -> None:
-        """Preempt sequences whose slots other samples are to get."""
-        for slot in slots:
-            request = self.table.requests[slot]
-            assert request is not None
-            request.displaced.add(int(self.table.sample[slot]))
-            self._vacate(slot)
-
-    def _vacate(self, slot: int) -> None:
-        self.preemptions += 1
-        table = self.table
-        known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may append tokens
-        complete = table.state[slot] == State.PREFILL or known
-        self.paging.release_all_pages(np.array([slot]))
-        self.table.state[slot] = State.PREEMPTED
-        if complete:
-            self.requeue(slot)
-
-    def requeue(self, slot: int) -> None:
-        """Put a preempted sequence, all of whose tokens are known, back into the queue."""
-        rid = int(self.table.rid[slot])
-        try:
-            self.starter.requeue(slot)
-        except Exception as error:
-            self.faults.add(rid, error)
-
-    def release(self, slots: Int64) -> None:
-        """Mark sequences as ended, whether finished or cancelled. They hold slots and pages until `settle`.
-
-        Preempted sequences hold no pages; their slots are freed at once.
-        """
-        for slot in slots.tolist() if self.pending_forks else ():
-            request, forks = self.table.requests[slot], self.pending_forks.pop(slot, None)
-            if forks is not None and request is not None:
-                request.hold(-len(forks))
-        for slot in slots.tolist() if self.table.matchers else ():
-            if (matcher := self.table.matchers.pop(slot, None)) is not None:
-                self.grammars.end(matcher)
-        if not len(slots):
-            return
-        holding = self.table.state[slots] != State.PREEMPTED
-        self.table.free(slots[~holding])
-        self.table.end(slots[holding])
-        self._ended.append(slots[holding])
-
-    def settle(self) -> None:
-        """Free the slots and pages of ended sequences; full pages stay cached."""
-        if self._ended:
-            slots, self._ended = np.concatenate(self._ended), []
-            self.paging.release_all_pages(slots)
-            self.table.free(slots)
-
-    def resume_held(self, slots: Int64) -> None:
-        """Let held sequences sample again; they prefill first if more than their last token is not in the cache."""
-        table = self.table
-        table.held[slots] = False
-        behind = slots[(table.state[slots] == State.DECODE) & (table.known[slots] > table.length[slots] + 1)]
-        table.target[behind] = table.known[behind]
-        table.state[behind] = State.PREFILL
-
-    def close(self, request: Request) -> None:
-        """Remove the request, whose samples have all ended, from its caller's account."""
-        self.fair_shares.accounts.close(request)
-
-    def cancel(self, request: Request) -> None:
-        """Release the slots, pages and retained prompt of the request. Its waiting samples stay in the queue."""
-        self.close(request)
-        self.release(np.array(list(request.slots.values()), np.int64))
-        self.retained_prompts.drop(request.rid)
-
-    def room_for(self, count: int) -> bool:
-        """Make `count` pages free if possible, and return whether they are.
-
-        Pages of ended sequences are taken before cached pages are evicted.
-        """
-        if count > self.paging.allocator.free:
-            self.settle()
-        return self.paging.room_for(count)
-
-    def running(self) -> Int64:
-        """Return the slots that may be preempted."""
-        return np.concatenate((self.table.in_state(State.PREFILL), self.table.in_state(State.DECODE)))
-
-    def _prefilling(self) -> Int64:
-        """Return the prefilling slots: higher classes first; within a class, granted slots first, then by arrival."""
-        table, slots = self.table, self.table.in_state(State.PREFILL)
-        in_order: Int64 = slots[np.lexsort((table.order[slots], ~table.granted[slots], table.priority[slots]))]
-        return in_order
 
     def _grow_decoders(self) -> Int64:
         """Allocate a page for each decoding slot of this turn whose last page is full, preempting others if needed.
@@ -266,69 +191,15 @@ class Scheduler:
             count = int(np.count_nonzero(full))
             if not count:
                 return slots
-            if self.room_for(count):
+            if self.reclaimer.make_room(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
             if self.retained_prompts.drop_youngest():
                 continue
-            running = self.running()
+            running = self.reclaimer.running()
             if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
                 return np.compress(~full, slots)
-            self.preempt(self.preemption.choose(running))
-
-    def _make_room(self, builder: BatchBuilder, count: int, slot: int) -> bool:
-        """Make `count` pages free for `slot`, preempting sequences of lower rank if needed; return whether they are."""
-        while not self.room_for(count):
-            if self.retained_prompts.drop_youngest():
-                continue
-            running = self.running()
-            priority, order = self.table.priority[running], self.table.order[running]
-            same, younger = priority == self.table.priority[slot], order > self.table.order[slot]
-            spared = self.table.granted[running]
-            same &= (~spared | younger) if self.table.granted[slot] else (~spared & younger)
-            later = running[same | (priority > self.table.priority[slot])]
-            later = later[~np.isin(later, builder.busy)]
-            if not len(later):
-                return False
-            self.preempt(self.preemption.choose(later))
-        return True
-
-    def prefill(self, builder: BatchBuilder, slot: int, budget: int, *, preempting: bool) -> int:
-        """Schedule the next prefill chunk of `slot`; return its number of tokens, 0 if there are no pages for it.
-
-        `preempting`: whether sequences of lower rank may be preempted for these pages.
-        """
-        table = self.table
-        if preempting:  # otherwise `SequenceStarter.lead` has just done so
-            self.starter.adopt(slot)
-        start = int(table.length[slot])
-        count = min(budget, int(table.target[slot]) - start)
-        missing = self.paging.missing(slot, start + count)
-        if not (self._make_room(builder, missing, slot) if preempting else self.room_for(missing)):
-            return 0
-        self.paging.reserve(slot, start + count)
-        builder.chunk(slot, start, count)
-        table.length[slot] = start + count
-        self.paging.publish(slot)
-        if start + count == table.target[slot]:
-            forks = self.starter.finish_prefill(slot, self.steps + 1)
-            builder.add_sampling(slot, forks)
-            # Forks have the same length and limit as their leader.
-            state = State.DRAIN if table.length[slot] + 1 >= table.limit[slot] else State.DECODE
-            table.state[slot] = state
-            if len(forks):
-                table.state[forks] = state
-        return count
-
-    def _rows_behind(self, slot: int, decode: Int64, budget: int) -> int:
-        """Return how many rows of `decode` may skip this step so that `slot` can prefill."""
-        table = self.table
-        if budget >= table.target[slot] - table.length[slot]:
-            return 0
-        behind = table.priority[decode] > table.priority[slot]
-        if table.granted[slot]:
-            behind |= (table.priority[decode] == table.priority[slot]) & ~table.granted[decode]
-        return int(np.count_nonzero(behind & (table.state[decode] == State.DECODE)))
+            self.reclaimer.preempt_one(running)
 
     def _without(self, decode: Int64, count: int) -> Int64:
         """Return `decode` without the `count` rows of lowest rank: by class, then granted slots first, then by age."""

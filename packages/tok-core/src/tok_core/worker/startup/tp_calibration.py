@@ -6,18 +6,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tok_core.errors import InvalidField
-from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, TPLayout
+from tok_core.models import CausalLM, DecoderLayer
+from tok_core.parallel import (
+    AllReduceLayout,
+    OverlappedLayout,
+    ProcessGroups,
+    SequenceParallelLayout,
+    TensorParallel,
+    TPLayout,
+)
 from tok_kernels.collectives.exchange import SUM_BYTES
-
-if TYPE_CHECKING:
-    from tok_core.models import CausalLM, DecoderLayer
-    from tok_core.parallel.process_groups import ProcessGroups
-    from tok_core.parallel.tensor import TensorParallel
 
 log = logging.getLogger("tok_core")
 
@@ -52,8 +55,8 @@ def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_fro
         tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
     tensor.most_bytes = peers.broadcast_from_first(_exchanged_bytes(tensor))
     measured = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
-    if peers.place.number == 0:
-        log.debug("%s", told(*measured))
+    if peers.coordinates.number == 0:
+        log.debug("%s", format_times(*measured))
     few, overlapped = choose(*measured)
     few, overlapped = peers.broadcast_from_first(few), async_from or peers.broadcast_from_first(overlapped)
     tensor.max_all_reduce_tokens, tensor.min_overlap_tokens = few, None if overlapped == NEVER else overlapped
@@ -100,7 +103,7 @@ def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutT
     return LayoutTimings(sizes, whole, sharded, overlapped)
 
 
-def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
+def format_times(sizes: Sequence[int], *layouts: Sequence[float]) -> str:
     """Format timings as one line: for each size, milliseconds of all-reduce, sequence-parallel and overlapped layout.
 
     >>> told([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
@@ -108,7 +111,7 @@ def told(sizes: Sequence[int], *forms: Sequence[float]) -> str:
     """
     rows = (
         f"{size} tokens " + "/".join("-" if one == math.inf else f"{one * 1e3:.3f}" for one in seconds)
-        for size, *seconds in zip(sizes, *forms, strict=True)
+        for size, *seconds in zip(sizes, *layouts, strict=True)
     )
     return f"ms a layer, whole/cut/overlapped: {', '.join(rows)}"
 
@@ -154,15 +157,15 @@ def _sizes(most_tokens: int) -> list[int]:
     return [size for size in (1 << bit for bit in range(4, 40)) if size < most_tokens] + [most_tokens]
 
 
-def layer_seconds(model: CausalLM, kind: type[TPLayout], tokens: int) -> float:
-    """Return the time of one layer's GEMMs and collectives in layout `kind`, without attention."""
+def layer_seconds(model: CausalLM, layout_type: type[TPLayout], tokens: int) -> float:
+    """Return the time of one layer's GEMMs and collectives in layout `layout_type`, without attention."""
     tensor = model.tensor
     assert tensor is not None
-    form = kind(tensor, tokens)
-    rows = tokens if kind is AllReduceLayout else -(-tokens // tensor.ranks)
+    layout = layout_type(tensor, tokens)
+    rows = tokens if layout_type is AllReduceLayout else -(-tokens // tensor.ranks)
     x = torch.randn((rows, model.config.hidden_size), dtype=model.dtype, device=tensor.device)
     layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
-    return _seconds(lambda: layer.run_gemms(x, form), tensor.device, captured=tokens <= CAPTURED)
+    return _seconds(lambda: layer.run_gemms(x, layout), tensor.device, captured=tokens <= CAPTURED)
 
 
 @torch.inference_mode()

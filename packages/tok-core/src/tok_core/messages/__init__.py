@@ -1,0 +1,56 @@
+"""Messages between engine, manager and worker, and their encoding: msgpack with arrays as raw bytes.
+
+engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
+"""
+
+from __future__ import annotations
+
+from tok_core.messages.arrays import EMPTY, Float32, Int32, Int64, array
+from tok_core.messages.codec import FromProcess, FromWorker, ToEngine, ToManager, decoder, encode
+from tok_core.messages.processes import Beat, EngineInfo, Failed, ProcessLaunch, Silence
+from tok_core.messages.reports import Embedded, Finished, Progress, Scores, Stats
+from tok_core.messages.requests import Cancel, Submit
+from tok_core.messages.steps import (
+    MAX_CASCADE_LEVELS,
+    GroupLevel,
+    NewSlots,
+    PromptValues,
+    RequestedPromptOutputs,
+    SharedPages,
+    StepInput,
+    StepOutput,
+)
+
+__all__ = [
+    "EMPTY",
+    "MAX_CASCADE_LEVELS",
+    "Beat",
+    "Cancel",
+    "Embedded",
+    "EngineInfo",
+    "Failed",
+    "Finished",
+    "Float32",
+    "FromProcess",
+    "FromWorker",
+    "GroupLevel",
+    "Int32",
+    "Int64",
+    "NewSlots",
+    "ProcessLaunch",
+    "Progress",
+    "PromptValues",
+    "RequestedPromptOutputs",
+    "Scores",
+    "SharedPages",
+    "Silence",
+    "Stats",
+    "StepInput",
+    "StepOutput",
+    "Submit",
+    "ToEngine",
+    "ToManager",
+    "array",
+    "decoder",
+    "encode",
+]

@@ -1,0 +1,93 @@
+"""Messages about a replica's processes: their launch, their properties, their failures and heartbeats."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tok_core.config import EngineConfig
+from tok_core.mesh import RankCoordinates, Rendezvous
+
+
+class EngineInfo(msgspec.Struct, tag=True, frozen=True):
+    """Properties that a worker determines at its start: sizes of model and cache, and the value of every `auto`.
+
+    sampling_defaults                          fields of SamplingParams that the model's generation_config.json sets.
+                                               The server applies them to requests that leave a field out; the engine
+                                               takes complete SamplingParams and applies none
+    max_all_reduce_tokens, min_overlap_tokens  thresholds of `TensorParallel`; None without tensor parallelism, and
+                                               `min_overlap_tokens` is None if no step overlaps GEMMs with collectives
+    short_prompt                               longer prompts than this (tokens) have another rotary embedding than
+                                               shorter ones, and share no cached pages with them; None: all prompts have
+                                               the same
+    rope_depends_on_length                     long prompts of different lengths do not share pages, either
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    max_running: int
+    max_step_tokens: int
+    device: str
+    dtype: str
+    backend: str
+    model_id: str = ""
+    hidden_size: int = 0
+    sampling_defaults: dict[str, int | float] = {}
+    max_all_reduce_tokens: int | None = None
+    min_overlap_tokens: int | None = None
+    short_prompt: int | None = None
+    rope_depends_on_length: bool = False
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Return the number of positions in the KV cache."""
+        return self.num_pages * self.page_size
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A process cannot start or go on. `arguments` are those of the exception class `kind`."""
+
+    kind: str
+    arguments: tuple[str | int | float, ...]
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """Heartbeat of a replica's process, with the number of its main loop's turns; see `tok_core.runtime.heartbeat`."""
+
+    role: str
+    turns: int
+
+
+class Silence(msgspec.Struct, tag=True, frozen=True):
+    """Processes of a replica send no heartbeat: `detail` names them. An empty `detail`: all send heartbeats again."""
+
+    detail: str
+
+
+class ProcessLaunch(msgspec.Struct):
+    """Launch parameters of a child process: its role, log settings, and the addresses of its sockets.
+
+    json_log         log as JSON objects rather than as text
+    replica          index of the process's replica
+    coordinates      coordinates of a worker; None for the manager
+    steps            addresses at which the workers receive steps, in order of their numbers
+    workers_on_host  maximum number of workers on the host of a worker, of all replicas and including itself
+    rendezvous       path of the file through which the workers meet, or their address if they are on several hosts
+    device           index of a worker's GPU among those it sees; None: derived from `replica` and `coordinates`
+    """
+
+    role: str
+    log_level: int
+    json_log: bool
+    config: EngineConfig
+    replica: int
+    coordinates: RankCoordinates | None
+    requests: str
+    reports: str
+    steps: list[str]
+    outputs: str
+    workers_on_host: int
+    rendezvous: str | Rendezvous
+    device: int | None = None

@@ -1,0 +1,174 @@
+"""Messages between a manager and its workers: a step, and the tokens that it sampled.
+
+Arrays of a StepInput are int32 unless said otherwise. Legend: B sequences of the step (decode rows first, then prefill
+chunks), R rows that sample, G prefix groups of a level.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from tok_core.messages.arrays import EMPTY
+
+
+class NewSlots(msgspec.Struct):
+    """Slots assigned to new sequences: every array has one entry per slot, except `bias_*`.
+
+    length             positions already in the cache
+    last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
+                       prompt computed earlier feeds the prompt's last token
+    eos_from_position  the first sampled position at which a model's end id ends the sample
+    sampling           columns of sampling parameters, as `tok_core.sampling_params.DEVICE_COLUMNS` lists them
+    bias_*             ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of
+                       `bias_token[i]` at sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
+    """
+
+    slot: np.ndarray
+    length: np.ndarray
+    last_token: np.ndarray
+    eos_from_position: np.ndarray
+    prompt_len: np.ndarray
+    sample: np.ndarray
+    sampling: dict[str, np.ndarray]
+    bias_slot: np.ndarray
+    bias_token: np.ndarray
+    bias_value: np.ndarray
+    bias_until: np.ndarray
+
+
+MAX_CASCADE_LEVELS = 3
+"""Cascade levels of a step: enough for a system prompt, few-shot examples, and a question sampled many times."""
+
+
+class GroupLevel(msgspec.Struct):
+    """Disjoint prefix groups of decode rows, at one cascade level: int32 `[G]`.
+
+    Group `g` has the rows `start[g]` to `start[g] + count[g] - 1`. They share the positions `[kv_start[g], kv_end[g])`,
+    which are whole pages, listed in the page table of `slot[g]`.
+    """
+
+    start: np.ndarray
+    count: np.ndarray
+    slot: np.ndarray
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+
+
+class SharedPages(msgspec.Struct):
+    """Sets the first k page table entries of each slot in `slot`, int32 `[n]`, to `page`, int32 `[k]`."""
+
+    slot: np.ndarray
+    page: np.ndarray
+
+
+class RequestedPromptOutputs(msgspec.Struct):
+    """Prompt log-probabilities and embeddings to compute in a step.
+
+    Legend: C chunks scored, Q their rows scored, E chunks pooled.
+
+    The first `scored_count[c]` rows of prefill chunk `scored[c]` are scored. Each row q yields the log-probability of
+    the next prompt token `scored_token[q]`, and the `top_logprobs` most likely tokens. The last `pooled_count[e]`
+    hidden states of chunk `pooled[e]` are summed after the final norm.
+    """
+
+    scored: np.ndarray
+    scored_count: np.ndarray
+    scored_token: np.ndarray
+    top_logprobs: int
+    pooled: np.ndarray
+    pooled_count: np.ndarray
+
+
+class PromptValues(msgspec.Struct):
+    """Values of a step's `RequestedPromptOutputs`.
+
+    logprob      float32 `[Q]`
+    top_token    int32 `[Q, top_logprobs]`
+    top_logprob  float32 `[Q, top_logprobs]`
+    pooled       float32 `[E, hidden size]`, sums of hidden states
+    """
+
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    pooled: np.ndarray
+
+
+class StepInput(msgspec.Struct):
+    """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
+
+    1. In a pipeline, except for its last stage: make the tokens sampled by steps up to `sampled_upto` the last tokens
+       of their slots. Drop tokens of slots that have since been given to another sequence. The last stage, and a worker
+       with all layers, have recorded them when they sampled them.
+    2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
+       `(page_slot, page_index) = page_id`.
+    3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
+    4. Compute. A decode row feeds its slot's last token at position `length`; prefill chunks feed `prefill_token`
+       (concatenated) from positions `prefill_start` on. `levels[0]` has the prefix groups that begin at position 0. A
+       group of `levels[k + 1]` lies within a group of `levels[k]`, and its positions begin where those end.
+    5. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
+       `sample_slot`. Several slots may sample from one sequence: that is a fork.
+
+    filter_row   which of the R rows have top-k, top-p or min-p filters
+    penalty_row  which of the R rows have penalties
+    bias_row     which of the R rows have logit biases in effect
+    mask_row     which of the R rows have a grammar mask
+    mask_of      the row of `mask` for each entry of `mask_row`
+    mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
+    top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens
+    all_greedy   whether all R rows sample at temperature 0
+    max_kv       tokens of the longest sequence after the step
+    prompts      requested log-probabilities and embeddings of prompts; None: none in this step
+    """
+
+    step: int
+    sampled_upto: int
+    new: NewSlots | None
+    page_slot: np.ndarray
+    page_index: np.ndarray
+    page_id: np.ndarray
+    decode_slot: np.ndarray
+    levels: list[GroupLevel]
+    prefill_slot: np.ndarray
+    prefill_start: np.ndarray
+    prefill_count: np.ndarray
+    prefill_token: np.ndarray
+    copy_src: np.ndarray
+    copy_dst: np.ndarray
+    sample_row: np.ndarray
+    sample_slot: np.ndarray
+    filter_row: np.ndarray
+    penalty_row: np.ndarray
+    bias_row: np.ndarray
+    top_logprobs: int
+    all_greedy: bool
+    max_kv: int
+    prompts: RequestedPromptOutputs | None = None
+    shared: list[SharedPages] = msgspec.field(default_factory=list)
+    mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
+    top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+
+
+class StepOutput(msgspec.Struct, tag=True):
+    """The sampled tokens of one step, in the order of its R rows.
+
+    `token` is int32 and `logprob` float32, `[R]`; `top_token` and `top_logprob` are the same of `[R, top_logprobs]`. A
+    row whose sequence had ended before the step may return any token.
+
+    launch_seconds  time of the worker's CPU to enqueue the step
+    device_seconds  time from the step's first operation on the device to its last
+
+    With several pipeline stages, both are those of the last stage, without its wait for the previous stage's output.
+    """
+
+    step: int
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    launch_seconds: float
+    device_seconds: float
+    prompts: PromptValues | None = None
